@@ -23,10 +23,13 @@ from typing import Any
 import torch
 
 import protrain
-from protrain.cli.data import Tokens, byte_codec, evaluation_batches, find_documents, tokenize, training_batch
+from protrain.cli.codec import byte_codec
+from protrain.cli.data import Tokens, evaluation_batches, training_batch
 from protrain.cli.models import load_model
 from protrain.cli.options import whole
+from protrain.cli.sources import find_source
 from protrain.cli.summary import device_name, versions
+from protrain.cli.text import tokenize
 from protrain.common.progress import Progress
 from protrain.optim.optimizer import ProTrainOptimizer
 
@@ -51,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, Progress(enabled=True).stage("training") as show:
-        tokens = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.02)
+        tokens = tokenize(find_source(None).paths, byte_codec(), Path(folder), held_out=0.02)
         for seed in range(args.seeds):
             for kind in KINDS:
                 show(f"seed {seed}, {kind}")
@@ -100,7 +103,7 @@ def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device
     peak = args.learning_rate or loaded.learning_rate
     plain = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, args.beta2), weight_decay=0.1)
     size = {"batch": args.batch, "sequence": args.sequence}
-    first = training_batch(tokens, seed=seed, step=0, micro_batch=0, **size).to(device)
+    first = training_batch(tokens, seed=seed, step=0, micro_batch=0, **size)["input_ids"].to(device)
     model, optimizer = protrain.wrap(
         model,
         plain,
@@ -112,7 +115,7 @@ def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, args.steps))
     losses = []
     for step in range(args.steps):
-        ids = training_batch(tokens, seed=seed, step=step, micro_batch=0, **size).to(device)
+        ids = training_batch(tokens, seed=seed, step=step, micro_batch=0, **size)["input_ids"].to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
@@ -126,7 +129,7 @@ def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device
     with torch.no_grad():
         held_out = [
             model(input_ids=ids, labels=ids).loss.item()
-            for ids in (batch.to(device) for batch in evaluation_batches(tokens, **size, count=_HELD_OUT))
+            for ids in (batch["input_ids"].to(device) for batch in evaluation_batches(tokens, **size, count=_HELD_OUT))
         ]
     return {"held_out": statistics.mean(held_out), "plan": str(optimizer.plan), "losses": losses}
 

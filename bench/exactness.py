@@ -26,9 +26,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 
 import protrain
-from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
+from protrain.cli.codec import byte_codec
+from protrain.cli.data import training_batch
 from protrain.cli.models import load_model
+from protrain.cli.sources import find_source
 from protrain.cli.summary import versions
+from protrain.cli.text import tokenize
 from protrain.hardware import detect
 from protrain.planning import evaluate, pack
 
@@ -79,10 +82,10 @@ def run(args: argparse.Namespace, device: str, device_memory: str | None) -> dic
     torch.manual_seed(0)
     loaded = load_model(args.model)
     with tempfile.TemporaryDirectory() as folder:
-        tokens = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.05)
+        tokens = tokenize(find_source(None).paths, byte_codec(), Path(folder), held_out=0.05)
+        size = {"batch": args.batch, "sequence": args.sequence}
         batches = [
-            training_batch(tokens, seed=0, step=step, micro_batch=0, batch=args.batch, sequence=args.sequence)
-            for step in range(args.steps)
+            training_batch(tokens, seed=0, step=step, micro_batch=0, **size)["input_ids"] for step in range(args.steps)
         ]
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=loaded.learning_rate, weight_decay=0.1)
     example = {"input_ids": batches[0], "labels": batches[0]}

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from bench.train.contestants import Contestant
-from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
+from protrain.cli.codec import byte_codec
+from protrain.cli.data import training_batch
+from protrain.cli.sources import find_source
+from protrain.cli.text import tokenize
 from protrain.common.records import Record
 
 BETAS = (0.9, 0.95)
@@ -67,9 +70,10 @@ def make_tokens(task: Task, path: Path) -> None:
     Text and not noise or zeros, because the GPU draws less power, and so runs faster, on data with fewer bits set.
     """
     with tempfile.TemporaryDirectory() as folder:
-        text = tokenize(find_documents(None), byte_codec(), Path(folder), held_out=0.0)
+        text = tokenize(find_source(None).paths, byte_codec(), Path(folder), held_out=0.0)
+        size = {"batch": task.batch, "sequence": task.sequence}
         batches = [
-            training_batch(text, seed=0, step=step, micro_batch=rank, batch=task.batch, sequence=task.sequence)
+            training_batch(text, seed=0, step=step, micro_batch=rank, **size)["input_ids"]
             for step in range(task.warm_up + task.steps)
             for rank in range(task.gpus)
         ]

@@ -1,21 +1,17 @@
-"""Turns text into tokens on the disk, and these into batches that depend only on the seed and the step.
+"""The tokens of a run on the disk, and batches of them that depend only on the seed and the step.
 
-Documents are tokenised one after another into two memory-mapped arrays. The last part of every document is held out for
-evaluation, and the rest trains, so one file and a folder of thousands are split by the same rule. A batch is drawn from
-the seed and the step alone. So resuming needs no position in the data, and every step can be drawn again.
+Text is one long array of tokens, of which a batch takes windows anywhere. Rows of data are packed into sequences, of
+which every pass takes each once. With the tokens of rows goes an array of marks, which says where rows begin and what
+the loss counts. As a batch follows from the seed, the step and its number alone, resuming needs no position in the
+data, and every step can be drawn again.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import sysconfig
-import warnings
-import zlib
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +19,25 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from protrain.cli.file_formats import ARROW, JSON, Format, format_of, format_of_folder
-from protrain.cli.job import is_run
-from protrain.cli.run_files import JOB_FILE
+Batch = dict[str, torch.Tensor]  # the arguments of the model: input_ids and labels, and position_ids of rows
+IGNORED = -100  # the label that losses of transformers leave out
 
-_FILES = ("train.bin", "held_out.bin")
-_SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
-_PIECE_BYTES = 1024**2  # the bytes that are tokenised at once
+# Bits of a mark.
+COUNTED = 1  # the loss counts this token
+BEGINS = 2  # a row begins with this token, or the padding after the last row
+
+_PARTS = ("train", "held_out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Tokens that are either trained on or held out."""
+
+    tokens: NDArray[np.uint32] | NDArray[np.uint16]  # [n]; of rows, one packed sequence after another
+    marks: NDArray[np.uint8] | None  # [n], of rows; None for text
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,225 +45,68 @@ class Tokens:
     """A tokenised corpus. A process to which another sends it maps the same files."""
 
     folder: Path  # of the files
-    train: NDArray[np.uint32] | NDArray[np.uint16]  # [n_train]
-    held_out: NDArray[np.uint32] | NDArray[np.uint16]  # [n_held_out]
-    documents: int
-    unigram_entropy: float  # in nats per token, over all tokens: the loss of a model that ignores context
+    train: Part
+    held_out: Part
+    documents: int  # files of text, or rows
+    unigram_entropy: float  # in nats per token, over all counted tokens: the loss of a model that ignores context
     crc32: int  # of all tokens; a resumed run compares it to see that its data is the same
 
     def __reduce__(self) -> Any:
-        counted = {name: getattr(self, name) for name in ("documents", "unigram_entropy", "crc32")}
-        return partial(_map, self.folder, self.train.dtype, **counted), ()
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _PARTS}
+        return _remapped, (self.train.tokens.dtype, self.train.marks is not None, known)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Codec:
-    """Converts text to token ids and back, with a tokenizer or by bytes."""
-
-    encode: Callable[[bytes], list[int] | NDArray[np.uint8]]  # takes UTF-8 text
-    decode: Callable[[list[int]], str]
-    separator: int | None  # the token after every document
-    vocabulary: int  # all token ids are smaller
-    any_bytes: bool  # whether text in other encodings than UTF-8 can be converted
+def tokens_file(folder: Path, part: str) -> Path:
+    """The file for the tokens of ``part``, which is "train" or "held_out"."""
+    return folder / f"{part}.bin"
 
 
-def byte_codec() -> Codec:
-    """A codec with bytes as tokens. Byte 0, which text does not contain, separates documents.
-
-    Other tokens of a model are no text and are left out in decoding.
-    """
-    return Codec(
-        encode=lambda text: np.frombuffer(text, np.uint8),
-        decode=lambda tokens: bytes(token for token in tokens if 0 < token < 256).decode(errors="replace"),
-        separator=0,
-        vocabulary=256,
-        any_bytes=True,
-    )
+def marks_file(folder: Path, part: str) -> Path:
+    """The file for the marks of ``part``."""
+    return folder / f"{part}.marks.bin"
 
 
-def tokenizer_codec(tokenizer: Any) -> Codec:
-    """The codec of a transformers tokenizer."""
-    return Codec(
-        encode=lambda text: tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"],
-        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        separator=tokenizer.eos_token_id,
-        vocabulary=len(tokenizer),
-        any_bytes=False,
-    )
-
-
-def find_documents(path: str | os.PathLike[str] | None, *, exclude: Path | None = None) -> list[Path]:
-    """The text files of ``path``, which is a file, a folder to search, or None for Python's own sources.
-
-    Text is what training reads as it is: prose, sources, markup. ``protrain.cli.file_formats`` recognises files in
-    other formats. Such a file is refused if it is given alone. In a folder it is left out with a warning. But if data
-    formats hold more bytes than the text, the folder is refused, because the user means the data and not the README
-    beside it. JSON that is no list of records counts as text in a folder, because sources contain it, unless there is
-    more of it than of other text, in files and in bytes.
-
-    What runs have left in ``path`` is not text, because it grows while they train. ``exclude`` will be a run's folder.
-
-    Raises:
-        ValueError: ``path`` does not exist, is no regular file, holds no text file, or holds it in another format.
-    """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = [
-            file for file in sorted(root.rglob("*.py")) if not _SKIPPED_FOLDERS & set(file.relative_to(root).parts)
-        ]
-    else:
-        root = Path(path)
-        if root.is_file():
-            found = _format_of(root, alone=True)
-            if found is not None:
-                raise ValueError(found.refusal(root))
-            return [root]
-        if root.exists() and not root.is_dir():
-            raise ValueError(f"--data: {root} is no regular file; give a UTF-8 text file or a folder of them")
-        if not root.is_dir():
-            raise ValueError(f"--data: {root} does not exist")
-        whole = format_of_folder(root)
-        if whole is not None:
-            raise ValueError(whole.refusal(root))
-        files = [
-            file
-            for file in sorted(root.rglob("*"))
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts)
-        ]
-        runs = {file.parent for file in files if file.name == JOB_FILE and is_run(file.parent)}
-        if exclude is not None and exclude.resolve().is_relative_to(root.resolve()):
-            runs.add(root / exclude.resolve().relative_to(root.resolve()))
-        files = [file for file in files if not runs.intersection(file.parents)]
-    return _text_files(files, root)
-
-
-def _text_files(files: list[Path], root: Path) -> list[Path]:
-    """The text files among ``files``, which were all found in the folder ``root``."""
-    saved_sets = {folder for folder in {file.parent for file in files} if format_of_folder(folder) is not None}
-    texts: list[Path] = []
-    others: dict[Format, list[Path]] = {}
-    for file in files:
-        found = ARROW if file.parent in saved_sets else _format_of(file, alone=False)
-        (texts if found is None else others.setdefault(found, [])).append(file)
-    settings = [file for file in texts if file.suffix.lower() == ".json"]
-    rest = [file for file in texts if file.suffix.lower() != ".json"]
-    if len(settings) >= len(rest) and _size_bytes(settings) > _size_bytes(rest):
-        others.setdefault(JSON, []).extend(settings)
-        texts = rest
-    sizes = {found: _size_bytes(left_out) for found, left_out in others.items() if found.is_data or not texts}
-    if sizes and sum(sizes.values()) >= _size_bytes(texts):
-        most = max(sizes, key=lambda found: sizes[found])
-        holds = "more bytes in other formats than in text" if texts else "no text file"
-        move = "move those elsewhere or make text of them; " if texts else ""
-        raise ValueError(
-            f"--data: {root} holds {holds} ({_listed(most, others[most])}), and training reads plain text only; "
-            f"{move}{most.remedy(others[most][0])}"
-        )
-    if not texts:
-        raise ValueError(f"--data: {root} holds no text file; give a UTF-8 text file or a folder of them")
-    if others:
-        left_out = "; ".join(_listed(found, files) for found, files in others.items())
-        warnings.warn(f"--data: left out, because training reads plain text only: {left_out}", stacklevel=3)
-    return texts
-
-
-def _listed(found: Format, files: list[Path]) -> str:
-    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-    return f"{files[0]}{more}: {found.name}"
-
-
-def _size_bytes(files: list[Path]) -> int:
-    return sum(file.stat().st_size for file in files)
-
-
-def _format_of(file: Path, *, alone: bool) -> Format | None:
-    try:
-        return format_of(file, alone=alone)
-    except OSError as error:
-        raise ValueError(f"--data: cannot read {file}: {error.strerror}") from None
-
-
-def tokenize(
-    documents: list[Path],
-    codec: Codec,
-    folder: Path,
-    *,
-    held_out: float,
-    progress: Callable[[int], None] = lambda count: None,
+def map_tokens(
+    folder: Path, dtype: np.dtype[Any], *, marked: bool, counts: NDArray[np.int64], documents: int, crc32: int
 ) -> Tokens:
-    """Write ``documents`` as token arrays to ``folder`` and map them into memory.
+    """The tokens in the files of ``folder``, of which each occurs ``counts`` times where the loss counts it."""
+    share = counts[counts > 0] / counts.sum()
+    known = {"folder": folder, "documents": documents, "crc32": crc32}
+    return _remapped(dtype, marked, {**known, "unigram_entropy": float(-(share * np.log(share)).sum())})
 
-    Parameters:
-        documents: UTF-8 files.
-        codec: Converts text to ids.
-        folder: Gets train.bin and held_out.bin.
-        held_out: The share of every document that is kept for evaluation, 0 <= held_out < 1.
-        progress: Called with the bytes of every piece that is done.
 
-    Raises:
-        ValueError: There are no tokens at all, or the codec needs UTF-8 and a document is in another encoding.
-        OSError: The disk is full or not writable. What was written is removed.
-    """
-    if not codec.any_bytes:  # checked before the first document, because tokenising all may take hours
-        _refuse_other_encodings(documents)
-    dtype = np.dtype(np.uint16 if codec.vocabulary <= 2**16 else np.uint32)
-    separator = np.array([] if codec.separator is None else [codec.separator], dtype)
+def _remapped(dtype: np.dtype[Any], marked: bool, known: dict[str, Any]) -> Tokens:
+    folder = known["folder"]
+    train, held_out = (
+        Part(
+            tokens=mapped(tokens_file(folder, part), dtype),
+            marks=mapped(marks_file(folder, part), np.dtype(np.uint8)) if marked else None,
+        )
+        for part in _PARTS
+    )
+    return Tokens(train=train, held_out=held_out, **known)
+
+
+def mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The array in the file ``path``."""
+    # An empty file cannot be mapped.
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Make ``folder`` for tokens. If the disk is full or not writable, its files are removed and the error says so."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        counts, crc32 = _write(documents, codec, folder, dtype, separator, held_out, progress)
+        yield
     except OSError as error:  # an error of writing; what cannot be read raises a ValueError
-        for name in _FILES:
+        for path in folder.glob("*.bin"):
             with suppress(OSError):
-                (folder / name).unlink()
+                path.unlink()
         raise OSError(
-            f"cannot write the tokens of the text to {folder}: {error.strerror or error}; make room there, or give "
+            f"cannot write the tokens of the data to {folder}: {error.strerror or error}; make room there, or give "
             "another --folder"
         ) from None
-    if not counts.any():
-        where = documents[0] if len(documents) == 1 else documents[0].parent
-        raise ValueError(f"--data: {where} holds no text: it is empty")
-    return _map(folder, dtype, documents=len(documents), unigram_entropy=_entropy(counts), crc32=crc32)
-
-
-def _map(folder: Path, dtype: np.dtype[Any], **counted: Any) -> Tokens:
-    """The tokens that :func:`tokenize` has written to ``folder``."""
-    train, held_out = (_mapped(folder / name, dtype) for name in _FILES)
-    return Tokens(folder=folder, train=train, held_out=held_out, **counted)
-
-
-def _write(
-    documents: list[Path],
-    codec: Codec,
-    folder: Path,
-    dtype: np.dtype[Any],
-    separator: NDArray[Any],
-    held_out: float,
-    progress: Callable[[int], None],
-) -> tuple[NDArray[np.int64], int]:
-    """Write both files. Returns the count of each token, and the checksum of all tokens."""
-    counts = np.zeros(codec.vocabulary, np.int64)
-    crc32 = 0
-    with open(folder / _FILES[0], "wb+") as train, open(folder / _FILES[1], "wb") as evaluation:
-        for document in documents:
-            start = train.tell()
-            for piece in _pieces(document):
-                tokens = np.asarray(codec.encode(piece)).astype(dtype)
-                counts += np.bincount(tokens, minlength=codec.vocabulary)
-                crc32 = zlib.crc32(tokens.tobytes(), crc32)
-                train.write(tokens.tobytes())
-                progress(len(piece))
-            length = (train.tell() - start) // dtype.itemsize
-            if not length:
-                continue
-            train.write(separator.tobytes())
-            # The end of the document is moved to the other file once its length is known, so that no document need fit
-            # in memory.
-            train.seek(-int(length * held_out) * dtype.itemsize, os.SEEK_END)
-            kept = train.tell()
-            shutil.copyfileobj(train, evaluation)
-            train.truncate(kept)
-            train.seek(kept)
-    return counts, crc32
 
 
 def check_length(tokens: Tokens, *, sequence: int) -> None:
@@ -268,14 +119,64 @@ def check_length(tokens: Tokens, *, sequence: int) -> None:
 
 
 def training_batch(
-    tokens: Tokens, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int
-) -> torch.Tensor:
-    """Token ids [batch, sequence] in int64, drawn uniformly from the training part by (seed, step, micro_batch)."""
+    tokens: Tokens, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int, micro_batches: int = 1
+) -> Batch:
+    """Batch number ``micro_batch`` of the ``micro_batches`` of a step, each with arrays [batch, sequence] in int64.
+
+    Text is drawn uniformly. Of rows, each pass takes every sequence once in an order of its own, and the numbers of a
+    step's batches say how far it is.
+    """
+    part = tokens.train
+    if part.marks is not None:
+        number = step * micro_batches + micro_batch
+        return _rows(part, _in_order(len(part) // sequence, seed, number * batch, batch), sequence)
     # numpy would round a list with a seed of 2**63 or more to floats.
     key = np.array([seed, step], np.uint64)
     generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, micro_batch]))
-    starts = generator.integers(0, len(tokens.train) - sequence, size=batch, endpoint=True)
-    return _windows(tokens.train, starts, sequence)
+    starts = generator.integers(0, len(part) - sequence, size=batch, endpoint=True)
+    ids = _windows(part.tokens, starts, sequence)
+    return {"input_ids": ids, "labels": ids}
+
+
+def counted_tokens(tokens: Tokens, *, seed: int, step: int, batch: int, sequence: int, micro_batches: int) -> int:
+    """The number of tokens that the loss counts in all batches of a step. Every rank finds it without the others."""
+    marks = tokens.train.marks
+    if marks is None:
+        return micro_batches * batch * (sequence - 1)
+    count = micro_batches * batch
+    chosen = _in_order(len(tokens.train) // sequence, seed, step * count, count)
+    return sum(int(np.count_nonzero(marks[start : start + sequence] & COUNTED)) for start in chosen * sequence)
+
+
+def counted_in(batch: Batch) -> int:
+    """The number of tokens that the loss counts in ``batch``. The first of a sequence has nothing before it."""
+    return int((batch["labels"][:, 1:] != IGNORED).sum())
+
+
+def example_batch(tokens: Tokens, *, seed: int, batch: int, sequence: int) -> Batch:
+    """A batch to plan for. Of rows it has the sequences with most of them, as only several rows need a mask."""
+    part = tokens.train
+    if part.marks is None:
+        return training_batch(tokens, seed=seed, step=0, micro_batch=0, batch=batch, sequence=sequence)
+    rows = [np.count_nonzero(part.marks[start : start + sequence] & BEGINS) for start in range(0, len(part), sequence)]
+    return _rows(part, np.resize(np.argsort(rows, kind="stable")[::-1], batch), sequence)
+
+
+def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[Batch]:
+    """At most ``count`` batches [<= batch, sequence], spread evenly over the held-out part.
+
+    They are always the same.
+    """
+    part = tokens.held_out
+    whole = len(part) // sequence
+    chosen = np.unique(np.linspace(0, whole - 1, num=min(whole, count * batch)).astype(np.int64))
+    for first in range(0, len(chosen), batch):
+        now = chosen[first : first + batch]
+        if part.marks is not None:
+            yield _rows(part, now, sequence)
+        else:
+            ids = _windows(part.tokens, now * sequence, sequence)
+            yield {"input_ids": ids, "labels": ids}
 
 
 def seed_micro_batch(*, seed: int, step: int, micro_batch: int) -> None:
@@ -284,61 +185,26 @@ def seed_micro_batch(*, seed: int, step: int, micro_batch: int) -> None:
     torch.manual_seed(int(state[0]))
 
 
-def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[torch.Tensor]:
-    """At most ``count`` batches [<= batch, sequence], spread evenly over the held-out part.
+def _in_order(sequences: int, seed: int, first: int, count: int) -> NDArray[np.int64]:
+    """The sequences number ``first`` to ``first + count - 1`` of all passes one after another."""
+    places = [divmod(number, sequences) for number in range(first, first + count)]
+    return np.array([_order(sequences, seed, epoch)[place] for epoch, place in places])
 
-    They are always the same.
-    """
-    whole = len(tokens.held_out) // sequence
-    chosen = np.unique(np.linspace(0, whole - 1, num=min(whole, count * batch)).astype(np.int64)) * sequence
-    for first in range(0, len(chosen), batch):
-        yield _windows(tokens.held_out, chosen[first : first + batch], sequence)
+
+@lru_cache(maxsize=2)  # a step may end one pass and begin the next
+def _order(sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(sequences)
+
+
+def _rows(part: Part, chosen: NDArray[np.int64], sequence: int) -> Batch:
+    """The packed sequences ``chosen``. Positions count from the begin of each row."""
+    assert part.marks is not None
+    ids, marks = (_windows(array, chosen * sequence, sequence) for array in (part.tokens, part.marks))
+    places = torch.arange(sequence)
+    begins = torch.where(marks & BEGINS != 0, places, 0).cummax(dim=1).values
+    labels = torch.where(marks & COUNTED != 0, ids, IGNORED)
+    return {"input_ids": ids, "labels": labels, "position_ids": places - begins}
 
 
 def _windows(array: NDArray[Any], starts: NDArray[np.int64], sequence: int) -> torch.Tensor:
     return torch.from_numpy(np.stack([array[start : start + sequence] for start in starts]).astype(np.int64))
-
-
-def _mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:
-    # An empty file cannot be mapped.
-    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-
-
-def _entropy(counts: NDArray[np.int64]) -> float:
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())
-
-
-def _refuse_other_encodings(documents: list[Path]) -> None:
-    wrong = {document: place for document in documents if (place := _not_utf8(document))}
-    if wrong:
-        first, place = next(iter(wrong.items()))
-        which = f"{first} is no UTF-8 text"
-        if len(wrong) > 1:
-            which = f"{len(wrong)} of {len(documents)} files are no UTF-8 text, the first {first}"
-        raise ValueError(
-            f"--data: {which}: it has byte 0x{place[1]:02x} at offset {place[0]}, and the model's tokenizer takes "
-            "only UTF-8; convert such text, as `iconv -f latin1 -t utf-8` does, and leave out what is none"
-        )
-
-
-def _not_utf8(document: Path) -> tuple[int, int] | None:
-    """The offset and the value of the first byte of ``document`` that is not UTF-8."""
-    done = 0
-    for piece in _pieces(document):
-        try:
-            piece.decode()
-        except UnicodeDecodeError as error:
-            return done + error.start, piece[error.start]
-        done += len(piece)
-    return None
-
-
-def _pieces(document: Path) -> Iterator[bytes]:
-    """The document in pieces that end at line ends, so that a tokenizer never gets much more than 1 MiB."""
-    try:
-        with open(document, "rb") as file:
-            while lines := file.readlines(_PIECE_BYTES):
-                yield b"".join(lines)
-    except OSError as error:
-        raise ValueError(f"--data: cannot read {document}: {error.strerror}") from None

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from protrain.checkpoint.export import export
+from protrain.cli.data import COUNTED, Part
 from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
 from protrain.cli.run_files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.summary import TrainSummary, device_name, versions
@@ -65,8 +67,8 @@ def sample(run: Run) -> str:
     """A held-out prompt and the model's continuation. It is the same for the same weights and seed."""
     source = run.tokens.held_out if len(run.tokens.held_out) else run.tokens.train
     positions = getattr(run.loaded.config, "max_position_embeddings", None) or run.sequence
-    length = min(_PROMPT_TOKENS, len(source), run.sequence)
-    prompt = torch.from_numpy(source[:length].astype("int64"))[None].to(run.device)
+    length = min(prompt_tokens(source), len(source), run.sequence)
+    prompt = torch.from_numpy(source.tokens[:length].astype("int64"))[None].to(run.device)
     run.model.eval()
     with torch.no_grad(), torch.random.fork_rng():
         torch.manual_seed(run.job.seed)
@@ -80,6 +82,12 @@ def sample(run: Run) -> str:
         )
     run.model.train()
     return run.loaded.codec.decode(generated[0].tolist())
+
+
+def prompt_tokens(part: Part) -> int:
+    """The length of a prompt at the begin of ``part``: what the first row asks, if its answer alone is counted."""
+    asked = 0 if part.marks is None else int(np.argmax(part.marks[: len(part)] & COUNTED))
+    return asked if asked > 1 else _PROMPT_TOKENS
 
 
 def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> TrainSummary:

@@ -32,6 +32,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "held_out": (0.0, 0.5),
 }
 
+LOSS_ON = ("answers", "all")
+
 # Options that may differ when a run is resumed. They change where things live and what is reported, not the training.
 MAY_DIFFER = frozenset(
     {
@@ -60,6 +62,9 @@ class TrainJob(Record):
 
     model: str
     data: str | None = None
+    column: str | None = None  # of rows; None goes by the names of columns
+    chat_template: str | None = None  # a file; None takes that of the tokenizer
+    loss_on: str = "answers"  # of rows; text has no questions, so all of it counts
     batch: int = 8
     sequence: int | None = None
     accumulation: int = 1  # batches of a step on each of the GPUs with which the run began
@@ -100,6 +105,8 @@ class TrainJob(Record):
             raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
         if self.moment_dtype not in MOMENT_DTYPES:
             raise ValueError(f"--moment-dtype must be {' or '.join(MOMENT_DTYPES)}, not {self.moment_dtype}")
+        if self.loss_on not in LOSS_ON:
+            raise ValueError(f"--loss-on must be {' or '.join(LOSS_ON)}, not {self.loss_on}")
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 parse_memory(getattr(self, name), name=option(name))
@@ -180,7 +187,7 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     given = _with_absolute_paths(given)
     for name, value in list(given.items()):
         own = getattr(job, name)
-        if name in ("model", "data") and own is not None and own not in SHAPES:
+        if name in ("model", "data", "chat_template") and own is not None and own not in SHAPES:
             if _is_moved(own, value):
                 continue
             if _is_same_path(own, value):
@@ -197,7 +204,7 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
 def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
     """``given`` with absolute paths of what exists, so that a run can be continued from any working directory."""
     located = dict(given)
-    for name in ("model", "data", "plan"):
+    for name in ("model", "data", "chat_template", "plan"):
         path = given.get(name)
         is_shape = name == "model" and path in SHAPES
         if path is not None and not is_shape and os.path.exists(path):

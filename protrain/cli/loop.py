@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import protrain
-from protrain.cli.data import seed_micro_batch, training_batch
+from protrain.cli.data import counted_in, counted_tokens, seed_micro_batch, training_batch
 from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import (
@@ -179,7 +179,7 @@ def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
 def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """Run one optimizer step on this rank's micro-batches: every W-th, beginning with that of its own number.
 
-    The text and the random numbers of a micro-batch follow from the seed, the step and its number alone. So it is the
+    The data and the random numbers of a micro-batch follow from the seed, the step and its number alone. So it is the
     same on whichever rank it is, and a step with dropout has the same bits on any number of ranks, and when resumed.
 
     Returns:
@@ -187,12 +187,13 @@ def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     """
     job = run.job
     losses = []
+    data = {"seed": job.seed, "step": run.step, "batch": job.batch, "sequence": run.sequence}
+    counted = counted_tokens(run.tokens, **data, micro_batches=run.micro_batches)
     for micro_batch in range(run.ranks.rank, run.micro_batches, run.ranks.size):
-        key = {"seed": job.seed, "step": run.step, "micro_batch": micro_batch}
-        ids = training_batch(run.tokens, **key, batch=job.batch, sequence=run.sequence)
-        seed_micro_batch(**key)
+        batch = training_batch(run.tokens, **data, micro_batch=micro_batch, micro_batches=run.micro_batches)
+        seed_micro_batch(seed=job.seed, step=run.step, micro_batch=micro_batch)
         with nullcontext() if micro_batch + run.ranks.size >= run.micro_batches else run.model.no_sync():
-            loss = run.loss(ids) / run.micro_batches
+            loss = run.loss(batch) / (counted / counted_in(batch))  # the step's mean, over what the loss counts
             run.optimizer.backward(loss)
         losses.append(loss.detach())
     norm = run.optimizer.clip_grad_norm_(job.clip) if job.clip else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from torch import nn
 
 import protrain
-from protrain.cli.data import Codec, byte_codec, tokenizer_codec
+from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
+from protrain.cli.data import Batch
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SHAPES, shape_config
 from protrain.common.errors import not_downloaded
@@ -39,6 +41,17 @@ class LoadedModel(Architecture):
 
     codec: Codec
     tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """The arguments of the model for ``batch``.
+
+        From the positions of packed rows transformers knows where rows begin, and no token attends to another row. It
+        looks at them only without a cache. A model without positions sees the rows as one text.
+        """
+        taken = inspect.signature(type(self.model).forward).parameters
+        if "position_ids" in batch and {"position_ids", "use_cache"} <= taken.keys():
+            return {**batch, "use_cache": False}
+        return {name: value for name, value in batch.items() if name != "position_ids"}
 
 
 def read_architecture(name: str, *, layers: int | None = None) -> Architecture:

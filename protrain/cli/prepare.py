@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -18,23 +17,22 @@ import protrain
 from protrain import validate
 from protrain.checkpoint.loading import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
+from protrain.cli.corpus import read_corpus
+from protrain.cli.data import check_length, example_batch
+from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
-from protrain.cli.metrics import MetricsFile, ProgressLine, steps_reached
+from protrain.cli.metrics import MetricsFile, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
 from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
 from protrain.distributed.joining import join
 from protrain.distributed.processes import announced_processes, local_processes, local_rank
-from protrain.distributed.ranks import Ranks
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import available as liger_installed
 from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
 from protrain.validate import choose_dtype
-
-_TELL_S = 10.0  # the time between two signs of life while text is read
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
@@ -81,18 +79,20 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
             raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
     if loaded.folder is not None and loaded.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
-    tokens = _read(job, loaded.codec, folder, ranks)
+    if job.chat_template is not None:
+        set_chat_template(loaded.tokenizer, job.chat_template)
+    tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
     if saved is not None and saved["data_crc32"] != tokens.crc32:
         raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     torch.manual_seed(job.seed)
-    example = training_batch(tokens, seed=job.seed, step=0, micro_batch=0, batch=job.batch, sequence=sequence)
+    example = example_batch(tokens, seed=job.seed, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
         loaded.model,
         plain,
-        example_batch={"input_ids": example, "labels": example},
+        example_batch=loaded.arguments(example),
         device=device,
         dtype=dtype,
         device_memory=job.device_memory,
@@ -101,7 +101,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         weights=loaded.folder,
         step_during_backward=job.step_during_backward,
         accumulation=micro_batches // ranks.size,
-        gradient_reduction="sum",  # as each loss is divided by the number of all micro-batches
+        gradient_reduction="sum",  # as each loss is divided by what the loss of all ranks counts
         moment_dtype=job.moment_dtype,
         compile=bool(job.compile),
         chunked_loss=chunked,
@@ -291,27 +291,3 @@ def schedule(job: TrainJob) -> Callable[[int], float]:
         return job.min_learning_rate + (1 - job.min_learning_rate) * (1 + math.cos(math.pi * share)) / 2
 
     return factor
-
-
-def _read(job: TrainJob, codec: Codec, folder: Path, ranks: Ranks) -> Tokens:
-    """Read the text, on the first rank. Hours of it would outlast a collective, so others hear of it now and then."""
-    if ranks.rank > 0:
-        received: Tokens | None = None
-        while received is None:
-            received = ranks.of_first(received)
-        return received
-    documents = find_documents(job.data, exclude=folder)
-    size = sum(document.stat().st_size for document in documents)
-    done, told_s = 0, time.monotonic()
-    with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:
-
-        def progress(count: int) -> None:
-            nonlocal done, told_s
-            done += count
-            line.update(done // 2**20, "", plain=False)
-            if time.monotonic() - told_s > _TELL_S:
-                told_s = time.monotonic()
-                ranks.of_first(None)
-
-        tokens = tokenize(documents, codec, folder / UNFINISHED_DATA, held_out=job.held_out, progress=progress)
-    return ranks.of_first(tokens)

@@ -40,6 +40,8 @@ _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
 goes on after Ctrl-C or a crash, to the same bits:
   protrain train --resume --folder runs/tiny
+on conversations, where each line of the file is {"messages": [{"role": "user", "content": ...}, ...]}:
+  protrain train --model path/to/model --data chat.jsonl
 on four GPUs, each of which runs one of the four batches of a step:
   protrain train --model llama-1b --gpus 4
 """
@@ -50,13 +52,28 @@ def add_command(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "train",
         help="train a causal language model",
-        description="Train a causal language model on text.",
+        description="Train a causal language model on text, or on rows of data such as conversations.",
         epilog=_EXAMPLE,
     )
     what = parser.add_argument_group("what")
     what.add_argument("--model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
     what.add_argument(
-        "--data", metavar="PATH", help="a text file or a folder of them (default: the sources of Python's library)"
+        "--data",
+        metavar="PATH",
+        help="text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that datasets saved to disk "
+        "(default: the sources of Python's library)",
+    )
+    what.add_argument(
+        "--column",
+        metavar="NAME",
+        help="the column of --data with text or messages (default: messages, conversations, prompt with completion, "
+        "instruction with output, or text)",
+    )
+    what.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the tokenizer)")
+    what.add_argument(
+        "--loss-on",
+        choices=jobs.LOSS_ON,
+        help="the tokens of conversations and prompts that the loss counts (default: answers)",
     )
     what.add_argument("--folder", type=writable_folder, help="where the run is kept (default: runs/MODEL-TIME)")
     what.add_argument(
@@ -103,7 +120,7 @@ def add_command(commands: Any) -> None:
     keeping.add_argument(
         "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
     )
-    _add_number(keeping, "held_out", "the share of the text that is kept for evaluation")
+    _add_number(keeping, "held_out", "the share of the text or rows that is kept for evaluation")
     _add_number(keeping, "evaluate_every", "steps between evaluations; 0: only at the end")
     _add_number(keeping, "evaluation_batches", "batches of an evaluation")
     _add_number(keeping, "sample_tokens", "tokens to generate at the end")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from protrain.checkpoint.saving import save_checkpoint
-from protrain.cli.data import Tokens, evaluation_batches
+from protrain.cli.data import Batch, Tokens, counted_in, evaluation_batches
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, added_in_order
 from protrain.cli.models import LoadedModel, attention_flops_per_token
@@ -64,9 +64,10 @@ class Run:
             return torch.cuda.max_memory_allocated(self.device)
         return self.optimizer.report().device_bytes
 
-    def loss(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mean next-token loss of ``ids`` [batch, sequence]. The model shifts the labels itself."""
-        return self.model(input_ids=ids, labels=ids).loss
+    def loss(self, batch: Batch) -> torch.Tensor:
+        """The mean next-token loss of the counted tokens in ``batch``. The model shifts the labels itself."""
+        loss: torch.Tensor = self.model(**self.loaded.arguments(batch)).loss
+        return loss
 
     def evaluate(self) -> float | None:
         """The mean loss over the held-out batches, which also goes to metrics.jsonl. None if nothing is held out.
@@ -80,17 +81,16 @@ class Run:
         )
         if not batches:
             return None
+        counted = [counted_in(batch) for batch in batches]
         losses = []
         self.model.eval()
         with torch.no_grad():
             for first in range(0, len(batches), ranks.size):
-                index = first + ranks.rank
-                ids = batches[min(index, len(batches) - 1)]
-                loss = self.loss(ids) * len(ids)
-                losses.append(loss if index < len(batches) else torch.zeros(()))
+                index = min(first + ranks.rank, len(batches) - 1)
+                loss = self.loss(batches[index]) * counted[index]
+                losses.append(loss if index == first + ranks.rank else torch.zeros(()))
         self.model.train()
-        total = added_in_order(ranks.all_values([float(loss) for loss in losses]))
-        mean = total / sum(len(ids) for ids in batches)
+        mean = added_in_order(ranks.all_values([float(loss) for loss in losses])) / sum(counted)
         if self.writes:
             self.metrics.add({"step": self.step, "evaluation_loss": mean})
         return mean

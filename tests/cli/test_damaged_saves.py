@@ -81,7 +81,7 @@ def test_a_damaged_save_is_named_before_any_work(
     damage(newest)
     before = sorted(folder.rglob("*"))
     monkeypatch.setattr(protrain, "wrap", refuse)
-    monkeypatch.setattr(protrain.cli.prepare, "_read", refuse)
+    monkeypatch.setattr(protrain.cli.prepare, "read_corpus", refuse)
     capsys.readouterr()
     assert main(["train", "--resume", "--folder", str(folder)]) == 2
     error = capsys.readouterr().err

@@ -10,19 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from protrain.cli.data import (
-    Codec,
-    Tokens,
-    byte_codec,
-    check_length,
-    evaluation_batches,
-    find_documents,
-    tokenize,
-    tokenizer_codec,
-    training_batch,
-)
-from protrain.cli.job import TrainJob
-from protrain.cli.run_files import JOB_FILE
+from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
+from protrain.cli.data import Tokens, check_length, evaluation_batches, training_batch
+from protrain.cli.text import tokenize
 
 
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
@@ -45,11 +35,13 @@ def test_bytes_split_at_the_tail_of_every_document(tmp_path: Path) -> None:
     for name, text in (("a.txt", "a" * 100), ("b.txt", "é" * 50), ("empty.txt", "")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     seen: list[int] = []
-    tokens = tokenize(find_documents(tmp_path), byte_codec(), tmp_path / "data", held_out=0.1, progress=seen.append)
-    assert tokens.train.tobytes() == np.array([97] * 91 + [0xC3, 0xA9] * 45 + [0xC3], np.uint16).tobytes()
-    assert tokens.held_out.tolist() == [97] * 9 + [0] + [0xA9, *[0xC3, 0xA9] * 4, 0]
+    tokens = tokenize(
+        sorted(tmp_path.glob("*.txt")), byte_codec(), tmp_path / "data", held_out=0.1, progress=seen.append
+    )
+    assert tokens.train.tokens.tobytes() == np.array([97] * 91 + [0xC3, 0xA9] * 45 + [0xC3], np.uint16).tobytes()
+    assert tokens.held_out.tokens.tolist() == [97] * 9 + [0] + [0xA9, *[0xC3, 0xA9] * 4, 0]
     assert sum(seen) == 200
-    assert byte_codec().decode(tokens.held_out[:12].tolist()).startswith("a" * 9)
+    assert byte_codec().decode(tokens.held_out.tokens[:12].tolist()).startswith("a" * 9)
 
 
 def test_unigram_entropy_is_that_of_all_tokens(tmp_path: Path) -> None:
@@ -70,7 +62,7 @@ def test_a_tokenizer_gives_the_tokens_and_the_separator(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text("to be or\n")
     tokens = tokenize([source], codec, tmp_path / "data", held_out=0.0)
-    assert tokens.train.tolist() == [1, 2, 0, 70000]
+    assert tokens.train.tokens.tolist() == [1, 2, 0, 70000]
     assert codec.decode([1, 2]) == "to be"
 
 
@@ -78,14 +70,16 @@ def test_batches_are_drawn_from_seed_and_step_alone(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path, "".join(chr(32 + i % 90) for i in range(5000)))
 
     def draw(seed: int = 0, step: int = 3, micro_batch: int = 0) -> torch.Tensor:
-        return training_batch(tokens, seed=seed, step=step, micro_batch=micro_batch, batch=4, sequence=16)
+        drawn = training_batch(tokens, seed=seed, step=step, micro_batch=micro_batch, batch=4, sequence=16)
+        assert torch.equal(drawn["input_ids"], drawn["labels"])
+        return drawn["input_ids"]
 
     assert draw().shape == (4, 16)
     assert draw().dtype == torch.int64
     assert torch.equal(draw(), draw())
     others = [draw(seed=1), draw(step=4), draw(micro_batch=1)]
     assert not any(torch.equal(draw(), other) for other in others)
-    stream = tokens.train.tolist()
+    stream = tokens.train.tokens.tolist()
     for row in draw().tolist():
         assert any(stream[start : start + 16] == row for start in range(len(stream))), "a stretch of the training part"
 
@@ -94,42 +88,23 @@ def test_every_window_can_be_drawn_also_the_last(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path, "0123456789", held_out=0.0)
     assert len(tokens.train) == 11, "the document and its separator"
     starts = {
-        int(training_batch(tokens, seed=0, step=step, micro_batch=0, batch=1, sequence=10)[0, 0]) for step in range(20)
+        int(training_batch(tokens, seed=0, step=step, micro_batch=0, batch=1, sequence=10)["input_ids"][0, 0])
+        for step in range(20)
     }
     assert starts == {ord("0"), ord("1")}
 
 
 def test_evaluation_windows_do_not_overlap_and_stay_in_the_held_out_part(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path, "".join(chr(32 + i % 90) for i in range(2000)), held_out=0.2)
-    batches = list(evaluation_batches(tokens, batch=3, sequence=16, count=2))
+    batches = [found["input_ids"] for found in evaluation_batches(tokens, batch=3, sequence=16, count=2)]
     assert [len(batch) for batch in batches] == [3, 3]
     whole = [row.tolist() for row in torch.cat(batches)]
-    held_out = tokens.held_out.tolist()
+    held_out = tokens.held_out.tokens.tolist()
     cut = [held_out[start : start + 16] for start in range(0, len(held_out) - 15, 16)]
     assert [cut.index(row) for row in whole] == sorted(cut.index(row) for row in whole)
     assert whole[0] == cut[0]
     assert whole[-1] == cut[-1]
     assert list(evaluation_batches(make_tokens(tmp_path, "abc", held_out=0.0), batch=3, sequence=16, count=2)) == []
-
-
-def test_python_sources_are_the_default() -> None:
-    documents = find_documents(None)
-    assert {"argparse.py", "dataclasses.py"} <= {path.name for path in documents}
-    assert not any({"site-packages", "test", "idlelib"} & set(path.parts) for path in documents)
-    assert documents == sorted(documents)
-
-
-def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
-    (tmp_path / "text.md").write_text("text")
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "config").write_text("hidden")
-    left_out = f"--data: left out, because training reads plain text only: {tmp_path}/image.png"
-    with pytest.warns(UserWarning, match=f"^{left_out}: no text, as it holds zero bytes$"):
-        assert find_documents(tmp_path) == [tmp_path / "text.md"]
-    (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")
-    with pytest.warns(UserWarning, match=f"^{left_out} and 1 more: no text, as"):
-        assert find_documents(tmp_path) == [tmp_path / "text.md"]
 
 
 @pytest.fixture
@@ -143,49 +118,18 @@ def latin1(tmp_path: Path) -> Path:
 
 
 def test_bytes_are_tokens_in_any_encoding(latin1: Path, tmp_path: Path) -> None:
-    tokens = tokenize(find_documents(latin1), byte_codec(), tmp_path / "data", held_out=0.0)
-    assert bytes(tokens.train.tolist()) == "to bé or\n\0".encode() + "to be or\nnot to bé\n\0".encode("latin1")
+    tokens = tokenize(sorted(latin1.iterdir()), byte_codec(), tmp_path / "data", held_out=0.0)
+    assert bytes(tokens.train.tokens.tolist()) == "to bé or\n\0".encode() + "to be or\nnot to bé\n\0".encode("latin1")
 
 
 def test_a_tokenizer_is_given_no_other_encoding(latin1: Path, tmp_path: Path) -> None:
     codec, data = words_codec(), tmp_path / "data"
     with pytest.raises(ValueError, match=r"--data: .*b.txt is no UTF-8 text: it has byte 0xe9 at offset 17,"):
-        tokenize(find_documents(latin1), codec, data, held_out=0.0)
+        tokenize(sorted(latin1.iterdir()), codec, data, held_out=0.0)
     (latin1 / "c.txt").write_bytes(b"to be or\xff")
     with pytest.raises(ValueError, match=r"2 of 3 files are no UTF-8 text, the first .*b.txt: .*`iconv -f"):
-        tokenize(find_documents(latin1), codec, data, held_out=0.0)
+        tokenize(sorted(latin1.iterdir()), codec, data, held_out=0.0)
     assert not data.exists(), "found out before anything is written"
-
-
-def test_what_runs_leave_among_the_text_is_none(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("some text")
-    run = tmp_path / "runs" / "mine"
-    (run / "model").mkdir(parents=True)
-    for name in ("metrics.jsonl", "model/config.json"):
-        (run / name).write_text("{}")
-    TrainJob(model="tiny").save(run / JOB_FILE)
-    assert find_documents(tmp_path) == [tmp_path / "text.txt"]
-
-
-def test_a_run_s_own_folder_is_no_text_before_and_after_it_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "text.txt").write_text("some text")
-    run = tmp_path / "mine"
-    run.mkdir()
-    (run / "notes.txt").write_text("text of a folder that a run is started in")
-    monkeypatch.chdir(tmp_path)
-    for root in (tmp_path, Path()):
-        for folder in (run, Path("mine"), Path("mine") / ".." / "mine"):
-            assert find_documents(root, exclude=folder) == [root / "text.txt"]
-    assert find_documents(run, exclude=run / "inner") == [run / "notes.txt"]
-
-
-@pytest.mark.parametrize("content", ["{}", "[]", "no JSON", '{"model": "tiny", "steps": 3}'])
-def test_a_job_of_others_is_text(content: str, tmp_path: Path) -> None:
-    for name in (JOB_FILE, "text.txt"):
-        (tmp_path / name).write_text(content)
-    assert find_documents(tmp_path) == [tmp_path / JOB_FILE, tmp_path / "text.txt"]
 
 
 def test_tokens_beyond_bytes_are_no_text() -> None:
@@ -193,14 +137,23 @@ def test_tokens_beyond_bytes_are_no_text() -> None:
 
 
 def test_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="nowhere does not exist"):
-        find_documents(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="holds no text file"):
-        find_documents(tmp_path)
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    with pytest.raises(ValueError, match=r"image.png is no text, as it holds zero bytes, and training .*; give"):
-        find_documents(tmp_path / "image.png")
     with pytest.raises(ValueError, match=r"text.txt holds no text: it is empty"):
         make_tokens(tmp_path, "")
     with pytest.raises(ValueError, match="10 training tokens, fewer than one sequence of 16"):
         check_length(make_tokens(tmp_path, "123456789", held_out=0.0), sequence=16)
+
+
+@pytest.mark.parametrize("character", ["a", "é", "語", "🦊"])
+def test_a_line_of_any_length_is_read_in_pieces_that_cut_no_character(character: str, tmp_path: Path) -> None:
+    text = f"x{character * 1_000_000} {'word ' * 100_000}"
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    pieces: list[bytes] = []
+
+    def encode(piece: bytes) -> list[int]:
+        pieces.append(piece)
+        return [1]
+
+    tokenize([tmp_path / "text.txt"], replace(byte_codec(), encode=encode), tmp_path / "data", held_out=0.0)
+    assert max(map(len, pieces)) <= 512 * 1024
+    assert "".join(piece.decode() for piece in pieces) == text
+    assert pieces[-1].startswith(b" word"), "words are not cut"

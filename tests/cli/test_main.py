@@ -122,7 +122,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # stands for a GPU where the loss is chosen
     status, out, err = run(capsys, *argv)
-    lines = [line for line in err.splitlines() if not line.startswith(("reading text", "protrain: profiling"))]
+    lines = [line for line in err.splitlines() if not line.startswith(("reading data", "protrain: profiling"))]
     assert (status, len(lines), out) == (2, 1, ""), err
     assert lines[0].startswith("protrain")
     assert message in lines[0]

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.data import byte_codec, evaluation_batches, tokenize
+from protrain.cli.codec import byte_codec
+from protrain.cli.data import evaluation_batches
 from protrain.cli.main import main
+from protrain.cli.text import tokenize
 from protrain.cli.training_run import Run
 from protrain.planning import Plan
 
@@ -110,8 +112,8 @@ def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workpla
     tokens = tokenize([workplace / "text.txt"], byte_codec(), tmp_path, held_out=0.05)
     losses = []
     with torch.no_grad():
-        for ids in evaluation_batches(tokens, batch=4, sequence=32, count=8):
-            losses += [float(model(input_ids=row[None], labels=row[None]).loss) for row in ids]
+        for batch in evaluation_batches(tokens, batch=4, sequence=32, count=8):
+            losses += [float(model(input_ids=row[None], labels=row[None]).loss) for row in batch["input_ids"]]
     summary = json.loads((finished / "summary.json").read_text())
     assert sum(losses) / len(losses) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
 

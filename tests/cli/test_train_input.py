@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protrain.cli.data import byte_codec, find_documents, tokenize, training_batch
+from protrain.cli.codec import byte_codec
+from protrain.cli.data import training_batch
 from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.main import main
 from protrain.cli.run_files import JOB_FILE
+from protrain.cli.sources import find_source
+from protrain.cli.text import tokenize
 
 
 def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -28,7 +31,7 @@ def test_the_largest_seeds_draw_other_batches(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(map(chr, np.random.default_rng(0).integers(32, 126, 5000))))
     tokens = tokenize([tmp_path / "text.txt"], byte_codec(), tmp_path / "data", held_out=0.0)
     drawn = [
-        training_batch(tokens, seed=seed, step=step, micro_batch=0, batch=4, sequence=16).tolist()
+        training_batch(tokens, seed=seed, step=step, micro_batch=0, batch=4, sequence=16)["input_ids"].tolist()
         for seed in (2**64 - 1, 2**64 - 2)
         for step in (0, 1)
     ]
@@ -39,7 +42,7 @@ def test_text_that_is_no_regular_file_is_named_so(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("/dev/null"), tmp_path / "pipe"):
         with pytest.raises(ValueError, match=f"--data: {path} is no regular file"):
-            find_documents(path)
+            find_source(path)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +82,7 @@ def test_a_full_disk_is_named_and_gets_its_bytes_back(name: str, tmp_path: Path)
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / name).symlink_to("/dev/full")
-    with pytest.raises(OSError, match=f"cannot write the tokens of the text to {folder}: No space left") as error:
+    with pytest.raises(OSError, match=f"cannot write the tokens of the data to {folder}: No space left") as error:
         tokenize([tmp_path / "text.txt"], byte_codec(), folder, held_out=0.5)
     assert "make room there, or give another --folder" in str(error.value)
     assert list(folder.iterdir()) == []

@@ -1,0 +1,146 @@
+"""Reads --data: finds it, makes tokens of text or rows, and tells the other ranks."""
+
+from __future__ import annotations
+
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+
+from protrain.cli.data import Tokens, map_tokens, writing
+from protrain.cli.examples import Example, ExampleMaker
+from protrain.cli.job import TrainJob
+from protrain.cli.metrics import ProgressLine
+from protrain.cli.models import LoadedModel
+from protrain.cli.packing import PackedWriter
+from protrain.cli.rows import read_rows
+from protrain.cli.run_files import UNFINISHED_DATA
+from protrain.cli.sources import find_source
+from protrain.cli.text import tokenize
+from protrain.distributed.ranks import Ranks
+
+_TELL_S = 10.0  # the time between two signs of life while data is read
+
+
+def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, *, sequence: int) -> Tokens:
+    """Read --data, on the first rank. Hours of it would outlast a collective, so others hear of it now and then.
+
+    Raises:
+        ValueError: The data cannot be read, or options do not fit it.
+    """
+    if ranks.rank > 0:
+        received: Tokens | None = None
+        while received is None:
+            received = ranks.of_first(received)
+        return received
+    source = find_source(job.data, exclude=folder)
+    if source.kind == "text":
+        for given, name in ((job.column, "--column"), (job.chat_template, "--chat-template")):
+            if given is not None:
+                raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
+    size = sum(map(_size_bytes, source.paths))
+    done, told_s = 0.0, time.monotonic()
+    with ProgressLine("reading data, MiB", max(size // 2**20, 1)) as line:
+
+        def progress(count: float) -> None:
+            nonlocal done, told_s
+            done += count
+            line.update(int(done) // 2**20, "", plain=False)
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                ranks.of_first(None)
+
+        target = folder / UNFINISHED_DATA
+        if source.kind == "text":
+            tokens = tokenize(source.paths, loaded.codec, target, held_out=job.held_out, progress=progress)
+        else:
+            examples = ExampleMaker(
+                codec=loaded.codec,
+                tokenizer=loaded.tokenizer,
+                column=job.column,
+                all_tokens=job.loss_on == "all",
+            )
+            tokens = tokenize_rows(
+                source.paths, examples, target, held_out=job.held_out, sequence=sequence, progress=progress
+            )
+    return ranks.of_first(tokens)
+
+
+def tokenize_rows(
+    paths: list[Path],
+    examples: ExampleMaker,
+    folder: Path,
+    *,
+    held_out: float,
+    sequence: int,
+    progress: Callable[[float], None] = lambda count: None,
+) -> Tokens:
+    """Write the rows of ``paths`` as packed token arrays to ``folder`` and map them into memory.
+
+    Parameters:
+        paths: Files or folders for :func:`read_rows`.
+        examples: Makes tokens of a row.
+        folder: Gets the arrays.
+        held_out: The share of rows that is kept for evaluation, evenly spread.
+        sequence: The tokens of a packed sequence.
+        progress: Called with the bytes that each row took.
+
+    Raises:
+        ValueError: A row cannot be read or has wrong types, or there is none with a token that the loss counts.
+        OSError: The disk is full or not writable. What was written is removed.
+    """
+    codec = examples.codec
+    counts = np.zeros(codec.vocabulary, np.int64)
+    crc32 = rows = empty = longer = 0
+    with writing(folder), ExitStack() as opened:
+        train, evaluation = (
+            opened.enter_context(PackedWriter(folder, part, codec.dtype, sequence=sequence))
+            for part in ("train", "held_out")
+        )
+        for ids, counted in _examples(paths, examples, progress):
+            part = evaluation if int((rows + 1) * held_out) > int(rows * held_out) else train
+            rows += 1
+            counted[:1] = False  # nothing before it belongs to the row
+            if not counted.any():
+                empty += 1
+                continue
+            longer += len(ids) > sequence
+            counts += np.bincount(ids[counted], minlength=codec.vocabulary)
+            crc32 = zlib.crc32(counted.tobytes(), zlib.crc32(ids.tobytes(), crc32))
+            part.add(ids, counted)
+        padding = codec.separator or 0
+        for part in (train, evaluation):
+            part.finish(padding)
+    if not rows:
+        raise ValueError(f"--data: {paths[0]} holds no rows: it is empty")
+    if empty == rows:
+        raise ValueError(f"--data: no row of {paths[0]} has a token that the loss counts; --loss-on all counts all")
+    for count, what in (
+        (empty, "have no token that the loss counts, and are left out"),
+        (longer, f"are longer than --sequence {sequence}, and are cut"),
+    ):
+        if count:
+            warnings.warn(f"--data: {count} of {rows} rows {what}", stacklevel=2)
+    return map_tokens(folder, codec.dtype, marked=True, counts=counts, documents=rows, crc32=crc32)
+
+
+def _examples(paths: list[Path], examples: ExampleMaker, progress: Callable[[float], None]) -> Iterator[Example]:
+    """The examples of all rows. Errors name the row."""
+    for path in paths:
+        size, share, make = _size_bytes(path), 0.0, None
+        for row in read_rows(path):
+            try:
+                make = make or examples.maker(row.values)
+                yield make(row.values)
+            except ValueError as error:
+                raise ValueError(f"--data: {row.place}: {error}") from None
+            progress((row.share - share) * size)
+            share = row.share
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*.arrow")) if path.is_dir() else path.stat().st_size

@@ -1,0 +1,238 @@
+"""Rows are packed into sequences, each is seen once in a pass, and no row sees another."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protrain.cli.codec import byte_codec
+from protrain.cli.corpus import tokenize_rows
+from protrain.cli.data import (
+    Batch,
+    Tokens,
+    check_length,
+    counted_in,
+    counted_tokens,
+    evaluation_batches,
+    example_batch,
+    training_batch,
+)
+from protrain.cli.examples import ExampleMaker
+from protrain.cli.models import LoadedModel
+from protrain.cli.packing import pack
+
+SEQUENCE = 16
+
+
+def make_tokens(
+    folder: Path,
+    rows: list[tuple[str, str]],
+    *,
+    held_out: float = 0.0,
+    sequence: int = SEQUENCE,
+    all_tokens: bool = False,
+) -> Tokens:
+    """Pairs of a prompt and a completion, as bytes."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
+    examples = ExampleMaker(codec=byte_codec(), tokenizer=None, column=None, all_tokens=False)
+    return tokenize_rows([file], examples, folder / "data", held_out=held_out, sequence=sequence)
+
+
+def some_rows(count: int) -> list[tuple[str, str]]:
+    generator = np.random.default_rng(0)
+    return [
+        (f"{number}" + "?" * int(generator.integers(0, 5)), "!" * int(generator.integers(1, 7)))
+        for number in range(count)
+    ]
+
+
+def split(batch: Batch) -> list[tuple[str, str]]:
+    """The rows in ``batch``, as prompt and completion, by positions and labels."""
+    found = []
+    for ids, labels, positions in zip(*(batch[name] for name in ("input_ids", "labels", "position_ids")), strict=True):
+        starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), len(ids)]
+        for first, end in pairwise(starts):
+            assert positions[first:end].tolist() == list(range(end - first))
+            text, counted = bytes(ids[first:end].tolist()), labels[first:end] != -100
+            assert torch.equal(labels[first:end][counted], ids[first:end][counted])
+            if counted.any():
+                asked = int(counted.int().argmax())
+                assert counted[asked:].all(), "all of an answer counts, with the separator"
+                assert text.endswith(b"\0")
+                found.append((text[:asked].decode(), text[asked:-1].decode()))
+            else:
+                assert set(text) == {0}, "the rest is padding"
+    return found
+
+
+def batches(tokens: Tokens, steps: int, *, batch: int, micro_batches: int = 1, seed: int = 0) -> list[Batch]:
+    options = {"batch": batch, "sequence": SEQUENCE, "micro_batches": micro_batches, "seed": seed}
+    return [
+        training_batch(tokens, step=step, micro_batch=micro_batch, **options)
+        for step in range(steps)
+        for micro_batch in range(micro_batches)
+    ]
+
+
+def test_a_row_goes_where_it_leaves_the_least_room() -> None:
+    assert pack(np.array([5, 3, 4, 2, 6]), 8).tolist() == [1, 1, 2, 0, 0]
+    assert pack(np.array([8, 8]), 8).tolist() == [0, 1]
+    assert pack(np.array([], np.int64), 8).tolist() == []
+
+
+def test_packing_is_best_fit_at_any_size() -> None:
+    lengths = np.random.default_rng(0).integers(2, 65, 2000)
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        rooms.remove(min(fitting)) if fitting else None
+        rooms.append((min(fitting) if fitting else 64) - length)
+    belongs = pack(lengths, 64)
+    assert sorted(64 - np.bincount(belongs, weights=lengths)) == sorted(rooms)
+    assert lengths.sum() > 0.98 * 64 * len(rooms)
+
+
+def test_every_row_is_seen_once_in_a_pass(tmp_path: Path) -> None:
+    rows = some_rows(60)
+    tokens = make_tokens(tmp_path, rows)
+    sequences = len(tokens.train) // SEQUENCE
+    first, second, other = (
+        [split(batch) for batch in drawn]
+        for drawn in (
+            batches(tokens, sequences, batch=1),
+            batches(tokens, 2 * sequences, batch=1)[sequences:],
+            batches(tokens, sequences, batch=1, seed=2**64 - 1),
+        )
+    )
+    for drawn in (first, second, other):
+        assert sorted(row for one in drawn for row in one) == sorted(rows)
+    assert first != second != other
+    assert sorted(map(tuple, first)) == sorted(map(tuple, second))
+    assert tokens.documents == 60
+
+
+def test_a_step_is_the_same_however_it_is_divided(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, some_rows(60))
+    whole = batches(tokens, 9, batch=4)
+    for batch, micro_batches in ((2, 2), (1, 4)):
+        parts = batches(tokens, 9, batch=batch, micro_batches=micro_batches)
+        for name in ("input_ids", "labels", "position_ids"):
+            assert torch.equal(torch.cat([part[name] for part in parts]), torch.cat([part[name] for part in whole]))
+        options = {"seed": 0, "batch": batch, "sequence": SEQUENCE, "micro_batches": micro_batches}
+        counts = [counted_tokens(tokens, step=step, **options) for step in range(9)]
+        assert counts == [counted_in(one) for one in whole]
+    assert len(set(counts)) > 1
+
+
+def test_what_is_longer_than_a_sequence_is_cut(tmp_path: Path) -> None:
+    long, short = "abcdefghijklmnopqrstuvwxyz" * 2, "0123456789" * 2
+    with pytest.warns(UserWarning, match="^--data: 2 of 3 rows are longer than --sequence 16, and are cut$"):
+        tokens = make_tokens(tmp_path, [("", long), (short, "!"), ("a", "b")])
+    drawn = batches(tokens, 1, batch=len(tokens.train) // SEQUENCE)[0]
+    found = sorted(
+        bytes(ids.tolist()) + b"|" + bytes(ids[labels != -100].tolist())
+        for ids, labels in zip(drawn["input_ids"], drawn["labels"], strict=True)
+    )
+    # The first token of a part has nothing before it that belongs to the row. A part of a prompt alone is left out.
+    pieces = [long[first : first + 16].encode() for first in (0, 16, 32)]
+    rest = b"wxyz\0" + b"6789!\0" + b"ab\0" + b"\0\0|" + b"xyz\0" + b"!\0" + b"b\0"
+    assert found == sorted([*(piece + b"|" + piece[1:] for piece in pieces), rest])
+
+
+def test_a_share_of_the_rows_is_held_out(tmp_path: Path) -> None:
+    rows = some_rows(40)
+    tokens = make_tokens(tmp_path, rows, held_out=0.1)
+    options = {"batch": 2, "sequence": SEQUENCE, "count": 9}
+    held_out = [row for batch in evaluation_batches(tokens, **options) for row in split(batch)]
+    assert sorted(held_out) == sorted(rows[9::10])
+    (drawn,) = batches(tokens, 1, batch=len(tokens.train) // SEQUENCE)
+    assert sorted(split(drawn)) == sorted(set(rows) - set(rows[9::10]))
+    assert list(evaluation_batches(make_tokens(tmp_path, rows[:9], held_out=0.1), **options)) == []
+
+
+def test_the_checksum_sees_tokens_and_what_is_counted(tmp_path: Path) -> None:
+    first = make_tokens(tmp_path, [("a", "b")])
+    assert first.crc32 == make_tokens(tmp_path, [("a", "b")]).crc32
+    others = [make_tokens(tmp_path, [("a", "c")]), make_tokens(tmp_path, [("", "ab")], sequence=8)]
+    others += [make_tokens(tmp_path, [("aa", "b")]), make_tokens(tmp_path, [("ab", "")])]
+    assert len({tokens.crc32 for tokens in (first, *others)}) == 4, "the first token is counted in no row"
+
+
+def test_entropy_is_that_of_counted_tokens(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, [("any prompt", "x"), ("other", "x")])
+    assert tokens.unigram_entropy == pytest.approx(np.log(2)), "x and the separator"
+
+
+def test_another_process_maps_the_same_files(tmp_path: Path) -> None:
+    tokens = make_tokens(tmp_path, some_rows(20), held_out=0.1)
+    again = pickle.loads(pickle.dumps(tokens))
+    for part, other in ((tokens.train, again.train), (tokens.held_out, again.held_out)):
+        assert np.array_equal(part.tokens, other.tokens)
+        assert part.marks is not None
+        assert other.marks is not None
+        assert np.array_equal(part.marks, other.marks)
+    assert (again.crc32, again.unigram_entropy, again.documents) == (tokens.crc32, tokens.unigram_entropy, 20)
+    assert len(pickle.dumps(tokens)) < 2000, "files are named and not copied"
+    assert sorted(path.name for path in tokens.folder.iterdir()) == [
+        *("held_out.bin", "held_out.marks.bin", "train.bin", "train.marks.bin")
+    ]
+
+
+def test_rows_without_anything_to_learn_are_left_out_or_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    with pytest.raises(ValueError, match=rf"^--data: {tmp_path}/rows.jsonl holds no rows: it is empty$"):
+        make_tokens(tmp_path, [])
+    with pytest.raises(ValueError, match=r"^--data: no row of .*rows.jsonl has a token that the loss counts; --loss"):
+        make_tokens(tmp_path, [("", "")])
+    with pytest.warns(UserWarning, match="^--data: 1 of 2 rows have no token that the loss counts, and are left out$"):
+        tokens = make_tokens(tmp_path, [("", ""), ("a", "b")])
+    assert split(batches(tokens, 1, batch=1)[0]) == [("a", "b")]
+    with pytest.raises(ValueError, match=r"^--data: .*rows.jsonl, line 2: column completion is no text, but int$"):
+        make_tokens(tmp_path, [("a", "b"), ("a", 5)])  # type: ignore[list-item]
+    with pytest.warns(UserWarning, match="1 of 2 rows"):
+        tokens = make_tokens(tmp_path, [("", ""), ("a", "b")], held_out=0.5)
+    with pytest.raises(ValueError, match="0 training tokens, fewer than one sequence of 16"):
+        check_length(tokens, sequence=16)
+
+
+def models() -> dict[str, Callable[[], Any]]:
+    transformers = pytest.importorskip("transformers")
+    size = {"vocab_size": 256, "hidden_size": 32, "bos_token_id": None, "eos_token_id": None}
+    gpt2 = {"vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": None, "eos_token_id": None}
+    llama = {"intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return {
+        "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **llama)),
+        "gpt2": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(**gpt2)),
+        "bloom": lambda: transformers.BloomForCausalLM(transformers.BloomConfig(**size, n_layer=2, n_head=4)),
+    }
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = models()[name]().eval()
+    loaded = LoadedModel(
+        model=model, folder=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+    )
+    tokens = make_tokens(tmp_path, some_rows(12))
+    batch = example_batch(tokens, seed=0, batch=2, sequence=SEQUENCE)
+    rows = split(batch)
+    assert len(rows) > 2
+    packed = model(**loaded.arguments(batch)).loss * counted_in(batch)
+    alone = torch.zeros(())
+    for prompt, answer in rows:
+        ids = torch.tensor([list(f"{prompt}{answer}\0".encode())])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        alone += model(input_ids=ids, labels=labels).loss * counted_in({"labels": labels})
+    close = packed.item() == pytest.approx(alone.item(), rel=1e-5)
+    assert close == (name != "bloom"), "Bloom's forward takes no positions"
