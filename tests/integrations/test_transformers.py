@@ -1,0 +1,121 @@
+"""The Trainers of transformers, TRL and sentence-transformers on ProTrain train as they do without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.pool import on_ranks
+from tests.integrations.clients import CLIENTS, Run, make, save_bert, train, train_on_rank
+
+for library in ("datasets", "peft", "trl", "sentence_transformers"):
+    pytest.importorskip(library)
+
+WHOLE, HALF = "64MiB", "checkpoint-2"
+EACH = pytest.mark.parametrize("client", CLIENTS)
+pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
+
+
+def assert_close(ours: Run, plain: Run) -> None:
+    """The first losses are the same bits, and later ones differ by the rounding of torch's own AdamW."""
+    assert ours.losses[0] == plain.losses[0]
+    assert len(ours.log) == len(plain.log) == 6
+    for mine, theirs in zip(ours.log, plain.log, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5)
+    assert ours.weights.keys() == plain.weights.keys()
+    for name, value in plain.weights.items():
+        assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def assert_same_weights(one: Run, other: Run) -> None:
+    assert one.weights.keys() == other.weights.keys()
+    for name, value in one.weights.items():
+        assert torch.equal(other.weights[name], value), name
+
+
+def two(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = None, **arguments: Any) -> list[Run]:
+    found: list[Run] = on_ranks(2, train_on_rank, client, folder, on_protrain, resume, arguments)
+    return found
+
+
+@EACH
+def test_one_process(client: str, tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    plain = train(client, tmp_path / "plain", on_protrain=False, save_strategy="no")
+    ours = train(client, tmp_path / "ours", on_protrain=True, save_strategy="no")
+    assert ours.offloaded or "LoRA" in client  # swapping activations is cheaper there
+    assert torch.equal(ours.random, plain.random), "the random state was drawn from"
+    assert_close(ours, plain)
+
+
+@EACH
+def test_two_processes(client: str, tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    plain = two(client, tmp_path / "plain", on_protrain=False)
+    ours = two(client, tmp_path / "ours", on_protrain=True)
+    assert_same_weights(ours[0], ours[1])
+    assert_close(ours[0], plain[0])
+
+
+def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+    offloaded = train("Trainer", tmp_path / "offloaded", on_protrain=True, **arguments)
+    whole = train("Trainer", tmp_path / "whole", on_protrain=True, memory=WHOLE, **arguments)
+    assert offloaded.offloaded
+    assert not whole.offloaded
+    assert whole.log == offloaded.log
+    assert_same_weights(whole, offloaded)
+    assert_same_weights(two("Trainer", tmp_path / "two", on_protrain=True, max_grad_norm=0.1)[0], offloaded)
+
+
+@pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "sentences"])
+def test_checkpoints_cross_with_plain_runs(client: str, tmp_path: Path) -> None:
+    save_bert(tmp_path)
+    best: dict[str, Any] = {"load_best_model_at_end": True}
+    plain = train(client, tmp_path / "plain", on_protrain=False, **best)
+    train(client, tmp_path / "ours", on_protrain=True, **best)
+    for source, on_protrain in (("plain", True), ("ours", False)):
+        folder = tmp_path / f"from-{source}"
+        resumed = train(client, folder, on_protrain=on_protrain, resume=tmp_path / source / HALF, **best)
+        assert_close(resumed, plain)
+
+
+def test_checkpoints_of_two_processes_cross_with_plain_runs(tmp_path: Path) -> None:
+    through = two("Trainer", tmp_path / "ours", on_protrain=True)
+    for on_protrain in (True, False):
+        folder = tmp_path / f"resumed-{on_protrain}"
+        resumed = two("Trainer", folder, on_protrain=on_protrain, resume=tmp_path / "ours" / HALF)
+        assert_close(resumed[0], through[0])
+        if on_protrain:
+            assert_same_weights(resumed[0], through[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"fp16": True}, "fp16=True scales gradients.*use bf16=True"),
+        ({"optim": "adafactor"}, r"optimizer must be torch.optim.AdamW or torch.optim.Adam, not Adafactor"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        make("Trainer", tmp_path, on_protrain=True, **arguments).train()
+
+
+def test_bf16_is_the_type_of_the_weights(tmp_path: Path) -> None:
+    run = train("Trainer", tmp_path, on_protrain=True, bf16=True)
+    assert {value.dtype for value in run.weights.values()} == {torch.bfloat16}
+    assert run.losses == pytest.approx(train("Trainer", tmp_path, on_protrain=False, bf16=True).losses, rel=1e-2)
+
+
+def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
+    def losses(on_protrain: bool) -> list[float]:
+        trainer = make("Trainer", tmp_path, on_protrain=on_protrain, save_strategy="no")
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return [before, trainer.evaluate()["eval_loss"]]
+
+    assert losses(True) == pytest.approx(losses(False), rel=2e-5)
