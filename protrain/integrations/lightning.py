@@ -86,6 +86,10 @@ class ProTrainStrategy(DDPStrategy):
         self._wrap_arguments = wrap_arguments
         self._steps: _Steps | None = None
 
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
+            super()._configure_launcher()
+
     def setup_distributed(self) -> None:
         """Start the processes' group, if there are several."""
         if self.num_nodes * self.num_processes > 1:
@@ -194,6 +198,10 @@ class ProTrainFabricStrategy(FabricDDPStrategy):
         super().__init__()
         self._wrap_arguments = wrap_arguments
         self._backward_sync_control = _NoSync()
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
 
     def _setup_distributed(self) -> None:
         if self.num_nodes * self.num_processes > 1:

@@ -1,12 +1,12 @@
-"""A batch of rows as long as any of a dataset, for which the plan is made.
+"""A row as long as any of a dataset, of which the batch is made that is planned.
 
-Collators pad a batch to its longest row, so that the first batch of a training says little about later ones. The rows
-here are made of the longest value of every column, which bounds also what a collator joins (prompts and answers).
+Collators pad a batch to its longest row, so that the first batch of a training says little about later ones. The row
+here has the longest value of every column, which bounds also what a collator joins (prompts and answers).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,43 +20,53 @@ def longest_row(dataset: Any) -> dict[str, Any] | None:
     """A row with the longest value of every column, or None where finding it would mean to make every row.
 
     Lists of mappings are measured as they are, and datasets of Hugging Face in their Arrow files, where nothing is
-    decoded. Other datasets may compute their rows, or have no end.
+    decoded. Other datasets may compute their rows, or have no end. Only texts and tokens have lengths. Beside other
+    lists, such as images that a text refers to, the longest row is taken as it is.
     """
-    lengths = _lengths(dataset)
+    if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
+        lengths, others = _lengths_of_list(dataset)
+    elif type(dataset).__module__ == "datasets.arrow_dataset" and len(dataset):
+        lengths, others = _lengths_of_arrow(dataset)
+    else:
+        return None
     if not lengths:
         return None
     row = dict(dataset[int(np.argmax(sum(lengths.values())))])
+    if others:
+        return row
     return row | {name: dataset[int(np.argmax(found))][name] for name, found in lengths.items()}
 
 
-def _lengths(dataset: Any) -> dict[str, np.ndarray]:
-    """The length of every value of every column that has lengths."""
-    if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
-        names = [name for name, value in dataset[0].items() if _has_length(value) and name != _PARTS]
-        return {name: np.array([len(row[name]) for row in dataset]) for name in names}
-    if type(dataset).__module__ != "datasets.arrow_dataset" or not len(dataset):
-        return {}
-    parts = list(_arrow_lengths(dataset))
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+def _lengths_of_list(rows: list[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
+    """By column of text or tokens the lengths of its values, and whether there are other columns of lists."""
+    kinds = {name: _kind(value) for name, value in rows[0].items() if name != _PARTS}
+    lengths = {name: np.array([len(row[name]) for row in rows]) for name, kind in kinds.items() if kind == "measured"}
+    return lengths, "other" in kinds.values()
 
 
-def _has_length(value: Any) -> bool:
-    return isinstance(value, Sized) and not isinstance(value, Mapping) and getattr(value, "ndim", 1) > 0
+def _kind(value: Any) -> str:
+    if isinstance(value, str) or getattr(value, "ndim", None) == 1:
+        return "measured"
+    if isinstance(value, list | tuple):
+        return "measured" if all(isinstance(each, int) for each in value) else "other"
+    return "other" if getattr(value, "ndim", 0) > 1 else "number"
 
 
-def _arrow_lengths(dataset: Any) -> Iterator[dict[str, np.ndarray]]:
-    import pyarrow
-    from pyarrow import compute
+def _lengths_of_arrow(dataset: Any) -> tuple[dict[str, np.ndarray], bool]:
+    """What :func:`_lengths_of_list` returns."""
+    from pyarrow import compute, types
 
-    is_list, types = (pyarrow.types.is_list, pyarrow.types.is_large_list), pyarrow.types
+    found: dict[str, list[np.ndarray]] = {}
+    others = False
     for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
-        found = {}
-        for name in table.column_names:
-            column = table[name]
-            if name == _PARTS:
+        for name in set(table.column_names) - {_PARTS}:
+            kind = table[name].type
+            if types.is_string(kind) or types.is_large_string(kind):
+                measure = compute.utf8_length
+            elif (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type):
+                measure = compute.list_value_length
+            else:
+                others = others or types.is_nested(kind)
                 continue
-            if any(check(column.type) for check in is_list):
-                found[name] = compute.list_value_length(column)
-            elif types.is_string(column.type) or types.is_large_string(column.type):
-                found[name] = compute.utf8_length(column)
-        yield {name: compute.fill_null(lengths, 0).to_numpy() for name, lengths in found.items()}
+            found.setdefault(name, []).append(compute.fill_null(measure(table[name]), 0).to_numpy())
+    return {name: np.concatenate(parts) for name, parts in found.items()}, others
