@@ -63,6 +63,9 @@ class ProTrainMixin:
         """Refuse what cannot be combined, before the model is touched."""
         _check(self.args)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        for name in ("fsdp", "deepspeed"):
+            if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
+                raise ValueError(f"{name} shards the model, as ProTrain does: switch it off")
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Leave the model where it is: ProTrain moves what the plan has on the device."""
@@ -108,7 +111,7 @@ class ProTrainMixin:
             return None
         before = random_state()
         try:
-            loader = self._train_loader or self.get_train_dataloader()
+            loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
             row = longest_row(loader.dataset)
             if row is None:
                 return None
@@ -171,9 +174,8 @@ def _check(args: Any) -> None:
         raise ValueError(
             "fp16=True scales gradients where they lie in .grad, which ProTrain keeps in chunks: use bf16=True"
         )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name):
-            raise ValueError(f"{name}={getattr(args, name)!r} shards the model as well: leave it out, as ProTrain does")
+    if args.save_on_each_node:
+        raise ValueError("save_on_each_node=True: ProTrain gathers states on rank 0 alone, so let that one save")
     if args.n_gpu > 1:
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs, between which the Trainer would copy the model: start one process "

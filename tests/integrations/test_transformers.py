@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import on_ranks
-from tests.integrations.clients import CLIENTS, Run, make, save_bert, train, train_on_rank
+from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, save_bert, train, train_on_rank
 
 for library in ("datasets", "peft", "trl", "sentence_transformers"):
     pytest.importorskip(library)
@@ -96,6 +97,8 @@ def test_checkpoints_of_two_processes_cross_with_plain_runs(tmp_path: Path) -> N
     ("arguments", "words"),
     [
         ({"fp16": True}, "fp16=True scales gradients.*use bf16=True"),
+        ({"fsdp": True}, "fsdp shards the model, as ProTrain does"),
+        ({"save_on_each_node": True}, "save_on_each_node=True: ProTrain gathers states on rank 0"),
         ({"optim": "adafactor"}, r"optimizer must be torch.optim.AdamW or torch.optim.Adam, not Adafactor"),
     ],
 )
@@ -118,3 +121,34 @@ def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
         return [before, trainer.evaluate()["eval_loss"]]
 
     assert losses(True) == pytest.approx(losses(False), rel=2e-5)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Rows that nobody can measure beforehand."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        generator = torch.Generator().manual_seed(2)
+        while True:
+            row = torch.randint(3, WORDS, (8,), generator=generator)
+            yield {"input_ids": row, "labels": row}
+
+
+def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
+    """The plan is made for the first batch, and the optimizer is wrapped as it is."""
+    transformers = pytest.importorskip("transformers")
+    from protrain.integrations.transformers import ProTrainTrainer
+
+    def run(kind: Any, **more: Any) -> list[dict[str, float]]:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.9))
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[]
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        trainer = kind(model=model, args=args, train_dataset=Endless(), optimizers=(optimizer, schedule), **more)
+        trainer.train()
+        return [{name: row[name] for name in ("loss", "learning_rate")} for row in trainer.state.log_history[:-1]]
+
+    ours = run(ProTrainTrainer, protrain={"device_memory": WHOLE})
+    for mine, theirs in zip(ours, run(transformers.Trainer), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
