@@ -77,6 +77,7 @@ def main(arguments: list[str] | None = None) -> Any:
             max_steps=options.steps,
             learning_rate=1e-2 if options.model is None else 2e-4,
             bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
             gradient_checkpointing=False,  # the plan decides what is recomputed
             logging_steps=10,
             save_strategy="no",

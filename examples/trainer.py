@@ -59,6 +59,7 @@ def main(arguments: list[str] | None = None) -> Any:
             max_steps=options.steps,
             learning_rate=1e-3 if options.model is None else 2e-5,
             bf16=torch.cuda.is_available(),
+            use_cpu=not torch.cuda.is_available(),
             logging_steps=10,
             save_strategy="no",
             report_to=[],

@@ -21,6 +21,7 @@ from transformers import Trainer
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.parameters import DTYPES
+from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.integrations.longest import longest_row
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -173,6 +174,11 @@ def _check(args: Any) -> None:
     if args.fp16:
         raise ValueError(
             "fp16=True scales gradients where they lie in .grad, which ProTrain keeps in chunks: use bf16=True"
+        )
+    if args.world_size != announced_processes():
+        raise ValueError(
+            f"the launcher announces {announced_processes()} processes, and the Trainer sees {args.world_size} of "
+            "them, so that each would train on all data: pass use_cpu=True to train on CPUs"
         )
     if args.save_on_each_node:
         raise ValueError("save_on_each_node=True: ProTrain gathers states on rank 0 alone, so let that one save")

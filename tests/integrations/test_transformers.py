@@ -107,6 +107,14 @@ def test_what_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) 
         make("Trainer", tmp_path, on_protrain=True, **arguments).train()
 
 
+def test_processes_that_the_trainer_does_not_see_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a GPU and without use_cpu, where it would train on all data in each process."""
+    trainer = make("Trainer", tmp_path, on_protrain=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"announces 2 processes, and the Trainer sees 1 of them.*use_cpu=True"):
+        trainer.create_accelerator_and_postprocess()
+
+
 def test_bf16_is_the_type_of_the_weights(tmp_path: Path) -> None:
     run = train("Trainer", tmp_path, on_protrain=True, bf16=True)
     assert {value.dtype for value in run.weights.values()} == {torch.bfloat16}
