@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
 
 WORDS = 96
 LLAMA = {
@@ -147,11 +148,15 @@ def lora() -> Any:
     return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", lora_dropout=0.0)
 
 
-def save_bert(folder: Path) -> None:
-    """Save the model that ``sentences`` trains where its trainer looks for it, beside the folders of trainings."""
-    torch.manual_seed(0)
-    transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(folder / "bert")
-    tokenizer().save_pretrained(folder / "bert")
+def prepare(client: str, folder: Path) -> None:
+    """Skip the test if a library of ``client`` is missing, and save what its trainer reads beside its own folder."""
+    for part, library in (("SFT", "trl"), ("DPO", "trl"), ("LoRA", "peft"), ("sentences", "sentence_transformers")):
+        if part in client:
+            pytest.importorskip(library)
+    if client == "sentences":
+        torch.manual_seed(0)
+        transformers.BertModel(transformers.BertConfig(**BERT)).save_pretrained(folder / "bert")
+        tokenizer().save_pretrained(folder / "bert")
 
 
 def sentences(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:

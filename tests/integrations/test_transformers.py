@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import on_ranks
-from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, save_bert, train, train_on_rank
-
-for library in ("datasets", "peft", "trl", "sentence_transformers"):
-    pytest.importorskip(library)
+from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, prepare, train, train_on_rank
 
 WHOLE, HALF = "64MiB", "checkpoint-2"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
@@ -43,7 +40,7 @@ def two(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = N
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_one_process(client: str, tmp_path: Path) -> None:
-    save_bert(tmp_path)
+    prepare(client, tmp_path)
     plain = train(client, tmp_path / "plain", on_protrain=False, save_strategy="no")
     ours = train(client, tmp_path / "ours", on_protrain=True, save_strategy="no")
     assert ours.offloaded or "LoRA" in client  # swapping activations is cheaper there
@@ -53,7 +50,7 @@ def test_one_process(client: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "DPO", "sentences"])
 def test_two_processes(client: str, tmp_path: Path) -> None:
-    save_bert(tmp_path)
+    prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
     ours = two(client, tmp_path / "ours", on_protrain=True)
     assert_same_weights(ours[0], ours[1])
@@ -73,7 +70,7 @@ def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "sentences"])
 def test_checkpoints_cross_with_plain_runs(client: str, tmp_path: Path) -> None:
-    save_bert(tmp_path)
+    prepare(client, tmp_path)
     best: dict[str, Any] = {"load_best_model_at_end": True}
     plain = train(client, tmp_path / "plain", on_protrain=False, **best)
     train(client, tmp_path / "ours", on_protrain=True, **best)

@@ -256,14 +256,14 @@ def first_rank_saves(module: nn.Module) -> Iterator[None]:
         return
     engine, members = members_of(module, "first_rank_saves")
     ranks, kept = engine.ranks, engine.bindings.kept
-    if ranks.several:
-        ranks.meet("first_rank_saves()")
-        with engine.quiet():
-            for member in members:
-                copy = read_weight(member)
-                if ranks.rank == 0:
-                    kept[member.index] = copy
     try:
+        if ranks.several:
+            ranks.meet("first_rank_saves()")
+            with engine.quiet():
+                for member in members:
+                    copy = read_weight(member)
+                    if ranks.rank == 0:
+                        kept[member.index] = copy
         yield
     finally:
         kept.clear()
