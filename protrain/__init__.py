@@ -3,6 +3,7 @@
 from protrain.common import interrupt  # noqa: F401  # first: torch takes seconds to import, and Ctrl-C may come meanwhile
 
 # isort: split
+from protrain.averaging import AveragedWeights
 from protrain.checkpoint.export import export
 from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.saving import async_save, save_checkpoint
@@ -18,6 +19,7 @@ from protrain.wrap import wrap
 __version__ = "0.1.0"
 
 __all__ = [
+    "AveragedWeights",
     "BudgetError",
     "CheckpointError",
     "HardwareProfile",

@@ -355,7 +355,11 @@ def _plan(
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:
-    """Give the wrapped model DDP's ``no_sync``, a ``zero_grad`` that knows the chunks, and a refusal to be moved."""
+    """Give the wrapped model DDP's ``no_sync``, a ``zero_grad`` that knows the chunks, and a refusal to be moved.
+
+    It also gets the mark by which ``accelerator.prepare`` leaves a model as it is. Accelerate would put autocast and
+    DistributedDataParallel around it, and both precision and processes are ProTrain's business.
+    """
 
     @contextmanager
     def no_sync() -> Iterator[None]:
@@ -367,7 +371,7 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
     def zero_grad(set_to_none: bool = True) -> None:
         optimizer.zero_grad(set_to_none)
 
-    vars(model).update(no_sync=no_sync, zero_grad=zero_grad)
+    vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
     for module in model.modules():
         vars(module)["_apply"] = partial(_refuse_to_move, module, sample)
 

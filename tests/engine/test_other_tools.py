@@ -141,10 +141,10 @@ def test_what_is_compiled_before_wrap_is_refused(which: str) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @BOTH
 def test_accelerate_prepares_and_unwraps(spec: Spec, precision: str) -> None:
-    """It puts a forward of its own around the model's, and takes it away again, with all that looks like a wrapper."""
+    """It would put autocast around the model's forward, but precision is the dtype that wrap was given."""
     accelerate = pytest.importorskip("accelerate")
 
-    def run(model: nn.Module, optimizer: Any) -> list[float]:
+    def run(model: nn.Module, optimizer: Any, precision: str) -> list[float]:
         accelerate.state.AcceleratorState._reset_state(True)
         accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
         torch.manual_seed(1)
@@ -161,9 +161,9 @@ def test_accelerate_prepares_and_unwraps(spec: Spec, precision: str) -> None:
         return values
 
     plain, model = make(), make()
-    expected = run(plain, adamw(plain))
+    expected = run(plain, adamw(plain), "no")
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=torch.device("cpu"))
-    assert run(wrapped, optimizer) == pytest.approx(expected, rel=1e-5)
+    assert run(wrapped, optimizer, precision) == pytest.approx(expected, rel=1e-5)
     assert all(value.isfinite().all() for value in states(wrapped, optimizer).values())
 
 

@@ -34,6 +34,7 @@ class Bindings:
     def __init__(self, members: list[Member], units: list[Unit], buffers: BufferPool, placeholder: Tensor) -> None:
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
         self.in_state_dict: dict[int, Member] = {}  # parameters that a state_dict() or load_state_dict() uses now
+        self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
         self._members = members
         self._resident = [member for member in members if member.chunk.resident]
         for member in self._resident:

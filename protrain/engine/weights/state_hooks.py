@@ -28,6 +28,8 @@ from protrain.engine.states.values import read_weight, read_weights, write_weigh
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
+_SAVING = "state_dict()"
+
 
 class _Exported(ReleasedParameter):
     """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads."""
@@ -66,7 +68,9 @@ class StateHooks:
 
     def export(self, index: int) -> Tensor:
         """A copy of a weight on the CPU. Tied names in one state_dict have the same copy."""
-        copy = self._copies.get(index)
+        copy = self.engine.bindings.kept.get(index)
+        if copy is None:
+            copy = self._copies.get(index)
         if copy is None:
             copy = self._copies[index] = read_weight(self.engine.members[index])
         return copy
@@ -81,7 +85,7 @@ class StateHooks:
         if self._open_module(module):
             self._copies.clear()
             if not keep_vars:
-                self._meet(module, "state_dict()")
+                self._meet(module, _SAVING)
         if members and not keep_vars:
             self._enter(members)
 
@@ -103,6 +107,8 @@ class StateHooks:
 
     def _meet(self, module: nn.Module, what: str) -> None:
         """All ranks must have called ``what`` of ``module``, if that has weights of which each has a part."""
+        if self.engine.bindings.kept and what == _SAVING:
+            return
         if any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
             self.engine.ranks.meet(what)
 
@@ -236,6 +242,31 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
         if isinstance(value, Tensor):
             state[name] = copies[id(value)] if id(value) in copies else value.detach()
     return state
+
+
+@contextmanager
+def first_rank_saves(module: nn.Module) -> Iterator[None]:
+    """Inside, the first rank alone may call ``state_dict()`` of ``module`` and its parts, as libraries do that save.
+
+    With several ranks all of them must enter it. The first one holds a copy of every weight meanwhile, and the others
+    one at a time. ``module`` is a wrapped model, a part of one, or a model that is not wrapped.
+    """
+    if not any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
+        yield
+        return
+    engine, members = members_of(module, "first_rank_saves")
+    ranks, kept = engine.ranks, engine.bindings.kept
+    try:
+        if ranks.several:
+            ranks.meet("first_rank_saves()")
+            with engine.quiet():
+                for member in members:
+                    copy = read_weight(member)
+                    if ranks.rank == 0:
+                        kept[member.index] = copy
+        yield
+    finally:
+        kept.clear()
 
 
 def members_of(module: nn.Module, what: str) -> tuple[Engine, list[Member]]:

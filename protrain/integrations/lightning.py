@@ -1,0 +1,247 @@
+"""Lightning's Trainer and Fabric on ProTrain: ``strategy="protrain"``, which exists once this module is imported.
+
+Both strategies are those of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks
+are Lightning's, and model and optimizer are given to :func:`protrain.wrap`. Lightning finds strategies in a registry of
+its own and looks for no entry points, hence the import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import Precision as FabricPrecision
+from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
+from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+from protrain.engine.weights.state_hooks import full_state_dict
+from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.wrap import wrap
+
+_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
+
+
+def _dtype(precision: str) -> torch.dtype:
+    """The type of weights that Lightning's ``precision`` means."""
+    if precision not in _DTYPES:
+        raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
+    return _DTYPES[precision]
+
+
+class _Steps(nn.Module):
+    """The steps of a LightningModule as calls of a module, which is what ProTrain plans: a step may call any part.
+
+    The steps that are run to find a plan log nothing.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__()
+        self.module = module
+        self.begun = False
+
+    def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if self.begun else _unlogged(self.module):
+            return getattr(self.module, step)(*args, **kwargs)
+
+    def begin(self) -> None:
+        """There is a plan: steps are those of the training from now on."""
+        self.begun = True
+
+
+@contextmanager
+def _unlogged(module: LightningModule) -> Iterator[None]:
+    vars(module)["log"] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+
+
+class ProTrainStrategy(DDPStrategy):
+    """Lightning's ``Trainer(strategy="protrain")``.
+
+    Precision, accumulation and device are those of the Trainer. A plan is made for the first training batch, before
+    which nothing can be validated, so the sanity check of validation is left out. With ``example_batch``, a batch that
+    is as long as any of the training, the plan is made when the fit begins.
+
+    Args:
+        example_batch: what the dataloader gives to ``training_step``.
+        wrap_arguments: of :func:`protrain.wrap`, such as ``device_memory="24GiB"``.
+    """
+
+    optimizers: Any  # of Lightning's strategy, as is the next
+    precision_plugin: Any
+
+    def __init__(self, *, example_batch: Any = None, **wrap_arguments: Any) -> None:
+        super().__init__()
+        self._example_batch = example_batch
+        self._wrap_arguments = wrap_arguments
+        self._steps: _Steps | None = None
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
+            super()._configure_launcher()
+
+    def setup_distributed(self) -> None:
+        """Start the processes' group, if there are several."""
+        if self.num_nodes * self.num_processes > 1:
+            super().setup_distributed()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Create the optimizer and wrap it with the model, if the model is to be trained."""
+        assert self.accelerator is not None
+        if self._steps is not None and self._steps.module is not self.lightning_module:
+            self._steps = None
+        if self.world_size == 1:
+            trainer._accelerator_connector.use_distributed_sampler = False
+        if trainer.state.fn == TrainerFn.FITTING and self._steps is None:
+            self.accelerator.setup(trainer)
+            self.setup_optimizers(trainer)
+            self._wrap(trainer)
+        elif self._steps is None:
+            super().setup(trainer)
+            return
+        self.model = self._steps
+        self.setup_precision_plugin()
+
+    def _wrap(self, trainer: Trainer) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if not module.automatic_optimization or len(self.optimizers) != 1:
+            raise ValueError(
+                "ProTrain trains LightningModules with automatic optimization and one optimizer: use Fabric, or "
+                "protrain.wrap in a loop of your own, where backward() is called outside of training_step"
+            )
+        found: dict[str, Any] = {
+            "device": self.root_device,
+            "dtype": _dtype(self.precision_plugin.precision),
+            "accumulation": trainer.accumulate_grad_batches,
+        }
+        self.precision_plugin = Precision()  # autocast is not needed on top
+        self._steps = _Steps(module)
+        if self._example_batch is None:
+            trainer.num_sanity_val_steps = 0
+        else:
+            found["example_batch"] = ("training_step", self._example_batch, 0)
+        _, optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
+        optimizer.when_begun(self._steps.begin)
+        self.optimizers = [optimizer]
+
+    def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
+        if self._steps is not None and self.model is self._steps:
+            return self._steps(step, *args, **kwargs)
+        return getattr(super(), step)(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step as a call of the wrapped model, as do the other three."""
+        return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`training_step`."""
+        return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`training_step`."""
+        return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """See :meth:`training_step`."""
+        return self._run("predict_step", *args, **kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The weights for a checkpoint: all of them on the first rank, which writes it."""
+        if self._steps is None:
+            return super().lightning_module_state_dict()
+        return full_state_dict(self._steps.module)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of the optimizer for a checkpoint, on the first rank."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        state: dict[str, Any] = inner.full_state_dict()
+        return state
+
+    def teardown(self) -> None:
+        """End what Lightning has begun. A wrapped model stays where it is."""
+        if self._steps is None:
+            super().teardown()
+            return
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            part.teardown()
+
+
+class _NoSync(_BackwardSyncControl):
+    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[None]:
+        no_sync: AbstractContextManager[None] = module.no_sync() if enabled else nullcontext()
+        return no_sync
+
+
+class ProTrainFabricStrategy(FabricDDPStrategy):
+    """Fabric's ``Fabric(strategy="protrain")``, for ``model, optimizer = fabric.setup(model, optimizer)``.
+
+    Args:
+        wrap_arguments: of :func:`protrain.wrap`, such as ``accumulation=4`` or ``device_memory="24GiB"``.
+    """
+
+    precision: Any  # of Lightning's strategy
+
+    def __init__(self, **wrap_arguments: Any) -> None:
+        super().__init__()
+        self._wrap_arguments = wrap_arguments
+        self._backward_sync_control = _NoSync()
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:
+            super()._configure_launcher()
+
+    def _setup_distributed(self) -> None:
+        if self.num_nodes * self.num_processes > 1:
+            super()._setup_distributed()
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        """None for one process, which keeps its sampler."""
+        return super().distributed_sampler_kwargs if self.world_size > 1 else None
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Leave the model where it is: ProTrain moves what the plan has on the device."""
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """A model without an optimizer is not trained, and moves to the device."""
+        return module.to(self.root_device)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
+        """Wrap the model with its optimizer."""
+        if len(optimizers) != 1:
+            raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
+        dtype = _dtype(self.precision.precision)
+        self.precision = FabricPrecision()  # autocast is not needed on top
+        found = {"device": self.root_device, "dtype": dtype}
+        model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
+        return model, [optimizer], scheduler
+
+    def setup_optimizer(self, optimizer: Any) -> Any:
+        """Refuse an optimizer without its model."""
+        raise ValueError(f"{type(optimizer).__name__} alone: call fabric.setup(model, optimizer), which takes both")
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """The weights for a checkpoint: all of them on the first rank, which writes it."""
+        return full_state_dict(module)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The state of the optimizer for a checkpoint, on the first rank."""
+        assert isinstance(optimizer, ProTrainOptimizer)
+        return optimizer.full_state_dict()
+
+
+StrategyRegistry.register("protrain", ProTrainStrategy, description="ProTrain", override=True)
+FABRIC_STRATEGIES.register("protrain", ProTrainFabricStrategy, description="ProTrain", override=True)

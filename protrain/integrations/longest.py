@@ -1,0 +1,72 @@
+"""A row as long as any of a dataset, of which the batch is made that is planned.
+
+Collators pad a batch to its longest row, so that the first batch of a training says little about later ones. The row
+here has the longest value of every column, which bounds also what a collator joins (prompts and answers).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+# Lengths of the parts of a packed row (TRL), which must fit the row: it is no length of its own.
+_PARTS = "seq_lengths"
+_ROWS_AT_ONCE = 10_000
+
+
+def longest_row(dataset: Any) -> dict[str, Any] | None:
+    """A row with the longest value of every column, or None where finding it would mean to make every row.
+
+    Lists of mappings are measured as they are, and datasets of Hugging Face in their Arrow files, where nothing is
+    decoded. Other datasets may compute their rows, or have no end. Only texts and tokens have lengths. Beside other
+    lists, such as images that a text refers to, the longest row is taken as it is.
+    """
+    if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
+        lengths, others = _lengths_of_list(dataset)
+    elif type(dataset).__module__ == "datasets.arrow_dataset" and len(dataset):
+        lengths, others = _lengths_of_arrow(dataset)
+    else:
+        return None
+    if not lengths:
+        return None
+    row = dict(dataset[int(np.argmax(sum(lengths.values())))])
+    if others:
+        return row
+    return row | {name: dataset[int(np.argmax(found))][name] for name, found in lengths.items()}
+
+
+def _lengths_of_list(rows: list[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
+    """By column of text or tokens the lengths of its values, and whether there are other columns of lists."""
+    kinds = {name: _kind(value) for name, value in rows[0].items() if name != _PARTS}
+    lengths = {name: np.array([len(row[name]) for row in rows]) for name, kind in kinds.items() if kind == "measured"}
+    return lengths, "other" in kinds.values()
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str) or getattr(value, "ndim", None) == 1:
+        return "measured"
+    if isinstance(value, list | tuple):
+        return "measured" if all(isinstance(each, int) for each in value) else "other"
+    return "other" if getattr(value, "ndim", 0) > 1 else "number"
+
+
+def _lengths_of_arrow(dataset: Any) -> tuple[dict[str, np.ndarray], bool]:
+    """What :func:`_lengths_of_list` returns."""
+    from pyarrow import compute, types
+
+    found: dict[str, list[np.ndarray]] = {}
+    others = False
+    for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
+        for name in set(table.column_names) - {_PARTS}:
+            kind = table[name].type
+            if types.is_string(kind) or types.is_large_string(kind):
+                measure = compute.utf8_length
+            elif (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type):
+                measure = compute.list_value_length
+            else:
+                others = others or types.is_nested(kind)
+                continue
+            found.setdefault(name, []).append(compute.fill_null(measure(table[name]), 0).to_numpy())
+    return {name: np.concatenate(parts) for name, parts in found.items()}, others

@@ -1,0 +1,199 @@
+"""The Trainer of transformers, and those of TRL and sentence-transformers that inherit from it, on ProTrain.
+
+    class SFT(ProTrainMixin, SFTTrainer): ...
+
+It is a mixin and no callback, as callbacks are heard too late: the Trainer moves the model to the GPU when it is made,
+and puts DistributedDataParallel around it before training begins. A mixin has all it takes: the optimizer is wrapped
+where the Trainer creates it, from its own parameter groups, and what ranks must do together when they save, they do.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer
+
+from protrain.checkpoint.random_state import random_state, set_random_state
+from protrain.common import batch as batches
+from protrain.common.parameters import DTYPES
+from protrain.distributed.processes import announced_processes
+from protrain.engine.weights.state_hooks import first_rank_saves
+from protrain.integrations.longest import longest_row
+from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.wrap import wrap
+
+
+class _Called(Exception):
+    """The model was called, which is all that is wanted of the loss."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.call = args, kwargs
+
+
+class ProTrainMixin:
+    """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
+
+    Precision, accumulation, compilation and device are those of the training arguments. With ``bf16=False`` weights
+    keep the type of the model's first one. Under torchrun the states are sharded over all processes.
+
+    Args:
+        args: of the Trainer.
+        protrain: arguments of :func:`protrain.wrap`, such as ``{"device_memory": "24GiB"}``.
+        kwargs: of the Trainer.
+    """
+
+    # What the mixin uses of the Trainer.
+    args: Any
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    train_dataset: Any
+
+    def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._wrap_arguments = dict(protrain or {})
+        self._train_loader: Any = None
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what cannot be combined, before the model is touched."""
+        _check(self.args)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        for name in ("fsdp", "deepspeed"):
+            if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
+                raise ValueError(f"{name} shards the model, as ProTrain does: switch it off")
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model where it is: ProTrain moves what the plan has on the device."""
+
+    def get_train_dataloader(self) -> Any:
+        """The Trainer's own, whose dataset and collator also tell the largest batch."""
+        self._train_loader = super().get_train_dataloader()  # type: ignore[misc]
+        return self._train_loader
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """The Trainer's optimizer, wrapped together with its model."""
+        super().create_optimizer(model)  # type: ignore[misc]
+        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), ProTrainOptimizer):
+            whole = self._whole()
+            found = {
+                "device": self.args.device,
+                "dtype": torch.bfloat16 if self.args.bf16 else _dtype(self.model),
+                "accumulation": self.args.gradient_accumulation_steps,
+                "compile": self.args.torch_compile,
+                "progress": not self.args.disable_tqdm,
+            }
+            if "example_batch" not in self._wrap_arguments:
+                found["example_batch"] = self._largest_batch(whole)
+            _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
+            for name in ("no_sync", "zero_grad", "_is_accelerate_prepared"):
+                vars(self.model)[name] = vars(whole)[name]
+        return self.optimizer
+
+    def _whole(self) -> nn.Module:
+        """What computes the loss: the model, or a loss around it that has weights of its own (sentence-transformers).
+
+        Raises:
+            ValueError: there are several losses, of which each step calls another.
+        """
+        loss = getattr(self, "loss", None)
+        if isinstance(loss, dict):
+            raise ValueError("ProTrain plans one loss, not a dict of several: train with one loss at a time")
+        return loss if isinstance(loss, nn.Module) else self.model
+
+    def _largest_batch(self, whole: nn.Module) -> Any:
+        """The arguments that ``whole`` gets in a step of the longest rows, or None where these are not known."""
+        if self.train_dataset is None:
+            return None
+        before = random_state()
+        try:
+            loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
+            row = longest_row(loader.dataset)
+            if row is None:
+                return None
+            batch = loader.collate_fn([dict(row) for _ in range(self.args.train_batch_size)])
+            return self._call_of(whole, self._prepare_inputs(batch))  # type: ignore[attr-defined]
+        finally:
+            set_random_state(before)
+
+    def _call_of(self, whole: nn.Module, inputs: Any) -> Any:
+        """The arguments with which the loss of ``inputs`` calls ``whole``, with all that Trainers add to a batch."""
+
+        def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise _Called(args, kwargs)
+
+        hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+        try:
+            self.model.train()
+            self.compute_loss(self.model, inputs)  # type: ignore[attr-defined]
+        except _Called as called:
+            return batches.of_call(whole, *called.call)
+        finally:
+            hook.remove()
+        return None
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. A model that is to be trained is wrapped before, as it need not fit the device whole."""
+        if self.train_dataset is not None:
+            self.create_optimizer()
+        elif self.optimizer is None:
+            super()._move_model_to_device(self.model, self.args.device)  # type: ignore[misc]
+        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the model. All ranks come here, and the first one writes."""
+        card = getattr(self.model, "model_card_data", None)
+        if card is not None and self.args.world_size > 1:
+            card.generate_widget_examples = False  # of which sentence-transformers computes embeddings on one rank
+        with first_rank_saves(self.model):
+            if self.args.should_save:
+                super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save both states, of which all ranks gather that of the optimizer."""
+        optimizer = self.optimizer
+        state = getattr(optimizer, "optimizer", optimizer).full_state_dict()
+        self.optimizer = SimpleNamespace(state_dict=lambda: state)
+        try:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        finally:
+            self.optimizer = optimizer
+
+
+class ProTrainTrainer(ProTrainMixin, Trainer):
+    """The Trainer of transformers on ProTrain."""
+
+
+def _check(args: Any) -> None:
+    """ValueError for training arguments that ProTrain cannot carry out, and a warning for one that it ignores."""
+    if args.fp16:
+        raise ValueError(
+            "fp16=True scales gradients where they lie in .grad, which ProTrain keeps in chunks: use bf16=True"
+        )
+    if args.world_size != announced_processes():
+        raise ValueError(
+            f"the launcher announces {announced_processes()} processes, and the Trainer sees {args.world_size} of "
+            "them, so that each would train on all data: pass use_cpu=True to train on CPUs"
+        )
+    if args.save_on_each_node:
+        raise ValueError("save_on_each_node=True: ProTrain gathers states on rank 0 alone, so let that one save")
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process sees {args.n_gpu} GPUs, between which the Trainer would copy the model: start one process "
+            f"for each (torchrun --nproc-per-node {args.n_gpu}), or set CUDA_VISIBLE_DEVICES to one of them"
+        )
+    if args.torch_compile and (args.torch_compile_mode or args.torch_compile_backend != "inductor"):
+        warnings.warn(
+            "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default",
+            stacklevel=2,
+        )
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """The type of the model's first weight that could be trained."""
+    return next((p.dtype for p in model.parameters() if p.dtype in DTYPES.values()), torch.float32)

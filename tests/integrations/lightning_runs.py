@@ -1,0 +1,152 @@
+"""Trainings of a small model by Lightning's Trainer and by Fabric, plain and on ProTrain."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+lightning = pytest.importorskip("lightning")
+
+WIDTH, ROWS, STEPS = 32, 4, 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """The losses that a training has logged, and its final weights."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(4)), nn.Linear(WIDTH, 1))
+
+
+def loader() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(48, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(rows, rows.sum(1, keepdim=True)), batch_size=ROWS)
+
+
+LightningModule: Any = lightning.LightningModule
+
+
+class Module(LightningModule):
+    """Its steps call the network, not the module itself, as most do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network()
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        loss = F.mse_loss(self.network(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.log("validation", F.mse_loss(self.network(batch[0]), batch[1]), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def on_validation_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["validation"]))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)]
+
+
+def fit(folder: Path, strategy: Any, *, resume: Path | None = None, devices: int = 1, **arguments: Any) -> Run:
+    module = Module()
+    settings = {
+        "accelerator": "cpu",
+        "devices": devices,
+        "strategy": strategy,
+        "max_steps": STEPS,
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 3,
+        "default_root_dir": folder,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "logger": False,
+    }
+    trainer = lightning.Trainer(**(settings | arguments))
+    trainer.fit(module, loader(), loader(), ckpt_path=resume and str(resume))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    epoch = trainer.callback_metrics.get("loss_epoch")
+    losses = [*module.losses, *([] if epoch is None else [float(epoch)])]
+    return Run(losses, {name: value.clone() for name, value in module.state_dict().items()})
+
+
+def fit_on_rank(rank: int, folder: Path, on_protrain: bool, resume: Path | None) -> Run:
+    size = os.environ["WORLD_SIZE"]  # which Lightning deletes when it has trained
+    try:
+        return fit(folder, protrain_strategy() if on_protrain else "ddp", resume=resume, devices=int(size))
+    finally:
+        os.environ["WORLD_SIZE"] = size
+
+
+def protrain_strategy(memory: str = "0.3MiB", **arguments: Any) -> Any:
+    from protrain.integrations.lightning import ProTrainStrategy
+
+    return ProTrainStrategy(device_memory=memory, progress=False, **arguments)
+
+
+def run_fabric(folder: Path, strategy: Any, *, devices: int = 1, resume: Path | None = None) -> Run:
+    """Fabric's loop: accumulation over two batches, clipping, and a checkpoint after three steps."""
+    fabric = lightning.Fabric(accelerator="cpu", devices=devices, strategy=strategy)
+    fabric.launch()
+    plain = network()
+    model, optimizer = fabric.setup(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    batches = fabric.setup_dataloaders(loader())
+    state = {"model": model, "optimizer": optimizer, "batches": 0}
+    losses = []
+    for number, (rows, target) in enumerate(batches):
+        if number == 0 and resume is not None:
+            fabric.load(resume / "half.ckpt", state)
+        if number < state["batches"]:
+            continue
+        with fabric.no_backward_sync(model, enabled=number % 2 == 0):
+            loss = F.mse_loss(model(rows), target)
+            fabric.backward(loss / 2)
+        losses.append(float(loss.detach()))
+        if number % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 3:
+            fabric.save(folder / "half.ckpt", state | {"batches": 4})
+    return Run(losses, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def run_fabric_on_rank(rank: int, folder: Path, on_protrain: bool) -> Run:
+    size = int(os.environ["WORLD_SIZE"])
+    return run_fabric(folder, protrain_fabric() if on_protrain else "ddp", devices=size)
+
+
+def protrain_fabric() -> Any:
+    from protrain.integrations.lightning import ProTrainFabricStrategy
+
+    return ProTrainFabricStrategy(accumulation=2, device_memory="0.3MiB", progress=False)

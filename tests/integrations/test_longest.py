@@ -1,0 +1,52 @@
+"""The row for which a plan is made is as long as any of its dataset, in every column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from protrain.integrations.longest import longest_row
+
+PREFERENCES: list[dict[str, Any]] = [
+    {"prompt_ids": [1, 2, 3], "chosen_ids": [1], "rejected_ids": [], "score": 1.0},
+    {"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [7], "score": 2.0},
+    {"prompt_ids": [], "chosen_ids": [], "rejected_ids": [5, 6, 7], "score": 3.0},
+]
+LONGEST = {"prompt_ids": [1, 2, 3], "chosen_ids": [1, 2], "rejected_ids": [5, 6, 7]}
+# Parts of a packed row, and images that a text refers to, belong to their row.
+PACKED = [{"input_ids": [1, 2, 3], "seq_lengths": [3]}, {"input_ids": [1, 2], "seq_lengths": [1, 1]}]
+PICTURES = [{"text": "two of them", "images": [[1.0], [2.0]]}, {"text": "none", "images": [[1.0], [2.0], [3.0]]}]
+
+
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_every_column_has_its_longest_value(kind: str) -> None:
+    def row(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+        if kind == "list":
+            return longest_row(rows)
+        return longest_row(pytest.importorskip("datasets").Dataset.from_list(rows))
+
+    assert row(PREFERENCES) == {**LONGEST, "score": 1.0}
+    assert row(PACKED) == PACKED[0]
+    assert row(PICTURES) == PICTURES[0]
+    assert row([{"label": 1}, {"label": 2}]) is None
+
+
+def test_tensors_have_lengths() -> None:
+    rows = [{"input_ids": torch.arange(length), "label": torch.tensor(1)} for length in (2, 5, 3)]
+    found = longest_row(rows)
+    assert found is not None
+    assert torch.equal(found["input_ids"], torch.arange(5))
+
+
+def test_rows_that_are_made_when_they_are_asked_for_are_not_measured() -> None:
+    class Made(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 2
+
+        def __getitem__(self, index: int) -> Any:
+            raise AssertionError("a row was made")
+
+    assert longest_row(Made()) is None
+    assert longest_row([]) is None

@@ -1,0 +1,159 @@
+"""The Trainers of transformers, TRL and sentence-transformers on ProTrain train as they do without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.pool import on_ranks
+from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, prepare, train, train_on_rank
+
+WHOLE, HALF = "64MiB", "checkpoint-2"
+pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
+
+
+def assert_close(ours: Run, plain: Run) -> None:
+    """The first losses are the same bits, and later ones differ by the rounding of torch's own AdamW."""
+    assert ours.losses[0] == plain.losses[0]
+    assert len(ours.log) == len(plain.log) == 6
+    for mine, theirs in zip(ours.log, plain.log, strict=True):
+        assert mine == pytest.approx(theirs, rel=2e-5)
+    assert ours.weights.keys() == plain.weights.keys()
+    for name, value in plain.weights.items():
+        assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+def assert_same_weights(one: Run, other: Run) -> None:
+    assert one.weights.keys() == other.weights.keys()
+    for name, value in one.weights.items():
+        assert torch.equal(other.weights[name], value), name
+
+
+def two(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = None, **arguments: Any) -> list[Run]:
+    found: list[Run] = on_ranks(2, train_on_rank, client, folder, on_protrain, resume, arguments)
+    return found
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_one_process(client: str, tmp_path: Path) -> None:
+    prepare(client, tmp_path)
+    plain = train(client, tmp_path / "plain", on_protrain=False, save_strategy="no")
+    ours = train(client, tmp_path / "ours", on_protrain=True, save_strategy="no")
+    assert ours.offloaded or "LoRA" in client  # swapping activations is cheaper there
+    assert torch.equal(ours.random, plain.random), "the random state was drawn from"
+    assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "DPO", "sentences"])
+def test_two_processes(client: str, tmp_path: Path) -> None:
+    prepare(client, tmp_path)
+    plain = two(client, tmp_path / "plain", on_protrain=False)
+    ours = two(client, tmp_path / "ours", on_protrain=True)
+    assert_same_weights(ours[0], ours[1])
+    assert_close(ours[0], plain[0])
+
+
+def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
+    offloaded = train("Trainer", tmp_path / "offloaded", on_protrain=True, **arguments)
+    whole = train("Trainer", tmp_path / "whole", on_protrain=True, memory=WHOLE, **arguments)
+    assert offloaded.offloaded
+    assert not whole.offloaded
+    assert whole.log == offloaded.log
+    assert_same_weights(whole, offloaded)
+    assert_same_weights(two("Trainer", tmp_path / "two", on_protrain=True, max_grad_norm=0.1)[0], offloaded)
+
+
+@pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "sentences"])
+def test_checkpoints_cross_with_plain_runs(client: str, tmp_path: Path) -> None:
+    prepare(client, tmp_path)
+    best: dict[str, Any] = {"load_best_model_at_end": True}
+    plain = train(client, tmp_path / "plain", on_protrain=False, **best)
+    train(client, tmp_path / "ours", on_protrain=True, **best)
+    for source, on_protrain in (("plain", True), ("ours", False)):
+        folder = tmp_path / f"from-{source}"
+        resumed = train(client, folder, on_protrain=on_protrain, resume=tmp_path / source / HALF, **best)
+        assert_close(resumed, plain)
+
+
+def test_checkpoints_of_two_processes_cross_with_plain_runs(tmp_path: Path) -> None:
+    through = two("Trainer", tmp_path / "ours", on_protrain=True)
+    for on_protrain in (True, False):
+        folder = tmp_path / f"resumed-{on_protrain}"
+        resumed = two("Trainer", folder, on_protrain=on_protrain, resume=tmp_path / "ours" / HALF)
+        assert_close(resumed[0], through[0])
+        if on_protrain:
+            assert_same_weights(resumed[0], through[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"fp16": True}, "fp16=True scales gradients.*use bf16=True"),
+        ({"fsdp": True}, "fsdp shards the model, as ProTrain does"),
+        ({"save_on_each_node": True}, "save_on_each_node=True: ProTrain gathers states on rank 0"),
+        ({"optim": "adafactor"}, r"optimizer must be torch.optim.AdamW or torch.optim.Adam, not Adafactor"),
+    ],
+)
+def test_what_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words):
+        make("Trainer", tmp_path, on_protrain=True, **arguments).train()
+
+
+def test_processes_that_the_trainer_does_not_see_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a GPU and without use_cpu, where it would train on all data in each process."""
+    trainer = make("Trainer", tmp_path, on_protrain=True)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"announces 2 processes, and the Trainer sees 1 of them.*use_cpu=True"):
+        trainer.create_accelerator_and_postprocess()
+
+
+def test_bf16_is_the_type_of_the_weights(tmp_path: Path) -> None:
+    run = train("Trainer", tmp_path, on_protrain=True, bf16=True)
+    assert {value.dtype for value in run.weights.values()} == {torch.bfloat16}
+    assert run.losses == pytest.approx(train("Trainer", tmp_path, on_protrain=False, bf16=True).losses, rel=1e-2)
+
+
+def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
+    def losses(on_protrain: bool) -> list[float]:
+        trainer = make("Trainer", tmp_path, on_protrain=on_protrain, save_strategy="no")
+        before = trainer.evaluate()["eval_loss"]
+        trainer.train()
+        return [before, trainer.evaluate()["eval_loss"]]
+
+    assert losses(True) == pytest.approx(losses(False), rel=2e-5)
+
+
+class Endless(torch.utils.data.IterableDataset[Any]):
+    """Rows that nobody can measure beforehand."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        generator = torch.Generator().manual_seed(2)
+        while True:
+            row = torch.randint(3, WORDS, (8,), generator=generator)
+            yield {"input_ids": row, "labels": row}
+
+
+def test_a_stream_of_rows_with_an_optimizer_of_the_users(tmp_path: Path) -> None:
+    """The plan is made for the first batch, and the optimizer is wrapped as it is."""
+    transformers = pytest.importorskip("transformers")
+    from protrain.integrations.transformers import ProTrainTrainer
+
+    def run(kind: Any, **more: Any) -> list[dict[str, float]]:
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.9))
+        args = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[]
+        )
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        trainer = kind(model=model, args=args, train_dataset=Endless(), optimizers=(optimizer, schedule), **more)
+        trainer.train()
+        return [{name: row[name] for name in ("loss", "learning_rate")} for row in trainer.state.log_history[:-1]]
+
+    ours = run(ProTrainTrainer, protrain={"device_memory": WHOLE})
+    for mine, theirs in zip(ours, run(transformers.Trainer), strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)

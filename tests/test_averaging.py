@@ -1,0 +1,129 @@
+"""Averages of weights are those of torch on whole weights, and leave the training as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from protrain.common.errors import MisuseError
+from protrain_kernels import split
+from tests.distributed.pool import on_ranks
+from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.residual import batches, make
+
+RESIDENT = Spec("all", "least", (NONE,))
+OFFLOADED = Spec("none", "least", (CKPT, NONE), speculate=True)
+BOTH = pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+DECAY = 0.9
+
+
+def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
+    default_loss(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module) -> float:
+    model.eval()
+    loss = default_loss(model, batches()[0]).item()
+    model.train()
+    return loss
+
+
+def averaged_by_torch(average: dict[str, Tensor], optimizer: Any) -> dict[str, Tensor]:
+    """What AveragedModel makes of ``average`` and the fp32 weights of now."""
+    masters = {name: optimizer.export_parameter(name)["master"] for name in optimizer.parameter_names()}
+    return {name: torch.lerp(average.get(name, new), new, 1 - DECAY) for name, new in masters.items()}
+
+
+@DTYPES
+@BOTH
+def test_averages_are_those_of_whole_weights(spec: Spec, dtype: torch.dtype) -> None:
+    model = make()
+    model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=torch.device("cpu"), dtype=dtype)
+    averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
+    for batch in batches(4):
+        step(model, optimizer, batch)
+        averaged.update()
+        expected = averaged_by_torch(expected, optimizer)
+    assert_same(averaged.state_dict(), expected)
+    other = protrain.AveragedWeights(model, DECAY)
+    other.load_state_dict(averaged.state_dict())
+    for each in (averaged, other):
+        each.update()
+    assert_same(other.state_dict(), averaged.state_dict())
+
+
+@DTYPES
+@BOTH
+def test_the_training_goes_on_as_if_nothing_was_averaged(spec: Spec, dtype: torch.dtype) -> None:
+    def train(averages: bool) -> dict[str, Tensor]:
+        torch.manual_seed(1)  # of dropout
+        model = make()
+        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=torch.device("cpu"), dtype=dtype)
+        averaged = protrain.AveragedWeights(model, DECAY)
+        for batch in batches(3):
+            step(model, optimizer, batch)
+            if averages:
+                averaged.update()
+                expected, before = averaged.state_dict(), evaluate(model)
+                with averaged.applied():
+                    for name, value in model.named_parameters():
+                        average = expected[name].view(-1)
+                        average = average if dtype is torch.float32 else split(average)[0]
+                        assert torch.equal(value.view(-1), average), name
+                    inside = evaluate(model)
+                assert evaluate(model) == before
+        assert not averages or inside != before
+        return states(model, optimizer)
+
+    assert_same(train(True), train(False))
+
+
+def test_misuse() -> None:
+    model = make()
+    with pytest.raises(ValueError, match="decay must be at least 0 and less than 1, not 1"):
+        protrain.AveragedWeights(model, 1)
+    with pytest.raises(ValueError, match=r"AveragedWeights needs a model that protrain\.wrap returned"):
+        protrain.AveragedWeights(model).update()
+    model, optimizer = wrap_under(RESIDENT, model, adamw(model), batches()[0], device=torch.device("cpu"))
+    averaged = protrain.AveragedWeights(model)
+    with pytest.raises(MisuseError, match=r"no average yet: call update\(\)"), averaged.applied():
+        pass
+    with pytest.raises(ValueError, match="averages are of another model"):
+        averaged.load_state_dict({"enter.weight": torch.zeros(1)})
+    averaged.update()
+    with pytest.raises(MisuseError, match="has the averages now: leave"), averaged.applied():
+        averaged.update()
+    with pytest.raises(MisuseError, match="was trained inside"), averaged.applied():
+        step(model, optimizer, batches()[0])
+
+
+def average_on_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    model = make()
+    model, optimizer = wrap_under(
+        OFFLOADED, model, adamw(model), batches()[0], device=torch.device("cpu"), world_size=2
+    )
+    averaged, expected = protrain.AveragedWeights(model, DECAY), dict[str, Tensor]()
+    for batch in batches(6)[rank::2]:
+        step(model, optimizer, batch)
+        averaged.update()
+        expected = averaged_by_torch(expected, optimizer)
+    own = evaluate(model)
+    with averaged.applied():
+        inside = evaluate(model)
+    return averaged.state_dict(), expected, [own, inside, evaluate(model)]
+
+
+def test_two_ranks_have_the_averages_of_whole_weights() -> None:
+    (mine, expected, losses), (theirs, _, others) = on_ranks(2, average_on_rank)
+    assert_same(mine, expected)
+    assert_same(theirs, expected)
+    assert losses == others
+    assert losses[2] == losses[0] != losses[1]
