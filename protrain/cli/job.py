@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from protrain.cli.lora import parse_lora
 from protrain.cli.options import LEAST_SEQUENCE, out_of_range
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
@@ -48,6 +49,7 @@ MAY_DIFFER = frozenset(
         "sample_tokens",
         "log_every",
         "save_model",
+        "merge",
     }
 )
 
@@ -60,6 +62,8 @@ class TrainJob(Record):
 
     model: str
     data: str | None = None
+    lora: str | None = None
+    freeze: tuple[str, ...] = ()
     batch: int = 8
     sequence: int | None = None
     accumulation: int = 1  # batches of a step on each of the GPUs with which the run began
@@ -90,6 +94,7 @@ class TrainJob(Record):
     sample_tokens: int = 200  # 0 means none
     log_every: int = 10
     save_model: bool = True
+    merge: bool = False  # the adapter into the trained model
 
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
@@ -103,6 +108,15 @@ class TrainJob(Record):
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 parse_memory(getattr(self, name), name=option(name))
+        if self.lora is not None:
+            parse_lora(self.lora)
+            if self.model in SHAPES and self.save_model and not self.merge:
+                raise ValueError(
+                    f"--lora trains an adapter for the weights of a folder, and those of {self.model} are random and "
+                    "kept nowhere: give --merge to write the whole model, or --no-model"
+                )
+        elif self.merge:
+            raise ValueError("--merge adds an adapter to the model, and there is none without --lora: leave it out")
         if self.clip and self.step_during_backward:
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
@@ -197,6 +211,8 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
 def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
     """``given`` with absolute paths of what exists, so that a run can be continued from any working directory."""
     located = dict(given)
+    if "freeze" in given:
+        located["freeze"] = tuple(given["freeze"])
     for name in ("model", "data", "plan"):
         path = given.get(name)
         is_shape = name == "model" and path in SHAPES

@@ -12,6 +12,7 @@ import torch
 
 import protrain
 from protrain.cli.job import DTYPES
+from protrain.cli.lora import add_training_options
 from protrain.cli.models import fit_positions, read_architecture
 from protrain.cli.options import (
     Parser,
@@ -29,6 +30,7 @@ from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timelin
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
+from protrain.cli.trained import choose_trained
 from protrain.common.progress import COUNTED, Progress
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile
@@ -76,6 +78,7 @@ def add_command(commands: Any) -> None:
         default="float32",
         help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
     )
+    add_training_options(parser)
     add_compile_option(parser)
     add_loss_option(parser)
     parser.add_argument(
@@ -187,7 +190,9 @@ def _traced(
     elsewhere: bool,
     show: Callable[[str], None],
 ) -> ModelProfile:
-    loaded = read_architecture(args.model, layers=layers)
+    loaded = choose_trained(
+        read_architecture(args.model, layers=layers), getattr(args, "lora", None), getattr(args, "freeze", ())
+    )
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
@@ -251,7 +256,12 @@ def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
 def _title(profile: ModelProfile, tokens: str) -> str:
     blocks = "compiled" if profile.compiled else "eager"
     how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
-    return f"{profile.model}, {profile.n_parameters:,} parameters, {tokens}, {how}"
+    return f"{profile.model}, {profile.n_parameters:,} parameters{_trained(profile)}, {tokens}, {how}"
+
+
+def _trained(profile: ModelProfile) -> str:
+    """How many parameters are trained, if not all are."""
+    return "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
 
 
 def _shards(n_gpus: int, device_type: str) -> str:

@@ -23,6 +23,7 @@ from protrain.cli.job import TrainJob
 from protrain.cli.metrics import MetricsFile, ProgressLine, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
+from protrain.cli.trained import choose_trained
 from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
 from protrain.distributed.joining import join
@@ -54,7 +55,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)  # the random start values depend on it
-    loaded = load_model(job.model)
+    loaded = choose_trained(load_model(job.model), job.lora, job.freeze)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
     plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
@@ -87,6 +88,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     torch.manual_seed(job.seed)
     example = training_batch(tokens, seed=job.seed, step=0, micro_batch=0, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
@@ -125,6 +127,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=dtype,
         sequence=sequence,
         parameters=parameters,
+        trained_parameters=trained,
         ranks=ranks,
         metrics=MetricsFile(folder, resumed_step=step),
         step=step,

@@ -14,6 +14,7 @@ from protrain.cli.folder_lock import claimed
 from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.launch import add_gpus_option, launched
 from protrain.cli.loop import train
+from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
     Parser,
     add_compile_option,
@@ -40,6 +41,8 @@ _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
 goes on after Ctrl-C or a crash, to the same bits:
   protrain train --resume --folder runs/tiny
+an adapter for a model of your own:
+  protrain train --model path/to/model --data path/to/text --lora r=16
 on four GPUs, each of which runs one of the four batches of a step:
   protrain train --model llama-1b --gpus 4
 """
@@ -66,6 +69,7 @@ def add_command(commands: Any) -> None:
         help="continue the run in --folder, with its options; only what never changes the weights may differ: "
         + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
     )
+    add_training_options(what)
     _add_number(what, "seed", "the seed of weights, batches and sample")
 
     steps = parser.add_argument_group("steps")
@@ -102,6 +106,9 @@ def add_command(commands: Any) -> None:
     _add_number(keeping, "keep", "checkpoints to keep")
     keeping.add_argument(
         "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
+    )
+    keeping.add_argument(
+        "--merge", action="store_true", help="with --lora: write the whole model, adapter added, not the adapter alone"
     )
     _add_number(keeping, "held_out", "the share of the text that is kept for evaluation")
     _add_number(keeping, "evaluate_every", "steps between evaluations; 0: only at the end")
