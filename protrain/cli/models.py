@@ -62,6 +62,16 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
     return _from_folder(name, transformers)
 
 
+def describe(name: str, *, layers: int | None = None) -> str:
+    """What :func:`read_architecture` would make the model from, at no cost. "" if there is no such model."""
+    if name in SHAPES:
+        return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
+    try:
+        return (Path(name) / "config.json").read_text()
+    except (OSError, UnicodeError):
+        return ""
+
+
 def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 import protrain
 from protrain.cli.job import DTYPES
 from protrain.cli.lora import add_training_options
-from protrain.cli.models import fit_positions, read_architecture
+from protrain.cli.models import describe, fit_positions, read_architecture
 from protrain.cli.options import (
     Parser,
     add_compile_option,
@@ -41,7 +42,7 @@ from protrain.planning.predict import predict
 from protrain.planning.tables import format_ms
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
-from protrain.profiler.cache import cached_profile
+from protrain.profiler.cache import cached_profile, counted_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
@@ -176,10 +177,29 @@ def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    with suppress(torch.OutOfMemoryError):
-        return _traced(args, hardware, layers, elsewhere=bool(args.hardware or args.compare), show=show)
-    Progress(enabled=True).note(COUNTED)
-    return _traced(args, hardware, layers, elsewhere=True, show=show)
+    profile = None
+    if not (args.hardware or args.compare):
+        with suppress(torch.OutOfMemoryError):
+            profile = _traced(args, hardware, layers, elsewhere=False, show=show)
+        if profile is None:
+            Progress(enabled=True).note(COUNTED)
+    if profile is None:
+        make = partial(_traced, args, hardware, layers, elsewhere=True, show=show)
+        profile = counted_profile(_description(args, hardware, layers), make)
+    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
+
+
+def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None) -> dict[str, Any]:
+    """All that decides what is counted. Building the model would take longer than planning for it."""
+    device = torch.device(hardware.device_type)
+    return {
+        "model": describe(args.model, layers=layers),
+        "batch": (args.batch, getattr(args, "sequence", None)),
+        "dtype": str(choose_dtype(args.dtype, device)),
+        "trained": (getattr(args, "lora", None), getattr(args, "freeze", ())),
+        "compiled": choose_compile(getattr(args, "compile", None), device),
+        "chunked_loss": choose_loss(getattr(args, "chunked_loss", None), device),
+    }
 
 
 def _traced(
@@ -207,7 +227,7 @@ def _traced(
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
         on_meta=elsewhere,
     )
-    profile = cached_profile(
+    return cached_profile(
         loaded.model,
         {"input_ids": ids, "labels": ids},
         optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
@@ -217,7 +237,6 @@ def _traced(
         show=show,
         device_bytes=hardware.device_bytes,
     )
-    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
 
 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import json
 import os
 import types
@@ -41,7 +42,7 @@ class Record:
         """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
-        hints = get_type_hints(cls)
+        hints = _hints(cls)
         fields = {field.name: field for field in _fields(cls)}
         unknown = sorted(set(data) - set(fields))
         if unknown:
@@ -120,6 +121,11 @@ class Record:
 
 def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(record)
+
+
+@functools.cache  # it takes longer than the rest of reading a record
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _is_needed(field: dataclasses.Field[Any]) -> bool:
