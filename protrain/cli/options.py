@@ -205,6 +205,11 @@ def add_memory_options(parser: argparse._ArgumentGroup) -> None:
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:
     """Print ``record`` as ``table`` or JSON, and write its JSON to a file, as the output options in ``args`` say."""
     print(record.to_json() if args.json else table, file=sys.stdout, flush=True)
+    write_record(record, args)
+
+
+def write_record(record: Record, args: argparse.Namespace) -> None:
+    """Write the JSON of ``record`` to the file of --out, if that was given."""
     if args.out is not None:  # written last, so that a full disk does not lose what took long
         try:
             args.out.parent.mkdir(parents=True, exist_ok=True)

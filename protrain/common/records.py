@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 from protrain.common.quantities import format_bytes
+from protrain.common.tables import WIDTH, aligned
 
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "value", type(None): "value"}
 
@@ -114,9 +115,7 @@ class Record:
 
     def table(self) -> str:
         """The record as a table of aligned text."""
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return aligned(self.rows(), WIDTH)
 
 
 def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
