@@ -48,6 +48,7 @@ MAY_DIFFER = frozenset(
         "evaluation_batches",
         "sample_tokens",
         "log_every",
+        "logger",
         "save_model",
         "merge",
     }
@@ -93,6 +94,7 @@ class TrainJob(Record):
     evaluation_batches: int = 8
     sample_tokens: int = 200  # 0 means none
     log_every: int = 10
+    logger: str | None = None
     save_model: bool = True
     merge: bool = False  # the adapter into the trained model
 
@@ -183,7 +185,7 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
-    """The job of the run in ``folder``, with those options of ``given`` that may differ.
+    """The job of the run in ``folder``, with those options of ``given`` that may differ, and with more steps.
 
     Raises:
         ValueError: There is no run, or ``given`` holds an option that would change its result.
@@ -199,6 +201,8 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
                 continue
             if _is_same_path(own, value):
                 given[name] = value = own
+        if name == "steps" and value > own:
+            continue
         if name not in MAY_DIFFER and value != own:
             own = "the default" if own is None else own
             raise ValueError(

@@ -20,9 +20,10 @@ from protrain.checkpoint.loading import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import Codec, Tokens, check_length, find_documents, tokenize, training_batch
 from protrain.cli.job import TrainJob
+from protrain.cli.loggers import check_logger, logger
 from protrain.cli.metrics import MetricsFile, ProgressLine, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
-from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
+from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
 from protrain.cli.trained import choose_trained
 from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
@@ -47,6 +48,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     """
     if find_spec("matplotlib") is None:  # after hours of training it would be too late
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
+    check_logger(job.logger)
     device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     ranks = join(None)
@@ -113,8 +115,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if saved is not None:
         with Progress(enabled=True).stage("loading the checkpoint"):
             step = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)["step"]
+        # The saved rate of the next step is that of a run with the steps which the run had then.
+        for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = peak * scheduler.lr_lambdas[0](step)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    log = logger(job.logger if ranks.rank == 0 else None, folder, resumed_step=step, options=job.to_dict())
     return Run(
         job=job,
         folder=folder,
@@ -129,7 +135,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         parameters=parameters,
         trained_parameters=trained,
         ranks=ranks,
-        metrics=MetricsFile(folder, resumed_step=step),
+        metrics=MetricsFile(folder, resumed_step=step, log=log),
         step=step,
     )
 
@@ -177,7 +183,8 @@ def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
     A run that was killed before its first save starts anew.
     """
     reached = steps_reached(folder)
-    if reached > job.checkpoint_every > 0 and not list_saves(folder / CHECKPOINTS):
+    has_ended = (folder / SUMMARY_FILE).exists()
+    if (has_ended or reached > job.checkpoint_every > 0) and not list_saves(folder / CHECKPOINTS):
         raise ValueError(
             f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
             "start another --folder"
@@ -306,7 +313,7 @@ def _read(job: TrainJob, codec: Codec, folder: Path, ranks: Ranks) -> Tokens:
     documents = find_documents(job.data, exclude=folder)
     size = sum(document.stat().st_size for document in documents)
     done, told_s = 0, time.monotonic()
-    with ProgressLine("reading text, MiB", max(size // 2**20, 1)) as line:
+    with ProgressLine("reading text, MiB ", max(size // 2**20, 1)) as line:
 
         def progress(count: int) -> None:
             nonlocal done, told_s

@@ -129,9 +129,12 @@ class Explanation(Record):
         return aligned(rows, WIDTH)
 
     def _not_taken(self, change: Change) -> str:
-        """Why the search does not make ``change`` although it saves time on the slower host, else ""."""
+        """Why the search does not make ``change`` although it saves time, else ""."""
         saved = 1 - (change.slower_ms or self.slower_ms) / self.slower_ms
-        return f"saves {saved:.1%} on a slower host, less than is asked of it" if saved >= _SHOWN else ""
+        if saved >= _SHOWN:
+            return f"saves {saved:.1%} on a slower host, less than is asked of it"
+        saved = 1 - (change.step_ms or self.plan.step_ms) / self.plan.step_ms
+        return "saves nothing on the slower host that plans are made for" if saved >= _SHOWN else ""
 
     def better_table(self) -> str:
         """The faster plans that more memory would allow."""
