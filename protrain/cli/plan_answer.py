@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
@@ -65,7 +65,7 @@ class Answer(Record):
     def of(cls, profile: ModelProfile, hardware: HardwareProfile, found: Explanation | PlanError) -> Self:
         """The answer for ``profile`` on ``hardware``, for which a plan was explained or does not exist."""
         machine = Machine.of(hardware)
-        about = {
+        about: dict[str, Any] = {
             "model": profile.model,
             "parameters": profile.n_parameters,
             "trained_parameters": profile.n_trainable,

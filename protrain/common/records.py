@@ -11,7 +11,7 @@ import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from protrain.common.quantities import format_bytes
 from protrain.common.tables import WIDTH, aligned
@@ -43,7 +43,7 @@ class Record:
         """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
-        hints = _hints(cls)
+        hints = _hints(cast(Any, cls))
         fields = {field.name: field for field in _fields(cls)}
         unknown = sorted(set(data) - set(fields))
         if unknown:
@@ -123,7 +123,7 @@ def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
 
 
 @functools.cache  # it takes longer than the rest of reading a record
-def _hints(kind: type) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 

@@ -18,11 +18,11 @@ def aligned(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
     widths = [
         max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows), default=0))
     ]
-    left, lines = sum(widths[:-1]) + 2 * (len(widths) - 1), []
-    wide = width is not None and left + max(widths[-1:], default=0) > width
+    left = sum(widths[:-1]) + 2 * (len(widths) - 1)
+    lines = []
     for row in rows:
         cells = [cell.ljust(size) for cell, size in zip(row, widths, strict=False)]
-        if not wide or len(row) < len(widths):
+        if width is None or left + widths[-1] <= width or len(row) < len(widths):
             lines.append("  ".join(cells).rstrip())
             continue
         below = width - left < _LEAST_ROOM

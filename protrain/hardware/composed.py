@@ -8,6 +8,7 @@ calibration replaces such a profile (docs/new-gpu.md).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from protrain.hardware.datasheet import of_card, pcie_gbps
 from protrain.hardware.profile import Contention, HardwareProfile
@@ -33,9 +34,10 @@ class Card:
     network_gbps: float  # per machine
 
 
-_DGX = {"host": "h100", "host_gib": 256, "cores": 14, "network_gbps": 400.0}  # an eighth of a server with eight cards
-_RENTED = {"host": "h100", "host_gib": 128, "cores": 16}  # one card of a cloud's machine
-_DESKTOP = {"host": "rtx3090", "host_gib": 128, "cores": 12, "network_gbps": 1.25}
+# An eighth of a server with eight cards, one card of a cloud's machine, and a desktop computer.
+_DGX: dict[str, Any] = {"host": "h100", "host_gib": 256, "cores": 14, "network_gbps": 400.0}
+_RENTED: dict[str, Any] = {"host": "h100", "host_gib": 128, "cores": 16}
+_DESKTOP: dict[str, Any] = {"host": "rtx3090", "host_gib": 128, "cores": 12, "network_gbps": 1.25}
 CARDS: dict[str, Card] = {
     "a10g": Card(name="NVIDIA A10G", usable_gib=21.6, pcie=4, peer_gbps=None, network_gbps=3.1, **_RENTED),
     "b200": Card(name="NVIDIA B200", usable_gib=177, pcie=5, peer_gbps=900, **_DGX),

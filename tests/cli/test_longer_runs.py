@@ -112,7 +112,7 @@ def test_wandb_gets_one_run_for_all_parts(short: Path, tmp_path: Path, monkeypat
         begun.append(options)
         return SimpleNamespace(log=lambda figures, step: logged.append((step, figures.get("loss"))))
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, __spec__=object()))
     folder = tmp_path / "run"
     shutil.copytree(short, folder)
     for steps in ("7", "8"):

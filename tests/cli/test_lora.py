@@ -27,10 +27,11 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 
 def make(family: str = "llama") -> nn.Module:
-    sizes: dict[str, Any] = {
+    families: dict[str, dict[str, Any]] = {
         "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    }[family]
+    }
+    sizes = families[family]
     kind = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[family]
     config = kind(vocab_size=256, **sizes, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True)
     torch.manual_seed(0)

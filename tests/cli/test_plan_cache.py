@@ -28,14 +28,8 @@ def test_a_repeated_plan_is_the_same_without_transformers_and_another_model_is_c
     monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "cache"))
     folder = tmp_path / "model"
     GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=64).save_pretrained(folder)
-    ways = (
-        [],
-        ["--accumulation", "2"],
-        ["--batch", "3"],
-        ["--sequence", "16"],
-        ["--lora", "r=2"],
-        ["--freeze", "*wte*"],
-    )
+    ways: list[list[str]] = [[], ["--accumulation", "2"], ["--batch", "3"], ["--sequence", "16"]]
+    ways += [["--lora", "r=2"], ["--freeze", "*wte*"]]
     first = [plan(capsys, str(folder), *PLAN, *way) for way in ways]
     assert len({json.loads(text)["parameters"] for text in first}) == 2, "an adapter adds some"
     assert len(set(first)) == len(ways)
