@@ -23,7 +23,7 @@ from protrain.checkpoint.adapters import (
 )
 from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
-from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors, sync
+from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
 from protrain.common.adapters import base_name
 from protrain.common.errors import CheckpointError
@@ -154,8 +154,9 @@ def _write(
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
                 _write_configs(scratch, model, dtype, tokenizer, alone)
-        # peft reads one file, and adapters are small
-        writer = TensorWriter(scratch, stem, sys.maxsize if alone else FILE_BYTES)
+        writer = TensorWriter(scratch, stem)
+        if alone:
+            writer.file_bytes = sys.maxsize  # peft reads one file, and adapters are small
         for name, weight in weights:
             with raised_on_all(ranks):
                 if first:

@@ -29,7 +29,7 @@ def add_command(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Write the weights of a checkpoint, of any number of GPUs, as a folder for from_pretrained.",
+        description="Write the weights of a checkpoint as a folder for from_pretrained.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a run or of checkpoints")

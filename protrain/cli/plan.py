@@ -48,13 +48,14 @@ from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile, counted_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
-  protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
-on four GPUs of one machine, each with a quarter of the model states, and on two machines of eight:
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --picture step.png
+on four GPUs, each with a quarter of the states, and on two machines of eight:
   protrain plan llama2-13b --hardware h100 --batch 4 --gpus 4
-  protrain plan llama2-34b --hardware a100 --batch 4 --gpus 8 --nodes 2 --network-gbps 100
+  protrain plan llama2-34b --hardware a100 --batch 4 --gpus 8 --nodes 2
 which of several machines to take, as names with GPUs and nodes:
-  protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,rtx3090x4,a100x8x2
-what more or less memory would do, and how deep a model of this width could be there:
+  protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,a100x8x2
+what more or less memory would do, and how deep such a model could be there:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --max-model
@@ -97,9 +98,9 @@ def add_command(commands: Any) -> None:
     )
     what.add_argument(
         "--compare",
-        metavar="NAMExGPUS[xNODES],...",
+        metavar="MACHINES",
         default=None,
-        help="a line for each of these machines: whether MODEL fits, how fast it is, and what limits it",
+        help="for each of NAMExGPUS[xNODES],... a line: whether MODEL fits, how fast it is, and what limits it",
     )
     what.add_argument(
         "--explain",

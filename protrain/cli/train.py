@@ -39,7 +39,8 @@ from protrain.common.progress import Progress
 from protrain.planning.plan import MOMENT_DTYPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
-  protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
+  protrain train --model tiny --device cpu --device-memory 60MiB \\
+    --folder runs/tiny
 goes on after Ctrl-C or a crash, to the same bits, and longer than it was to be:
   protrain train --resume --folder runs/tiny
   protrain train --resume --folder runs/tiny --steps 800
