@@ -234,13 +234,11 @@ class ProgressLine:
 
     def __init__(self, description: str, total: int, *, done: int = 0) -> None:
         from rich.console import Console
-        from rich.progress import Progress, SpinnerColumn, TextColumn
+        from rich.progress import Progress, TextColumn
 
         self._console = Console(file=cast(TextIO, StandardError()))
         self._live = self._console.is_terminal
-        self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), console=self._console, disable=not self._live
-        )
+        self._progress = Progress(TextColumn("{task.description}"), console=self._console, disable=not self._live)
         self._description = description
         self._total = total
         self._first, self._begun_s = done, time.monotonic()

@@ -135,6 +135,11 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
     if not (folder / "config.json").is_file():
         if (folder / MODEL_FOLDER / "config.json").is_file():
             raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{folder} is an adapter and no model: give the model that it was made for, or merge the two, as "
+                "`protrain export RUN FOLDER --merge` does"
+            )
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:

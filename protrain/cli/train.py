@@ -78,8 +78,8 @@ def add_command(commands: Any) -> None:
         "continue it longer, and else only what never changes the weights may differ: "
         + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
     )
-    add_training_options(what)
     _add_number(what, "seed", "the seed of weights, batches and sample")
+    add_training_options(what)
 
     steps = parser.add_argument_group("steps")
     _add_number(steps, "batch", "sequences in a batch")

@@ -31,9 +31,7 @@ def short(workplace: Path) -> Path:  # noqa: F811
     return folder
 
 
-@pytest.mark.parametrize("words", [["--resume"], []])
 def test_a_finished_run_goes_on_at_the_rates_of_the_longer_one(
-    words: list[str],
     short: Path,
     workplace: Path,  # noqa: F811
     tmp_path: Path,
@@ -42,7 +40,7 @@ def test_a_finished_run_goes_on_at_the_rates_of_the_longer_one(
     folder = tmp_path / "run"
     shutil.copytree(short, folder)
     before = (folder / "model" / "model.safetensors").read_bytes()
-    assert main(["train", *words, "--folder", str(folder), "--steps", "10"]) == 0
+    assert main(["train", "--folder", str(folder), "--steps", "10"]) == 0
     assert main(arguments(workplace, tmp_path / "whole", "--steps", "10")) == 0
     longer, whole = rows(folder), rows(tmp_path / "whole")
     assert [row["step"] for row in longer] == list(range(1, 11))
@@ -116,7 +114,7 @@ def test_wandb_gets_one_run_for_all_parts(short: Path, tmp_path: Path, monkeypat
     folder = tmp_path / "run"
     shutil.copytree(short, folder)
     for steps in ("7", "8"):
-        assert main(["train", "--folder", str(folder), "--steps", steps, "--logger", "wandb"]) == 0
+        assert main(["train", "--resume", "--folder", str(folder), "--steps", steps, "--logger", "wandb"]) == 0
     assert begun[0]["id"] == begun[1]["id"]
     assert [options["resume"] for options in begun] == ["allow"] * 2
     assert [each for each in logged if each[1] is not None] == [(r["step"], r["loss"]) for r in rows(folder)[6:]]

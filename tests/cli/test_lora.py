@@ -82,7 +82,9 @@ def held_out_loss(model: Any, workplace: Path, scratch: Path) -> float:
     return sum(losses) / sum(map(len, batches))
 
 
-def test_the_adapter_loads_in_peft_and_is_the_trained_one(finished: Path, workplace: Path, tmp_path: Path) -> None:
+def test_the_adapter_loads_in_peft_and_is_the_trained_one(
+    finished: Path, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sorted(path.name for path in (finished / "model").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
@@ -90,6 +92,8 @@ def test_the_adapter_loads_in_peft_and_is_the_trained_one(finished: Path, workpl
     base = transformers.AutoModelForCausalLM.from_pretrained(workplace / "source")
     model = peft.PeftModel.from_pretrained(base, finished / "model").eval()
     summary = json.loads((finished / "summary.json").read_text())
+    assert main(["train", "--model", str(finished / "model"), "--device", "cpu"]) == 2
+    assert "is an adapter and no model" in capsys.readouterr().err
     assert held_out_loss(model, workplace, tmp_path) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
     assert summary["evaluation_loss"] < 5.5, "the untrained model has 5.6"
     config = model.peft_config["default"]
