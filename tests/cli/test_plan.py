@@ -72,7 +72,7 @@ def test_the_text_timeline_shows_each_lane_at_its_time() -> None:
     assert gpu.split() == ["GPU", "#" * COLUMNS, "100%"]
     assert [up.index("#") - start, up.rindex("#") - start] == [math.ceil(COLUMNS / 4), COLUMNS // 2 - 1]
     assert "#" not in down
-    assert [host.index("#") - start, host.rindex("#") - start] == [0, math.floor(COLUMNS / 10 - 0.5)]
+    assert [host.index("#") - start, host.rindex("#") - start] == [0, COLUMNS // 10 - 1]
     assert [line.split()[-1] for line in (up, down, host)] == ["25%", "0%", "10%"]
     assert phases.index("|forward") - start == 0
     assert phases.index("|backward") - start == round(0.4 * COLUMNS)
@@ -168,14 +168,6 @@ def test_what_does_not_fit_is_an_answer_too(capsys: pytest.CaptureFixture[str]) 
     assert answer["verdict"] in err
     assert "--device-memory of at least" in answer["verdict"]
     assert answer["machine"]["rates"] == "composed"
-
-
-def test_no_answer_is_wider_than_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    for question in (["--explain", "--gpus", "4"], ["--frontier"], ["--compare", "h100x1,rtx4090x2,a100x8x2"]):
-        argv = [*TINY[:2], *TINY[4:]] if "--compare" in question else TINY
-        status, out, err = run(capsys, *argv, *question)
-        assert status == 0, err
-        assert [line for line in out.splitlines() if len(line) > 80] == []
 
 
 def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:

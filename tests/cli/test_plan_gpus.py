@@ -56,11 +56,13 @@ def test_other_answers_are_for_several_gpus_too(capsys: pytest.CaptureFixture[st
     assert status == 0, err
     assert "2 of them with 1/2 of the states each" in out
     assert "host memory a GPU" in out
+    assert max(map(len, out.splitlines())) <= 80
     points = json.loads(run(capsys, *two, "--frontier", "--json")[1])["points"]
     assert {point["plan"]["world_size"] for point in points} == {2}
     status, out, err = run(capsys, *two, "--explain")
     assert status == 0, err
     assert "device memory a GPU" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pytest.CaptureFixture[str]) -> None:
