@@ -25,7 +25,7 @@ from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
 from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
-from protrain.common.adapters import base_name
+from protrain.common.adapters import base_name, within_peft
 from protrain.common.errors import CheckpointError
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
@@ -183,7 +183,7 @@ def _write_configs(folder: Path, model: Any, dtype: torch.dtype, tokenizer: Any,
     if alone:
         write_adapter_config(model, folder)
     else:
-        whole = model.get_base_model() if hasattr(model, "get_base_model") else model  # without what peft puts around
+        whole = within_peft(model)
         config: Any = copy.deepcopy(getattr(whole, "config", None))
         if hasattr(config, "save_pretrained"):
             config.dtype = dtype

@@ -13,7 +13,6 @@ from torch import nn
 import protrain
 from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.models import Architecture
-from protrain.common.adapters import adapter_names
 
 AnyArchitecture = TypeVar("AnyArchitecture", bound=Architecture)
 
@@ -72,7 +71,11 @@ def _add_adapter(loaded: Architecture, lora: Lora) -> None:
 
 def _refuse_other_than_linear(model: nn.Module) -> None:
     """Raise a ValueError for an adapter that could not be merged."""
-    for name in adapter_names(model):
-        if "lora_embedding" in name:
-            layer = name.partition(".lora_embedding")[0]
-            raise ValueError(f"--lora: {layer} is no linear layer, and only such get adapters: leave it out of targets")
+    from peft.tuners.lora import Linear
+
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module) and not isinstance(module, Linear):
+            raise ValueError(
+                f"--lora: {path} is no linear layer, and only such get adapters: give targets that leave it out, like "
+                "targets=q_proj+k_proj+v_proj+o_proj"
+            )

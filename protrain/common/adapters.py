@@ -6,9 +6,16 @@ peft puts a layer that it adapts into a module of its own, as ``base_layer`` bes
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 _AROUND_MODEL = "base_model.model."
+
+
+def within_peft(model: Any) -> Any:
+    """The model that ``get_peft_model`` was given, if ``model`` is what it returned; otherwise ``model``."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def adapter_names(model: nn.Module) -> set[str]:

@@ -28,12 +28,15 @@ BATCH = {"input_ids": IDS, "labels": IDS}
 
 def make(family: str = "llama") -> nn.Module:
     families: dict[str, dict[str, Any]] = {
+        "mixtral": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        | {"num_key_value_heads": 2},
         "llama": {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     }
     sizes = families[family]
-    kind = {"llama": transformers.LlamaConfig, "gpt2": transformers.GPT2Config}[family]
-    config = kind(vocab_size=256, **sizes, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True)
+    config = transformers.AutoConfig.for_model(
+        family, vocab_size=256, **sizes, bos_token_id=None, eos_token_id=None, tie_word_embeddings=True
+    )
     torch.manual_seed(0)
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
@@ -133,10 +136,11 @@ def test_a_merged_model_is_what_peft_merges(how: str, finished: Path, workplace:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_peft_model_of_the_users_own_loads_and_is_exported(family: str, tmp_path: Path) -> None:
     make(family).save_pretrained(tmp_path / "source")  # type: ignore[operator]
-    config = peft.LoraConfig(r=2, target_modules="all-linear", fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM")
+    targets = ["q_proj", "v_proj"] if family == "mixtral" else "all-linear"
+    config = peft.LoraConfig(r=2, target_modules=targets, fan_in_fan_out=family == "gpt2", task_type="CAUSAL_LM")
     with protrain.empty_parameters():
         model = peft.get_peft_model(make(family), config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -234,6 +238,13 @@ def test_what_cannot_be_done_is_said(
     assert status == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "job.json").exists()
+
+
+def test_experts_get_no_adapter(tmp_path: Path) -> None:
+    make("mixtral").save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.\S+ is no linear layer, .*: give targets"):
+        choose_trained(read_architecture(str(tmp_path)), "r=2", ())
+    choose_trained(read_architecture(str(tmp_path)), "r=2,targets=q_proj", ())
 
 
 def test_without_peft_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

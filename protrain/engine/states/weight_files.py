@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from protrain.common.adapters import adapter_names, base_name
+from protrain.common.adapters import adapter_names, base_name, within_peft
 from protrain.common.parameters import is_managed
 from protrain.engine.states.conversions import Conversions, Part
 from protrain.engine.states.empty import is_empty
@@ -78,7 +78,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     Raises:
         ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
-    stored, conversions, names = stored_tensors(folder), Conversions(model), _ModelNames(model)
+    stored, conversions, names = stored_tensors(folder), Conversions(within_peft(model)), _ModelNames(model)
     # Tensors that are converted together are one group; every other tensor is a group of its own.
     groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
     no_place: dict[str, str] = {}
