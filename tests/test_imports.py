@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ("protrain.common.records", "protrain.common.quantities", "protrain.common.errors")
+DATA = (
+    "protrain.common.records",
+    "protrain.common.quantities",
+    "protrain.common.tables",
+    "protrain.common.errors",
+)
 PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
 
 # package -> what of this project it may import, itself aside. A prefix covers its submodules.
@@ -36,7 +41,6 @@ ALLOWED = {
         "protrain.planning.layout",
         "protrain.planning.schedule",
         "protrain.planning.sharing",
-        "protrain.planning.tables",
         "protrain.profiler.blocks",
         "protrain_kernels",
     ),
@@ -47,6 +51,7 @@ PURE = (
     "protrain.planning",
     "protrain.common.records",
     "protrain.common.quantities",
+    "protrain.common.tables",
     "protrain.common.errors",
 )  # no torch: plain data
 

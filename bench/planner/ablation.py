@@ -29,10 +29,10 @@ from bench.planner.measure import WARM_UP, Training, profiled
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
+from protrain.common.tables import aligned
 from protrain.hardware import detect
 from protrain.planning import Plan, search
 from protrain.planning.rates.host_rates import with_host
-from protrain.planning.tables import aligned
 
 FILE = "ablation.json"
 MECHANISMS = ("n_weight_only", "keep_attention", "stream")

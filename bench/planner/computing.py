@@ -28,8 +28,8 @@ from bench.train.models import blocks_of, fill, shape_blocks
 from protrain.cli.summary import device_name, versions
 from protrain.common import batch as batches
 from protrain.common.records import Record
+from protrain.common.tables import aligned
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
-from protrain.planning.tables import aligned
 
 FILE = "computing.json"
 _WARM_UP = 3  # steps; a GPU that was idle has a higher clock rate at first

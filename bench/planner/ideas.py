@@ -45,9 +45,9 @@ from bench.swap.training import Case, Measured, Training, profiled
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
+from protrain.common.tables import aligned
 from protrain.hardware import HardwareProfile, detect
 from protrain.planning import BlockMode, Plan, check, evaluate, pack
-from protrain.planning.tables import aligned
 from protrain.profiler import ModelProfile
 
 FILE = "ideas.json"

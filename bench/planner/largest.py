@@ -28,10 +28,10 @@ from protrain.cli.summary import versions
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
+from protrain.common.tables import aligned, format_ms
 from protrain.hardware import HardwareProfile, of_machine
 from protrain.planning import largest
 from protrain.planning.largest import Largest
-from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
 
 FILES = {"float32": "largest.json", "bfloat16": "largest-bf16-moments.json"}

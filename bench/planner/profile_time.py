@@ -23,7 +23,7 @@ from bench.planner.output import repeating, write_out
 from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
 from protrain.common.records import Record
-from protrain.planning.tables import aligned
+from protrain.common.tables import aligned
 
 FILE = "profile_time.json"
 GIB = 1024**3

@@ -25,10 +25,10 @@ from bench.planner.output import put_out, repeating
 from protrain.cli.models import load_model
 from protrain.cli.summary import versions
 from protrain.common.records import Record
+from protrain.common.tables import aligned, format_ms
 from protrain.hardware import load
 from protrain.hardware.memory import processor_name
 from protrain.planning import search
-from protrain.planning.tables import aligned, format_ms
 from protrain.profiler import ModelProfile
 
 FILE = "search_time.json"

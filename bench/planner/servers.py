@@ -22,8 +22,8 @@ from protrain.cli.models import load_model
 from protrain.cli.summary import versions
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
+from protrain.common.tables import aligned, format_ms
 from protrain.planning import Plan, search
-from protrain.planning.tables import aligned, format_ms
 
 FILE = "servers.json"
 SEQUENCE = 1024

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from bench.dram_load import Load
 from bench.planner.cases import Case
 from protrain.common.records import Record
+from protrain.common.tables import aligned
 from protrain.planning import Plan
-from protrain.planning.tables import aligned
 
 
 @dataclass(frozen=True, kw_only=True)

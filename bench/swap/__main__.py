@@ -31,7 +31,7 @@ from bench.swap.training import TINY
 from protrain.cli.summary import device_name, versions
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.planning.tables import aligned
+from protrain.common.tables import aligned
 
 FILE = "swap.json"
 

@@ -15,9 +15,9 @@ import protrain
 from bench.planner.clock import durations_ms, now
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
+from protrain.common.tables import format_ms
 from protrain.hardware.calibration.timing import spread_of
 from protrain.planning import Plan
-from protrain.planning.tables import format_ms
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
 

@@ -6,17 +6,26 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from protrain.checkpoint.adapters import (
+    ADAPTER_FILE,
+    adapter_weights,
+    has_adapter,
+    merged_weights,
+    write_adapter_config,
+)
 from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
 from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
+from protrain.common.adapters import base_name, within_peft
 from protrain.common.errors import CheckpointError
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
@@ -27,12 +36,15 @@ from protrain.engine.weights.state_hooks import members_of
 from protrain_kernels.split_master import split
 
 
-def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None) -> None:
+def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any = None, merge: bool = False) -> None:
     """Write ``model`` to ``folder`` so that ``from_pretrained`` of transformers, or ``wrap(weights=...)``, loads it.
 
     The folder has the configuration, if ``model`` is one of transformers, and the weights that training uses, in
     safetensors with an index. The folder is there when all of it is on the disk, and otherwise not at all. No rank
     holds more than one parameter and a file of about 1 GiB.
+
+    Of a model with an adapter of peft only the adapter is written, as the folder that ``PeftModel.from_pretrained``
+    loads.
 
     With several ranks all of them must call it, and the first one writes.
 
@@ -40,9 +52,10 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
         model: a wrapped model.
         folder: where to write it. It must be empty or missing.
         tokenizer: saved beside the model, unless it is None.
+        merge: write the whole model, with the adapter added to its weights.
 
     Raises:
-        ValueError: ``model`` is not wrapped, or ``folder`` has something in it.
+        ValueError: ``model`` is not wrapped, ``folder`` has something in it, or there is no adapter to merge.
         OSError: the disk is full or not writable. There is no folder then.
         MisuseError: not all ranks have called it.
 
@@ -53,12 +66,22 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
     engine.ranks.meet("protrain.export()")
     managed = {name: p for name, p in model.named_parameters() if isinstance(p, PresentParameter)}
     with engine.quiet():
-        weights = ((name, read_weight(engine.members[p.protrain_handle.index])) for name, p in managed.items())
-        _write(Path(folder), model, weights, unmanaged(model), engine.dtype, tokenizer, engine.ranks)
+
+        def read(name: str) -> Tensor:
+            return read_weight(engine.members[managed[name].protrain_handle.index])
+
+        _write(Path(folder), model, managed, read, unmanaged(model), engine.dtype, tokenizer, engine.ranks, merge)
 
 
 def export_save(
-    save: Path, manifest: dict[str, Any], model: nn.Module, folder: Path, *, dtype: torch.dtype, tokenizer: Any = None
+    save: Path,
+    manifest: dict[str, Any],
+    model: nn.Module,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer: Any = None,
+    merge: bool = False,
 ) -> None:
     """Do what :func:`export` does with the weights of ``save`` in ``dtype``. ``model`` may be on the meta device.
 
@@ -73,12 +96,15 @@ def export_save(
         for found in (saved.on_meta().shape for kind, saved in states.items() if kind != "step"):
             if found != shape:
                 raise CheckpointError(f"{save} is of another model: {name} is {[*found]} there and {[*shape]} here")
-    weights = ((name, weight_of(states, dtype)) for name, states in parameters.items())
+
+    def read(name: str) -> Tensor:
+        return weight_of(parameters[name], dtype)
+
     with open_tensors(save / BUFFERS) as buffers:
         names = set(unmanaged(model))
         compare_names(save, "buffer", names & set(buffers.keys()), names)
         others = {name: buffers.get_tensor(name) for name in names}
-        _write(folder, model, weights, others, dtype, tokenizer, Ranks(None))
+        _write(folder, model, parameters, read, others, dtype, tokenizer, Ranks(None), merge)
 
 
 def weight_of(states: dict[str, SavedTensor], dtype: torch.dtype) -> Tensor:
@@ -97,13 +123,26 @@ def weight_of(states: dict[str, SavedTensor], dtype: torch.dtype) -> Tensor:
 def _write(
     folder: Path,
     model: nn.Module,
-    weights: Iterable[tuple[str, Tensor]],
+    names: Iterable[str],
+    read: Callable[[str], Tensor],
     others: dict[str, Tensor],
     dtype: torch.dtype,
     tokenizer: Any,
     ranks: Ranks,
+    merge: bool,
 ) -> None:
-    """Write the folder. All ranks go through ``weights``, and the first one writes them."""
+    """Write the folder. All ranks ``read`` the parameters ``names``, and the first one writes what they have become."""
+    adapted = has_adapter(model)
+    if merge and not adapted:
+        raise ValueError("merge=True: the model has no adapter of peft to merge; leave it out")
+    alone = adapted and not merge  # only the adapter is written
+    if alone:
+        weights, others = adapter_weights(model, names, read), {}
+    elif adapted:
+        weights, others = merged_weights(model, names, read), {base_name(name): other for name, other in others.items()}
+    else:
+        weights = ((name, read(name)) for name in names)
+    stem = ADAPTER_FILE if alone else "model"
     folder = folder.absolute()
     scratch = folder.with_name(f".{folder.name}.tmp")
     first = ranks.rank == 0
@@ -114,8 +153,10 @@ def _write(
                     raise ValueError(f"{folder} is not empty: give a folder of its own for the exported model")
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(parents=True)
-                _write_config(scratch, model, dtype, tokenizer)
-        writer = TensorWriter(scratch, "model")
+                _write_configs(scratch, model, dtype, tokenizer, alone)
+        writer = TensorWriter(scratch, stem)
+        if alone:
+            writer.file_bytes = sys.maxsize  # peft reads one file, and adapters are small
         for name, weight in weights:
             with raised_on_all(ranks):
                 if first:
@@ -125,7 +166,7 @@ def _write(
                 for name, tensor in others.items():
                     writer.add(name, {name: tensor.detach().cpu().clone()})
                 writer.flush()
-                _write_index(scratch, writer)
+                _write_index(scratch, writer, stem)
                 for path in (*scratch.iterdir(), scratch):
                     sync(path)
                 os.rename(scratch, folder)
@@ -136,24 +177,31 @@ def _write(
         raise
 
 
-def _write_config(folder: Path, model: nn.Module, dtype: torch.dtype, tokenizer: Any) -> None:
-    config: Any = copy.deepcopy(getattr(model, "config", None))
-    if hasattr(config, "save_pretrained"):
-        config.dtype = dtype
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-    for part in (getattr(model, "generation_config", None), tokenizer):
+def _write_configs(folder: Path, model: Any, dtype: torch.dtype, tokenizer: Any, alone: bool) -> None:
+    """Write the configuration of the model, or of the adapter if that is ``alone``, and the tokenizer."""
+    parts = [tokenizer]
+    if alone:
+        write_adapter_config(model, folder)
+    else:
+        whole = within_peft(model)
+        config: Any = copy.deepcopy(getattr(whole, "config", None))
+        if hasattr(config, "save_pretrained"):
+            config.dtype = dtype
+            config.architectures = [type(whole).__name__]
+            config.save_pretrained(folder)
+        parts.append(getattr(whole, "generation_config", None))
+    for part in parts:
         if part is not None:
             part.save_pretrained(folder)
 
 
-def _write_index(folder: Path, writer: TensorWriter) -> None:
+def _write_index(folder: Path, writer: TensorWriter, stem: str) -> None:
     """Write which file has which tensor, or give the only file the name that needs no index."""
     if len(writer.files) == 1:
-        os.rename(folder / writer.files[0].name, folder / "model.safetensors")
+        os.rename(folder / writer.files[0].name, folder / f"{stem}.safetensors")
         return
     index = {
         "metadata": {"total_size": sum(file.bytes for file in writer.files)},
         "weight_map": {key: file.name for file in writer.files for key in file.keys},
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))

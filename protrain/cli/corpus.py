@@ -44,7 +44,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
                 raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
     size = sum(map(_size_bytes, source.paths))
     done, told_s = 0.0, time.monotonic()
-    with ProgressLine("reading data, MiB", max(size // 2**20, 1)) as line:
+    with ProgressLine("reading data, MiB ", max(size // 2**20, 1)) as line:
 
         def progress(count: float) -> None:
             nonlocal done, told_s

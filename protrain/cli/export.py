@@ -10,9 +10,11 @@ from protrain.checkpoint.export import export_save
 from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
 from protrain.cli.job import TrainJob
+from protrain.cli.lora import lora_text
 from protrain.cli.models import read_architecture, read_tokenizer
 from protrain.cli.options import Parser
 from protrain.cli.run_files import CHECKPOINTS, JOB_FILE
+from protrain.cli.trained import choose_trained
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
 
@@ -27,30 +29,38 @@ def add_command(commands: Any) -> None:
     parser: Parser = commands.add_parser(
         "export",
         help="write a checkpoint as a Hugging Face folder",
-        description="Write the weights of a checkpoint, of any number of GPUs, as a folder for from_pretrained.",
+        description="Write the weights of a checkpoint as a folder for from_pretrained.",
         epilog=_EXAMPLE,
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a run or of checkpoints")
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write the model")
     parser.add_argument("--model", default=None, help="the model that was trained (default: that of the run)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of the weights (default: that of the training)")
+    parser.add_argument("--lora", type=lora_text, help="the --lora of the training (default: that of the run)")
+    parser.add_argument(
+        "--merge", action="store_true", default=False, help="of a run with --lora, the whole model, adapter added"
+    )
     parser.set_defaults(run=run_command)
 
 
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
-    source, name = args.checkpoint, args.model
+    source, name, lora = args.checkpoint, args.model, None
     if (source / JOB_FILE).exists():
-        name = name or TrainJob.load(source / JOB_FILE).model
+        job = TrainJob.load(source / JOB_FILE)
+        name, lora = name or job.model, job.lora
         source = source / CHECKPOINTS
+    lora = getattr(args, "lora", lora)
     if name is None:
         raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
     save = find_save(source)
-    manifest, architecture = read_manifest(save), read_architecture(name)
+    manifest, architecture = read_manifest(save), choose_trained(read_architecture(name), lora, ())
     check_checkpoint(save, architecture.model)
     dtype = args.dtype or manifest.get("dtype")
     if dtype is None:
         raise ValueError(f"--dtype: {save} was made by a version that did not save it, so give that of the weights")
     tokenizer = None if architecture.folder is None else read_tokenizer(architecture.folder)[1]
     with Progress(enabled=True).stage(f"writing {args.folder}"):
-        export_save(save, manifest, architecture.model, args.folder, dtype=DTYPES[dtype], tokenizer=tokenizer)
+        export_save(
+            save, manifest, architecture.model, args.folder, dtype=DTYPES[dtype], tokenizer=tokenizer, merge=args.merge
+        )

@@ -39,7 +39,7 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
         with stages.stage("writing the model"):
             if run.writes:
                 shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)  # of a finish that was interrupted
-            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.tokenizer)
+            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.tokenizer, merge=job.merge)
         look()
     text = None
     if job.sample_tokens:
@@ -108,6 +108,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         versions=versions(),
         model=job.model,
         parameters=run.parameters,
+        trained_parameters=run.trained_parameters,
         dtype=str(run.dtype).removeprefix("torch."),
         batch=job.batch,
         sequence=run.sequence,
@@ -124,7 +125,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         step_ms_p80=times.quantile(0.8),
         steps_alone=times.are_alone,
         tokens_per_s=tokens_per_s,
-        parameter_tflops=None if tokens_per_s is None else 6 * run.parameters * tokens_per_s / 1e12,
+        parameter_tflops=None if tokens_per_s is None else run.parameter_flops_per_token * tokens_per_s / 1e12,
         model_tflops=None if tokens_per_s is None else run.flops_per_token * tokens_per_s / 1e12,
         device_peak_bytes=device_peak_bytes,
         device_reserved_bytes=max(torch.cuda.max_memory_reserved(run.device) if cuda else 0, device_peak_bytes),

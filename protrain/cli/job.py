@@ -9,6 +9,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+from protrain.cli.lora import parse_lora
 from protrain.cli.options import LEAST_SEQUENCE, out_of_range
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
@@ -49,7 +50,9 @@ MAY_DIFFER = frozenset(
         "evaluation_batches",
         "sample_tokens",
         "log_every",
+        "logger",
         "save_model",
+        "merge",
     }
 )
 
@@ -65,6 +68,8 @@ class TrainJob(Record):
     column: str | None = None  # of rows; None goes by the names of columns
     chat_template: str | None = None  # a file; None takes that of the tokenizer
     loss_on: str = "answers"  # of rows; text has no questions, so all of it counts
+    lora: str | None = None
+    freeze: tuple[str, ...] = ()
     batch: int = 8
     sequence: int | None = None
     accumulation: int = 1  # batches of a step on each of the GPUs with which the run began
@@ -94,7 +99,9 @@ class TrainJob(Record):
     evaluation_batches: int = 8
     sample_tokens: int = 200  # 0 means none
     log_every: int = 10
+    logger: str | None = None
     save_model: bool = True
+    merge: bool = False  # the adapter into the trained model
 
     def __post_init__(self) -> None:
         for name, (least, most) in RANGES.items():
@@ -110,6 +117,15 @@ class TrainJob(Record):
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 parse_memory(getattr(self, name), name=option(name))
+        if self.lora is not None:
+            parse_lora(self.lora)
+            if self.model in SHAPES and self.save_model and not self.merge:
+                raise ValueError(
+                    f"--lora trains an adapter for the weights of a folder, and those of {self.model} are random and "
+                    "kept nowhere: give --merge to write the whole model, or --no-model"
+                )
+        elif self.merge:
+            raise ValueError("--merge adds an adapter to the model, and there is none without --lora: leave it out")
         if self.clip and self.step_during_backward:
             raise ValueError(
                 "--step-during-backward updates before the norm is known: give --clip 0 as well, or drop it"
@@ -176,7 +192,7 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
-    """The job of the run in ``folder``, with those options of ``given`` that may differ.
+    """The job of the run in ``folder``, with those options of ``given`` that may differ, and with more steps.
 
     Raises:
         ValueError: There is no run, or ``given`` holds an option that would change its result.
@@ -192,6 +208,8 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
                 continue
             if _is_same_path(own, value):
                 given[name] = value = own
+        if name == "steps" and value > own:
+            continue
         if name not in MAY_DIFFER and value != own:
             own = "the default" if own is None else own
             raise ValueError(
@@ -204,6 +222,8 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
 def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
     """``given`` with absolute paths of what exists, so that a run can be continued from any working directory."""
     located = dict(given)
+    if "freeze" in given:
+        located["freeze"] = tuple(given["freeze"])
     for name in ("model", "data", "chat_template", "plan"):
         path = given.get(name)
         is_shape = name == "model" and path in SHAPES

@@ -23,7 +23,6 @@ from protrain.cli.metrics import (
     StepTimes,
     added_in_order,
     resident_bytes,
-    status_line,
 )
 from protrain.cli.prepare import prepare, schedule, write_run_files
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
@@ -71,7 +70,7 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
     """Run every step that is left. Returns the step of the newest save, or 0 if there is none."""
     job = run.job
     saved_step = run.step
-    with ProgressLine("training", job.steps, done=run.step) as line, ExitStack() as tracing:
+    with ProgressLine("", job.steps, done=run.step) as line, ExitStack() as tracing:
         if resumed:
             line.note(f"resumed at step {run.step}" if run.step else "nothing was saved yet: starting at step 1")
         report = _reporter(run, times, line)
@@ -242,8 +241,7 @@ def _reporter(run: Run, times: StepTimes, line: ProgressLine) -> Report:
                 **memory,
             }
         )
-        status = status_line(loss=loss, tokens_per_s=tokens_per_s, tflops=tflops, **memory)
         plain = result.step in (1, run.job.steps) or result.step % run.job.log_every == 0
-        line.update(result.step, status, plain=plain)
+        line.update(result.step, run.metrics.status(), plain=plain)
 
     return report

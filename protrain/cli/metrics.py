@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 import torch
 
+from protrain.cli.loggers import Log
 from protrain.cli.run_files import CURVE_FILE, METRICS_FILE
 from protrain.common.progress import StandardError, say
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import WIDTH
 
 
 @dataclass(frozen=True)
@@ -144,10 +146,14 @@ class StepTimes:
 
 
 class MetricsFile:
-    """The file metrics.jsonl, with one line per step, which is written as soon as the step is reported."""
+    """The file metrics.jsonl, with one line per step, which is written as soon as the step is reported.
 
-    def __init__(self, folder: Path, *, resumed_step: int) -> None:
+    Each line also goes to ``log``, if that is given.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int, log: Log | None = None) -> None:
         self._path = folder / METRICS_FILE
+        self._log = log
         self.rows: list[dict[str, Any]] = []
         if resumed_step and self._path.exists():
             self.rows = [row for row in _read_rows(self._path) if row["step"] <= resumed_step]
@@ -166,6 +172,20 @@ class MetricsFile:
         self.rows.append(row)
         with open(self._path, "a") as file:
             file.write(json.dumps(row) + "\n")
+        if self._log is not None:
+            self._log(row)
+
+    def status(self) -> str:
+        """The figures of the last step in one line, with the newest loss on the held-out part."""
+        row = self.rows[-1]
+        parts = [f"loss {row['loss']:.3f}"]
+        held_out = next((each["evaluation_loss"] for each in reversed(self.rows) if "evaluation_loss" in each), None)
+        parts += [] if held_out is None else [f"held out {held_out:.3f}"]
+        parts.append(f"lr {row['learning_rate']:.2g}")
+        parts += [] if row["gradient_norm"] is None else [f"norm {row['gradient_norm']:.2g}"]
+        speed = row["tokens_per_s"]
+        parts += [] if speed is None else [f"{speed:,.0f} tok/s" if speed < 1e5 else f"{speed / 1e3:,.0f}k tok/s"]
+        return "  ".join(parts)
 
     def losses(self) -> dict[int, float]:
         """The training loss of each step, in order. Damaged lines have none."""
@@ -207,26 +227,22 @@ def _is_row(row: Any) -> bool:
 
 
 class ProgressLine:
-    """Shows progress on standard error: a live line in a terminal, and a plain line now and then elsewhere."""
+    """Shows progress on standard error: a live line in a terminal, and a plain line now and then elsewhere.
+
+    A line that is wider than a terminal of 80 columns has one space between its figures instead of two.
+    """
 
     def __init__(self, description: str, total: int, *, done: int = 0) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress, TextColumn
 
         self._console = Console(file=cast(TextIO, StandardError()))
         self._live = self._console.is_terminal
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[status]}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._live,
-        )
+        self._progress = Progress(TextColumn("{task.description}"), console=self._console, disable=not self._live)
         self._description = description
         self._total = total
-        self._task = self._progress.add_task(description, total=total, completed=done, status="")
+        self._first, self._begun_s = done, time.monotonic()
+        self._task = self._progress.add_task(f"{description}{done}/{total}", total=total)
 
     def __enter__(self) -> ProgressLine:
         self._progress.start()
@@ -236,10 +252,16 @@ class ProgressLine:
         self._progress.stop()
 
     def update(self, done: int, status: str, *, plain: bool) -> None:
-        """Show ``status``. Outside a terminal it is printed only if ``plain`` asks for a line."""
-        self._progress.update(self._task, completed=done, status=status)
+        """Show ``status`` and the time that is left. Outside a terminal it is printed only if ``plain`` asks for it."""
+        left = ""
+        if self._first < done < self._total:
+            left_s = (time.monotonic() - self._begun_s) / (done - self._first) * (self._total - done)
+            left = f"{timedelta(seconds=round(left_s))} left"
+        text = "  ".join(part for part in (f"{self._description}{done}/{self._total}", status, left) if part)
+        text = text if len(text) <= WIDTH else text.replace("  ", " ")
+        self._progress.update(self._task, description=text)
         if plain and not self._live:
-            say(f"{self._description} {done}/{self._total} {status}")
+            say(text)
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
@@ -247,16 +269,6 @@ class ProgressLine:
             self._progress.console.print(text, highlight=False)
         else:
             say(text)
-
-
-def status_line(
-    *, loss: float, tokens_per_s: float | None, tflops: float | None, device_bytes: int, host_bytes: int
-) -> str:
-    """The numbers of a step in one line."""
-    parts = [f"loss {loss:.3f}"]
-    if tokens_per_s is not None and tflops is not None:
-        parts += [f"{tokens_per_s:,.0f} tokens/s", f"{tflops:.3g} TFLOP/s"]
-    return "  ".join([*parts, f"device {format_bytes(device_bytes)}", f"host {format_bytes(host_bytes)}"])
 
 
 def resident_bytes() -> int:

@@ -75,6 +75,16 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
     return _from_folder(name, transformers)
 
 
+def describe(name: str, *, layers: int | None = None) -> str:
+    """What :func:`read_architecture` would make the model from, at no cost. "" if there is no such model."""
+    if name in SHAPES:
+        return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
+    try:
+        return (Path(name) / "config.json").read_text()
+    except (OSError, UnicodeError):
+        return ""
+
+
 def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 
@@ -138,6 +148,11 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
     if not (folder / "config.json").is_file():
         if (folder / MODEL_FOLDER / "config.json").is_file():
             raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")
+        if (folder / "adapter_config.json").is_file():
+            raise ValueError(
+                f"{folder} is an adapter and no model: give the model that it was made for, or merge the two, as "
+                "`protrain export RUN FOLDER --merge` does"
+            )
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:

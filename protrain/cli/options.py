@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from protrain.cli.config import with_config
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 
@@ -51,7 +52,15 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`."""
+        """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`.
+
+        If the parser has `--config`, options may also stand in that file.
+        """
+        if "--config" in self._option_string_actions:
+            try:
+                args = with_config(args, self._option_string_actions)
+            except ValueError as error:
+                self.error(str(error))
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
@@ -205,6 +214,11 @@ def add_memory_options(parser: argparse._ArgumentGroup) -> None:
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:
     """Print ``record`` as ``table`` or JSON, and write its JSON to a file, as the output options in ``args`` say."""
     print(record.to_json() if args.json else table, file=sys.stdout, flush=True)
+    write_record(record, args)
+
+
+def write_record(record: Record, args: argparse.Namespace) -> None:
+    """Write the JSON of ``record`` to the file of --out, if that was given."""
     if args.out is not None:  # written last, so that a full disk does not lose what took long
         try:
             args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,15 @@ import argparse
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 import protrain
 from protrain.cli.job import DTYPES
-from protrain.cli.models import fit_positions, read_architecture
+from protrain.cli.lora import add_training_options
+from protrain.cli.models import describe, fit_positions, read_architecture
 from protrain.cli.options import (
     Parser,
     add_compile_option,
@@ -23,32 +25,37 @@ from protrain.cli.options import (
     in_options,
     whole,
     writable_file,
+    write_record,
 )
-from protrain.cli.plan_machine import add_machine_options, machine_of, machines_of, networks
+from protrain.cli.plan_answer import Answer, Machine
+from protrain.cli.plan_machine import add_machine_options, machine_of, machines_of
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
+from protrain.cli.trained import choose_trained
+from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, Progress
+from protrain.common.tables import format_ms, wrapped
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile
-from protrain.planning import Plan, compare, frontier, largest
+from protrain.planning import Explanation, compare, frontier, largest
 from protrain.planning.explain.explanation import explain
 from protrain.planning.plan import MOMENT_DTYPES
 from protrain.planning.predict import predict
-from protrain.planning.tables import format_ms
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
-from protrain.profiler.cache import cached_profile
+from protrain.profiler.cache import cached_profile, counted_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
-  protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json --picture step.png
-on four GPUs of one machine, each with a quarter of the model states, and on two machines of eight:
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
+  protrain plan llama2-13b --hardware rtx3090 --batch 4 --picture step.png
+on four GPUs, each with a quarter of the states, and on two machines of eight:
   protrain plan llama2-13b --hardware h100 --batch 4 --gpus 4
-  protrain plan llama2-34b --hardware a100 --batch 4 --gpus 8 --nodes 2 --network-gbps 100
+  protrain plan llama2-34b --hardware a100 --batch 4 --gpus 8 --nodes 2
 which of several machines to take, as names with GPUs and nodes:
-  protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,rtx3090x4,a100x8x2
-what more or less memory would do, and how deep a model of this width could be there:
+  protrain plan llama2-13b --batch 4 --compare h100x1,h100x2,a100x4,a100x8x2
+what more or less memory would do, and how deep such a model could be there:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --explain
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --frontier
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --max-model
@@ -76,6 +83,7 @@ def add_command(commands: Any) -> None:
         default="float32",
         help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
     )
+    add_training_options(parser)
     add_compile_option(parser)
     add_loss_option(parser)
     parser.add_argument(
@@ -90,9 +98,9 @@ def add_command(commands: Any) -> None:
     )
     what.add_argument(
         "--compare",
-        metavar="NAMExGPUS[xNODES],...",
+        metavar="MACHINES",
         default=None,
-        help="a line for each of these machines: whether MODEL fits, how fast it is, and what limits it",
+        help="for each of NAMExGPUS[xNODES],... a line: whether MODEL fits, how fast it is, and what limits it",
     )
     what.add_argument(
         "--explain",
@@ -133,31 +141,37 @@ def run_command(args: argparse.Namespace) -> None:
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
         if args.picture is not None:
             draw_frontier(found, args.picture)
-        emit(found, args, f"{_subject(profile, hardware)}\n\n{found.table()}{_about_loss(args, hardware)}")
+        title = wrapped(f"{Machine.of(hardware)}\n{_title(profile, hardware.world_size)}", indent="  ")
+        emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, hardware)}")
         return
-    with say.stage("planning"):
-        plan = protrain.search(profile, hardware, step_during_backward=args.step_during_backward)
-        inside = args.step_during_backward
-        timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
+    inside = args.step_during_backward
+    try:
+        with say.stage("planning"):
+            plan = protrain.search(profile, hardware, step_during_backward=inside)
+            timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
+    except PlanError as error:
+        if args.json:
+            print(in_options(Answer.of(profile, hardware, error).to_json()), flush=True)
+        raise
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    text = "" if args.json else _text(args, profile, hardware, plan, timeline, say)
-    emit(plan, args, text)
+    with say.stage("explaining"):
+        why = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
+    answer = Answer.of(profile, hardware, why)
+    print(answer.to_json() if args.json else _text(args, profile, hardware, why, timeline, answer.verdict), flush=True)
+    write_record(plan, args)
 
 
 def _text(
     args: argparse.Namespace,
     profile: ModelProfile,
     hardware: HardwareProfile,
-    plan: Plan,
+    why: Explanation,
     timeline: Timeline,
-    say: Progress,
+    verdict: str,
 ) -> str:
     """The verdict and one step; with --explain what would change it, and the machine."""
-    inside = args.step_during_backward
-    with say.stage("explaining"):
-        why = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
-    answer = summary_text(why, profile, hardware, updates_in_backward=inside)
+    answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
     details = [("one step", timeline_text(timeline))]
     if args.explain:
         details += [
@@ -166,17 +180,37 @@ def _text(
         ]
     sections = [f"{title.upper()}\n{table}" for title, table in details]
     sections += [] if args.explain else ["--explain says what would change it, and what is assumed of the machine."]
-    return "\n\n".join([f"{_subject(profile, hardware)}: fits\n{answer}{_about_loss(args, hardware)}", *sections])
+    title = wrapped(f"{verdict}\n{_title(profile, hardware.world_size)}", indent="  ")
+    return "\n\n".join([f"{title}\n{answer}{_about_loss(args, hardware)}", *sections])
 
 
 def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    with suppress(torch.OutOfMemoryError):
-        return _traced(args, hardware, layers, elsewhere=bool(args.hardware or args.compare), show=show)
-    Progress(enabled=True).note(COUNTED)
-    return _traced(args, hardware, layers, elsewhere=True, show=show)
+    profile = None
+    if not (args.hardware or args.compare):
+        with suppress(torch.OutOfMemoryError):
+            profile = _traced(args, hardware, layers, elsewhere=False, show=show)
+        if profile is None:
+            Progress(enabled=True).note(COUNTED)
+    if profile is None:
+        make = partial(_traced, args, hardware, layers, elsewhere=True, show=show)
+        profile = counted_profile(_description(args, hardware, layers), make)
+    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
+
+
+def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None) -> dict[str, Any]:
+    """All that decides what is counted. Building the model would take longer than planning for it."""
+    device = torch.device(hardware.device_type)
+    return {
+        "model": describe(args.model, layers=layers),
+        "batch": (args.batch, getattr(args, "sequence", None)),
+        "dtype": str(choose_dtype(args.dtype, device)),
+        "trained": (getattr(args, "lora", None), getattr(args, "freeze", ())),
+        "compiled": choose_compile(getattr(args, "compile", None), device),
+        "chunked_loss": choose_loss(getattr(args, "chunked_loss", None), device),
+    }
 
 
 def _traced(
@@ -187,7 +221,9 @@ def _traced(
     elsewhere: bool,
     show: Callable[[str], None],
 ) -> ModelProfile:
-    loaded = read_architecture(args.model, layers=layers)
+    loaded = choose_trained(
+        read_architecture(args.model, layers=layers), getattr(args, "lora", None), getattr(args, "freeze", ())
+    )
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
     ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
@@ -202,7 +238,7 @@ def _traced(
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
         on_meta=elsewhere,
     )
-    profile = cached_profile(
+    return cached_profile(
         loaded.model,
         {"input_ids": ids, "labels": ids},
         optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
@@ -212,7 +248,6 @@ def _traced(
         show=show,
         device_bytes=hardware.device_bytes,
     )
-    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
 
 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
@@ -225,8 +260,7 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
             step_during_backward=args.step_during_backward,
         )
     how = f"{_loss(found.plan.chunked_loss)}{_moments(found.plan.moment_dtype)}"
-    title = f"the largest model of the width of {args.model} on {hardware.name}, {how}"
-    title += _shards(hardware.world_size, hardware.device_type)
+    title = wrapped(f"{Machine.of(hardware)}\nthe largest model of the width of {args.model}, {how}", indent="  ")
     emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
 
 
@@ -238,26 +272,21 @@ def _compare(args: argparse.Namespace) -> None:
         profile = _profile(args, first, show=show)
     with say.stage("planning for every machine"):
         found = compare(profile, machines, step_during_backward=args.step_during_backward)
-    tokens = f"{profile.tokens * profile.accumulation:,} tokens a step and GPU"
-    emit(found, args, f"{_title(profile, tokens)}{networks(machines)}\n\n{found.table()}{_about_loss(args, first)}")
+    lines = [_title(profile, 1, " and GPU"), *(f"{name}: {Machine.of(machine)}" for name, machine in machines.items())]
+    title = "\n".join(wrapped(line, indent="  ") for line in lines)
+    emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, first)}")
 
 
-def _subject(profile: ModelProfile, hardware: HardwareProfile) -> str:
-    n_gpus = hardware.world_size
-    tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step"
-    return f"{_title(profile, tokens)}, on {hardware.name}{_shards(n_gpus, hardware.device_type)}"
-
-
-def _title(profile: ModelProfile, tokens: str) -> str:
+def _title(profile: ModelProfile, n_gpus: int, each: str = "") -> str:
+    tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step{each}"
     blocks = "compiled" if profile.compiled else "eager"
     how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
-    return f"{profile.model}, {profile.n_parameters:,} parameters, {tokens}, {how}"
+    return f"{profile.model}, {profile.n_parameters:,} parameters{_trained(profile)}, {tokens}, {how}"
 
 
-def _shards(n_gpus: int, device_type: str) -> str:
-    """What several GPUs have of the model states, as one more line."""
-    name = "GPUs" if device_type == "cuda" else "devices"
-    return "" if n_gpus == 1 else f"\n{n_gpus} {name}, each with 1/{n_gpus} of the states"
+def _trained(profile: ModelProfile) -> str:
+    """How many parameters are trained, if not all are."""
+    return "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
 
 
 def _loss(chunked: bool) -> str:
@@ -273,7 +302,7 @@ def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
     device = torch.device(hardware.device_type)
     if device.type != "cuda" or hasattr(args, "chunked_loss") or choose_loss(None, device):
         return ""
-    return (
-        "\n\nPlanned with whole logits, as training here would go without liger-kernel: "
-        "--chunked-loss plans for where it is installed."
+    return "\n\n" + wrapped(
+        "Planned with whole logits, as training here would go without liger-kernel: --chunked-loss plans for where it "
+        "is installed."
     )

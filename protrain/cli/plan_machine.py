@@ -19,7 +19,10 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that :func:`machine_of` reads."""
     machine = parser.add_argument_group("machine")
     machine.add_argument(
-        "--hardware", metavar="FILE|NAME", default=None, help="a profile of `protrain calibrate`, or h100, h200, ..."
+        "--hardware",
+        metavar="FILE|NAME",
+        default=None,
+        help=f"a profile of `protrain calibrate`, or one of {', '.join(shipped_names())}",
     )
     machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
     machine.add_argument(
@@ -66,12 +69,6 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
     if len({machine.device_type for machine in found.values()}) > 1:
         raise ValueError("--compare takes machines with GPUs or machines without, not both: the model is profiled once")
     return found
-
-
-def networks(machines: dict[str, HardwareProfile]) -> str:
-    """The text behind a title that says what network each of ``machines`` with several nodes is assumed to have."""
-    several = [name for name in machines if (spec := _SPEC.fullmatch(name)) is not None and spec[3]]
-    return "".join(f"; {name}: {machines[name].name}" for name in several)
 
 
 def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:

@@ -9,13 +9,12 @@ import shutil
 import sys
 
 from protrain.common.quantities import format_bytes
+from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu
 from protrain.hardware import HardwareProfile
 from protrain.planning import BlockMode, Explanation, Plan
-from protrain.planning.tables import aligned, format_change, format_ms, per_gpu
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
 
-COLUMNS = 100  # of a step; fewer where the terminal is narrow
 _LEAST_COLUMNS = 20
 _SHADES = " ░▒▓█"
 _PLAIN_SHADES = " .:+#"
@@ -47,7 +46,7 @@ def summary_text(
         ["step time", _more(why)],
         ["plan", str(plan)],
     ]
-    return aligned([row for row in rows if row[1]])
+    return aligned([row for row in rows if row[1]], WIDTH)
 
 
 def _collectives(hardware: HardwareProfile) -> str:
@@ -153,7 +152,7 @@ def _more(why: Explanation) -> str:
 
 
 def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
-    """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 124.
+    """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 80.
 
     Args:
         timeline: one step.
@@ -163,9 +162,8 @@ def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
         plain = not _shows_blocks()
     shades = _PLAIN_SHADES if plain else _SHADES
     width = max(map(len, timeline.lanes.values()))
-    columns = COLUMNS
-    if sys.stdout.isatty():
-        columns = max(_LEAST_COLUMNS, min(COLUMNS, shutil.get_terminal_size().columns - width - len("    100%")))
+    screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    columns = max(_LEAST_COLUMNS, min(WIDTH, screen) - width - len("    100%"))
     lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
     for lane, name in timeline.lanes.items():
         shares = busy_shares(timeline, lane, columns)
@@ -175,7 +173,7 @@ def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
     return "\n".join(lines)
 
 
-def busy_shares(timeline: Timeline, lane: int, columns: int = COLUMNS) -> list[float]:
+def busy_shares(timeline: Timeline, lane: int, columns: int) -> list[float]:
     """Per column the part of its time that ``lane`` works, from 0 to 1."""
     column_ms = timeline.step_ms / columns
     busy = [0.0] * columns

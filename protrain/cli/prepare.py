@@ -21,9 +21,11 @@ from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
 from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
+from protrain.cli.loggers import check_logger, logger
 from protrain.cli.metrics import MetricsFile, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
-from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, UNFINISHED_DATA
+from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
+from protrain.cli.trained import choose_trained
 from protrain.cli.training_run import Run
 from protrain.common.progress import Progress
 from protrain.distributed.joining import join
@@ -44,6 +46,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     """
     if find_spec("matplotlib") is None:  # after hours of training it would be too late
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
+    check_logger(job.logger)
     device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     ranks = join(None)
@@ -52,7 +55,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)  # the random start values depend on it
-    loaded = load_model(job.model)
+    loaded = choose_trained(load_model(job.model), job.lora, job.freeze)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
     plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
@@ -87,6 +90,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
 
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     torch.manual_seed(job.seed)
     example = example_batch(tokens, seed=job.seed, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
@@ -111,8 +115,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if saved is not None:
         with Progress(enabled=True).stage("loading the checkpoint"):
             step = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)["step"]
+        # The saved rate of the next step is that of a run with the steps which the run had then.
+        for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
+            group["lr"] = peak * scheduler.lr_lambdas[0](step)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    log = logger(job.logger if ranks.rank == 0 else None, folder, resumed_step=step, options=job.to_dict())
     return Run(
         job=job,
         folder=folder,
@@ -125,8 +133,9 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         dtype=dtype,
         sequence=sequence,
         parameters=parameters,
+        trained_parameters=trained,
         ranks=ranks,
-        metrics=MetricsFile(folder, resumed_step=step),
+        metrics=MetricsFile(folder, resumed_step=step, log=log),
         step=step,
     )
 
@@ -174,7 +183,8 @@ def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
     A run that was killed before its first save starts anew.
     """
     reached = steps_reached(folder)
-    if reached > job.checkpoint_every > 0 and not list_saves(folder / CHECKPOINTS):
+    has_ended = (folder / SUMMARY_FILE).exists()
+    if (has_ended or reached > job.checkpoint_every > 0) and not list_saves(folder / CHECKPOINTS):
         raise ValueError(
             f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
             "start another --folder"

@@ -11,11 +11,13 @@ MODEL_FOLDER = "model"
 SAMPLE_FILE = "sample.txt"
 CURVE_FILE = "loss.png"
 SUMMARY_FILE = "summary.json"  # the last file that a run writes
+TENSORBOARD_FOLDER = "tensorboard"
 RESULTS = (
     *(JOB_FILE, PLAN_FILE, DATA_FOLDER, CHECKPOINTS, METRICS_FILE),
-    *(MODEL_FOLDER, SAMPLE_FILE, CURVE_FILE, SUMMARY_FILE),
+    *(MODEL_FOLDER, SAMPLE_FILE, CURVE_FILE, SUMMARY_FILE, TENSORBOARD_FOLDER),
 )
 
 # These are hidden, so that they count neither as text nor as results. Killed processes leave them, and they do no harm.
 LOCK_FILE = ".lock"
+WANDB_FILE = ".wandb"  # by what name wandb knows the run
 UNFINISHED_DATA = f".{DATA_FOLDER}.tmp"  # the tokens, until everything that can be wrong is checked

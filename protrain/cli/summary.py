@@ -27,6 +27,7 @@ class TrainSummary(Record):
     versions: dict[str, str]
     model: str
     parameters: int
+    trained_parameters: int | None = None  # None in older files: all of them
     dtype: str
     batch: int
     sequence: int
@@ -44,7 +45,7 @@ class TrainSummary(Record):
     # whether no update overlapped with the next step, so that times are longer than otherwise
     steps_alone: bool = False
     tokens_per_s: float | None
-    parameter_tflops: float | None  # 6 x parameters x tokens/s
+    parameter_tflops: float | None  # 6 x parameters x tokens/s; 4 x those that are frozen
     model_tflops: float | None  # counts causal attention, but no recomputation
     device_peak_bytes: int  # allocated by tensors; on a CPU, of the simulated device
     device_reserved_bytes: int  # held by the caching allocator

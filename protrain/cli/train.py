@@ -13,7 +13,9 @@ from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
 from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.launch import add_gpus_option, launched
+from protrain.cli.loggers import LOGGERS
 from protrain.cli.loop import train
+from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
     Parser,
     add_compile_option,
@@ -37,11 +39,16 @@ from protrain.common.progress import Progress
 from protrain.planning.plan import MOMENT_DTYPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
-  protrain train --model tiny --device cpu --device-memory 60MiB --folder runs/tiny
-goes on after Ctrl-C or a crash, to the same bits:
+  protrain train --model tiny --device cpu --device-memory 60MiB \\
+    --folder runs/tiny
+goes on after Ctrl-C or a crash, to the same bits, and longer than it was to be:
   protrain train --resume --folder runs/tiny
-on conversations, where each line of the file is {"messages": [{"role": "user", "content": ...}, ...]}:
+  protrain train --resume --folder runs/tiny --steps 800
+on conversations, where each line of the file is
+{"messages": [{"role": "user", "content": ...}, ...]}:
   protrain train --model path/to/model --data chat.jsonl
+an adapter for a model of your own:
+  protrain train --model path/to/model --data path/to/text --lora r=16
 on four GPUs, each of which runs one of the four batches of a step:
   protrain train --model llama-1b --gpus 4
 """
@@ -56,6 +63,11 @@ def add_command(commands: Any) -> None:
         epilog=_EXAMPLE,
     )
     what = parser.add_argument_group("what")
+    what.add_argument(
+        "--config",
+        metavar="FILE",
+        help="a YAML file of options, like 'learning-rate: 1e-4' and 'compile: false'; options given here win",
+    )
     what.add_argument("--model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
     what.add_argument(
         "--data",
@@ -80,16 +92,20 @@ def add_command(commands: Any) -> None:
         "--resume",
         action="store_true",
         default=False,
-        help="continue the run in --folder, with its options; only what never changes the weights may differ: "
+        help="continue the run in --folder, with its options, which --folder without --model does too; more --steps "
+        "continue it longer, and else only what never changes the weights may differ: "
         + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
     )
     _add_number(what, "seed", "the seed of weights, batches and sample")
+    add_training_options(what)
 
     steps = parser.add_argument_group("steps")
     _add_number(steps, "batch", "sequences in a batch")
     add_sequence_option(steps, default="256 for tiny, else 1024")
     _add_number(steps, "accumulation", "batches in a step, on each GPU; a resumed run keeps the batches of all GPUs")
-    _add_number(steps, "steps", "optimizer steps")
+    _add_number(
+        steps, "steps", "optimizer steps; a finished run goes on with more, at the rates of a run of that length"
+    )
     _add_number(steps, "learning_rate", "the peak learning rate (default: depends on the model)")
     _add_number(steps, "warmup", "steps of linear warm-up, then a cosine (default: 20, at most a fifth)")
     _add_number(steps, "min_learning_rate", "the last learning rate, as a share of the peak")
@@ -120,10 +136,16 @@ def add_command(commands: Any) -> None:
     keeping.add_argument(
         "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
     )
+    keeping.add_argument(
+        "--merge", action="store_true", help="with --lora: write the whole model, adapter added, not the adapter alone"
+    )
     _add_number(keeping, "held_out", "the share of the text or rows that is kept for evaluation")
     _add_number(keeping, "evaluate_every", "steps between evaluations; 0: only at the end")
     _add_number(keeping, "evaluation_batches", "batches of an evaluation")
     _add_number(keeping, "sample_tokens", "tokens to generate at the end")
+    keeping.add_argument(
+        "--logger", choices=LOGGERS, help="also log every step there; a resumed run continues its curve"
+    )
     _add_number(keeping, "log_every", "steps between lines outside a terminal")
     keeping.add_argument(
         "--trace",
@@ -156,6 +178,8 @@ def run_command(args: argparse.Namespace) -> None:
         SystemExit: processes that this one has started have ended, with their status; or this is one of several, and
             another has failed.
     """
+    if not args.resume and not hasattr(args, "model") and hasattr(args, "folder"):
+        args.resume = jobs.is_run(args.folder)
     if args.resume and not hasattr(args, "folder"):
         raise ValueError("--resume needs the --folder of the run")
     if launched(args):
@@ -188,7 +212,8 @@ def _job(args: argparse.Namespace, folder: Path, given: dict[str, Any]) -> tuple
     if not args.resume:
         return jobs.start(folder, given), None
     job, done = jobs.resume(folder, given), folder / SUMMARY_FILE
-    return job, TrainSummary.load(done) if done.exists() else None
+    summary = TrainSummary.load(done) if done.exists() else None
+    return job, summary if summary is not None and summary.steps == job.steps else None
 
 
 def _new_folder(model: str) -> Path:

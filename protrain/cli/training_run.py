@@ -32,6 +32,7 @@ class Run:
     dtype: torch.dtype
     sequence: int
     parameters: int
+    trained_parameters: int
     ranks: Ranks
     metrics: MetricsFile
     step: int  # the number of steps done
@@ -53,9 +54,17 @@ class Run:
         return self.job.batch * self.sequence * self.micro_batches
 
     @property
+    def parameter_flops_per_token(self) -> int:
+        """The flops per token of products with weights: two in forward, two for the gradient of what a layer reads.
+
+        The gradient of a weight that is trained takes two more.
+        """
+        return 4 * self.parameters + 2 * self.trained_parameters
+
+    @property
     def flops_per_token(self) -> int:
         """The model's flops per token, forward and backward, without recomputation."""
-        return 6 * self.parameters + attention_flops_per_token(self.loaded.config, self.sequence)
+        return self.parameter_flops_per_token + attention_flops_per_token(self.loaded.config, self.sequence)
 
     @property
     def device_peak_bytes(self) -> int:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import enum
+import functools
 import json
 import os
 import types
 import typing
 from pathlib import Path
-from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
 from protrain.common.quantities import format_bytes
+from protrain.common.tables import WIDTH, aligned
 
 _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "value", type(None): "value"}
 
@@ -41,7 +43,7 @@ class Record:
         """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
-        hints = get_type_hints(cls)
+        hints = _hints(cast(Any, cls))
         fields = {field.name: field for field in _fields(cls)}
         unknown = sorted(set(data) - set(fields))
         if unknown:
@@ -113,13 +115,16 @@ class Record:
 
     def table(self) -> str:
         """The record as a table of aligned text."""
-        rows = self.rows()
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+        return aligned(self.rows(), WIDTH)
 
 
 def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
     return dataclasses.fields(record)
+
+
+@functools.cache  # it takes longer than the rest of reading a record
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _is_needed(field: dataclasses.Field[Any]) -> bool:

@@ -1,7 +1,8 @@
 """What makers promise: peak rates from datasheets, for comparison with measured rates.
 
-Sources: NVIDIA's datasheets of H100 (SXM, PCIe), H200, A100 (40 GB, 80 GB; SXM, PCIe) and the GA102 whitepaper. Matmul
-is dense bf16 with fp32 accumulation, without sparsity.
+Sources: NVIDIA's datasheets of H100 (SXM, PCIe), H200, B200, A100 (40 GB, 80 GB; SXM, PCIe) and L40S, its whitepapers
+of GA102, Ada and RTX Blackwell, AWS's page of G5 instances for A10G, and AMD's datasheet of MI300X. Matmul is dense
+bf16 with fp32 accumulation, without sparsity.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
     (("A100", "SXM4", "40GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1555)),
     (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1935)),
     (("A100",), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=2039)),
+    (("B200",), Datasheet(matmul_tflops=2250, fp32_tflops=75, memory_gbps=8000)),
+    (("MI300X",), Datasheet(matmul_tflops=1307, fp32_tflops=163.4, memory_gbps=5300)),
+    (("L40S",), Datasheet(matmul_tflops=362, fp32_tflops=91.6, memory_gbps=864)),
+    (("A10G",), Datasheet(matmul_tflops=70, fp32_tflops=31.5, memory_gbps=600)),
+    (("RTX 5090",), Datasheet(matmul_tflops=209.5, fp32_tflops=104.8, memory_gbps=1792)),
+    (("RTX 4090",), Datasheet(matmul_tflops=165.2, fp32_tflops=82.6, memory_gbps=1008)),
     (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, fp32_tflops=40, memory_gbps=1008)),
     (("RTX 3090",), Datasheet(matmul_tflops=71, fp32_tflops=35.6, memory_gbps=936)),
 )

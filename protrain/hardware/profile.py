@@ -170,6 +170,11 @@ class HardwareProfile(Record):
             return "assumed"
         return "composed" if rate in self.composed else "measured"
 
+    @property
+    def rates(self) -> str:
+        """How most rates are known: "measured", "composed" or "assumed". :meth:`known` says it of one rate."""
+        return "assumed" if self.source == "detected" else self.known("matmul_tflops")
+
     def shared_by(self, n_ranks: int, n_nodes: int = 1) -> Self:
         """The profile of one of ``n_ranks`` that train together on this machine, each with a GPU of its own.
 

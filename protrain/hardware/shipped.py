@@ -1,4 +1,7 @@
-"""Profiles that come with ProTrain, as JSON in ``profiles/``. Each is of a whole machine as it is usually found."""
+"""Profiles that come with ProTrain. Each is of a whole machine as it is usually found.
+
+They are JSON in ``profiles/``, or composed in ``composed.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import os
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
+from protrain.hardware.composed import CARDS, compose
 from protrain.hardware.profile import HardwareProfile
 
 # From what the name of a GPU contains to its profile. The profiles of H100 and H200 are measured, and name what is not
@@ -21,7 +25,10 @@ from protrain.hardware.profile import HardwareProfile
 #
 # Networks are assumed: per machine 8 x 400 Gb/s for H100 and H200, 8 x 200 Gb/s for A100 (NVIDIA's DGX of each card),
 # and 10 Gb/s for RTX 3090.
-_BY_GPU = {"H100": "h100", "H200": "h200", "A100": "a100", "RTX 3090": "rtx3090"}
+_BY_GPU = {
+    **{"H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "A10G": "a10g", "L40S": "l40s"},
+    **{"RTX 3090": "rtx3090", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "MI300X": "mi300x"},
+}
 
 
 def shipped_names() -> list[str]:
@@ -32,6 +39,8 @@ def shipped_names() -> list[str]:
 def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """The shipped profile of a name such as "h100", or the profile in a JSON file. ValueError when there is neither."""
     text = os.fspath(name_or_path)
+    if (card := CARDS.get(text.lower())) is not None:
+        return compose(card, load("h100"), load(card.host))
     if text.lower() in shipped_names():
         resource = files("protrain.hardware").joinpath("profiles", f"{text.lower()}.json")
         return HardwareProfile.from_json(resource.read_text())

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
+from protrain.common.tables import WIDTH, aligned
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.planning.predict import predict
 from protrain.planning.search import search
-from protrain.planning.tables import aligned
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Timeline
 from protrain.profiler.model_profile import ModelProfile
 
@@ -55,7 +55,7 @@ class Comparison(Record):
                 rates = [f"{rate:,.0f}" for rate in (each.tokens_per_s, each.tokens_per_s / each.n_gpus)]
                 answer = ["yes", *rates, f"{each.limited_by}, {each.busy_share:.0%}"]
             rows.append([each.machine, *answer, gathers])
-        return aligned(rows)
+        return aligned(rows, WIDTH)
 
 
 def compare(

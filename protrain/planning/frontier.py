@@ -7,13 +7,13 @@ from operator import attrgetter
 
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
+from protrain.common.tables import WIDTH, aligned, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes
 from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 N_LIMITS = 12
@@ -47,7 +47,7 @@ class Frontier(Record):
             plan = point.plan
             used = [format_bytes(size) for size in (point.device_limit_bytes, plan.device_bytes, plan.host_bytes)]
             rows.append([*used, format_ms(plan.step_ms), f"{point.tokens_per_s:,.0f}", str(plan)])
-        return aligned(rows)
+        return aligned(rows, WIDTH)
 
 
 def frontier(

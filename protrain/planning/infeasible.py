@@ -8,10 +8,10 @@ import numpy as np
 
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
+from protrain.common.tables import per_gpu
 from protrain.planning.memory.model import Activations, MemoryModel
 from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, block_modes
-from protrain.planning.tables import per_gpu
 
 _SEARCH = "leave the plan out, and one is searched"
 _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"

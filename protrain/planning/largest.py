@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
+from protrain.common.tables import WIDTH, aligned, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes, nothing_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 MOST_LAYERS = 512
@@ -55,7 +55,7 @@ class Largest(Record):
             ],
             ["one layer more", self.one_more or f"not tried: {MOST_LAYERS} layers are where the search ends"],
         ]
-        return aligned(rows)
+        return aligned(rows, WIDTH)
 
 
 def largest(

@@ -4,6 +4,9 @@ A cached profile is used when nothing that it could depend on has changed: the m
 source of all code that no installed package brought, parameters, batch, dtype, device, versions and global switches.
 The values of tensors, and attributes that are objects, are not compared. A model whose work depends on those must be
 profiled anew with ``PROTRAIN_CACHE=0``.
+
+Building a large model takes longer than planning for it. A caller who builds it from a description, and has it counted
+on the meta device, asks :func:`counted_profile` for the profile of the description instead.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import json
 import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -49,26 +52,51 @@ def cached_profile(
     Profiles of GPUs are cached, and those that are counted on the meta device. On a CPU profiling is quick, and its
     times depend on what else the machine is doing at that moment.
     """
-    keeps = device.type != "cpu" and keeps_measurements()
-    if keeps:
-        key = fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype)
-        path = folder() / f"{key}.json"
-        # the file is missing or has an old format, so the model is profiled
-        with contextlib.suppress(ValueError, OSError):
-            found = ModelProfile.load(path)
-            path.touch()
-            return found
-    made = profile(
-        model,
-        example_batch,
-        optimizer=optimizer,
-        device=device,
-        dtype=dtype,
-        show=show,
-        device_bytes=device_bytes,
-    )
-    if keeps:
-        _keep(made, path)
+
+    def make() -> ModelProfile:
+        return profile(
+            model,
+            example_batch,
+            optimizer=optimizer,
+            device=device,
+            dtype=dtype,
+            show=show,
+            device_bytes=device_bytes,
+        )
+
+    if device.type == "cpu" or not keeps_measurements():
+        return make()
+    return _kept(fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype), make)
+
+
+def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
+    """The profile that ``make`` counts on the meta device, from the cache if possible, without importing a library.
+
+    Args:
+        description: everything that decides what ``make`` returns, apart from this package and the libraries.
+        make: builds the model and profiles it.
+    """
+    if not keeps_measurements():
+        return make()
+    facts = {
+        "description": description,
+        "code": _digest(Path(__file__).parents[1].rglob("*.py")),
+        "versions": {name: _installed(name) for name in ("torch", *_LIBRARIES)},
+        "python": platform.python_version(),
+        "settings": _settings(),
+    }
+    return _kept(_key(facts), make)
+
+
+def _kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
+    """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept."""
+    path = folder() / f"{key}.json"
+    with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
+        found = ModelProfile.load(path)
+        path.touch()
+        return found
+    made = make()
+    _keep(made, path)
     return made
 
 
@@ -122,6 +150,10 @@ def fingerprint(
         "versions": _versions(),
         "settings": _settings(),
     }
+    return _key(facts)
+
+
+def _key(facts: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
@@ -147,12 +179,16 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:
 def _user_code() -> str:
     """A digest of every loaded source file that no installed package brought. An edited model is another model."""
     installed = tuple({*sysconfig.get_paths().values(), sys.base_prefix, str(Path(torch.__file__).parent.parent)})
-    digest = hashlib.sha256()
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    return _digest(Path(file) for file in files if file.endswith(".py") and not file.startswith(installed))
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """A digest of the contents of ``files``. One that cannot be read does not count."""
+    digest = hashlib.sha256()
     for file in sorted(files):
-        if file.endswith(".py") and not file.startswith(installed):
-            with contextlib.suppress(OSError):
-                digest.update(Path(file).read_bytes())
+        with contextlib.suppress(OSError):
+            digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
@@ -161,18 +197,20 @@ def _versions() -> dict[str, Any]:
 
     The profiler itself is identified by its source code, because two builds may share a version number.
     """
-    own = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        own.update(path.read_bytes())
+    own = _digest(Path(__file__).parent.glob("*.py"))
     others = {name: _version_of(name) for name in _LIBRARIES if name in sys.modules}
-    return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own.hexdigest(), **others}
+    return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own, **others}
 
 
 def _version_of(module: str) -> str:
     """The version of ``module``: its ``__version__``, or else that of its package. Some libraries lack one of them."""
-    own = getattr(sys.modules[module], "__version__", None)
+    return str(getattr(sys.modules[module], "__version__", None) or _installed(module))
+
+
+def _installed(module: str) -> str:
+    """The version of the package of ``module``, which need not be imported."""
     with contextlib.suppress(PackageNotFoundError):
-        return str(own or version(module.replace("_", "-")))
+        return version(module.replace("_", "-"))
     return "unknown"
 
 

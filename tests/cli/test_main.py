@@ -243,7 +243,7 @@ def test_a_plan_is_printed_as_a_table_or_json_and_written(tmp_path: Path, capsys
     assert "n_persist" in table
     status, text, _ = run(capsys, *argv, "--json", "--out", str(tmp_path / "new" / "plan.json"))
     assert status == 0
-    plan = json.loads(text)
+    plan = json.loads(text)["plan"]
     assert plan["n_persist"] <= plan["n_chunks"]
     assert json.loads((tmp_path / "new" / "plan.json").read_text()) == plan
 
@@ -324,7 +324,8 @@ def test_a_plan_file_drives_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     plan = tmp_path / "plan.json"
     status, text, err = run(capsys, "plan", "tiny", *shape, "--device-memory", "16MiB", "--json", "--out", str(plan))
     assert status == 0, err
-    assert json.loads(text)["n_persist"] < json.loads(text)["n_chunks"], "16 MiB do not hold every state"
+    found = json.loads(text)["plan"]
+    assert found["n_persist"] < found["n_chunks"], "16 MiB do not hold every state"
     command = ["train", "--model", "tiny", *shape, "--steps", "2", "--warmup", "0", "--plan", str(plan)]
     command += ["--folder", str(tmp_path / "run"), "--no-model", "--sample-tokens", "0", "--checkpoint-every", "0"]
     status, _, err = run(capsys, *command)
@@ -346,7 +347,7 @@ def test_memory_that_holds_no_plan_says_what_is_missing(tmp_path: Path, capsys: 
 def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, err = run(capsys, "plan", "llama2-13b", "--hardware", "rtx3090", "--batch", "1", "--json")
     assert status == 0, err
-    plan = json.loads(text)
+    plan = json.loads(text)["plan"]
     assert plan["device_bytes"] <= 24 * 1024**3
     assert plan["n_persist"] < plan["n_chunks"]
 
@@ -362,7 +363,7 @@ def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureF
         capsys, "plan", "tiny", "--hardware", str(out), "--batch", "1", "--sequence", "16", "--json"
     )
     assert status == 0, err
-    assert json.loads(text)["tokens"] == 16
+    assert json.loads(text)["plan"]["tokens"] == 16
 
 
 @pytest.mark.parametrize("command", ["calibrate", "train"])

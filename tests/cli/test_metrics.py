@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ import torch
 from protrain.cli.metrics import (
     DelayedRead,
     MetricsFile,
+    ProgressLine,
     StepTimes,
     draw_loss_curve,
     peak_resident_bytes,
     resident_bytes,
-    status_line,
 )
 from protrain.cli.run_files import METRICS_FILE
 
@@ -140,9 +141,30 @@ def test_the_process_is_measured_in_bytes() -> None:
     assert resident_bytes() < held - 30 * 1024**2
 
 
+def test_a_line_of_progress_says_what_time_is_left_within_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_s = iter((100.0, 150.0, 200.0))
+    monkeypatch.setattr("protrain.cli.metrics.time", SimpleNamespace(monotonic=lambda: next(clock_s)))
+    status = "loss 2.500  held out 2.750  lr 0.0003  norm 1.2  123k tok/s"
+    with ProgressLine("", 20000, done=1000) as line:
+        line.update(1100, status, plain=True)  # 100 steps in 50 s
+        line.update(1101, "not shown", plain=False)
+        line.update(20000, status, plain=True)
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "1100/20000 loss 2.500 held out 2.750 lr 0.0003 norm 1.2 123k tok/s 2:37:30 left"
+    assert last == f"20000/20000  {status}"
+    assert max(len(first), len(last)) <= 80
+
+
 def test_the_status_line_and_the_curve(tmp_path: Path) -> None:
-    line = status_line(loss=2.5, tokens_per_s=1234.5, tflops=0.0123, device_bytes=3 * 1024**3, host_bytes=1024)
-    assert line == "loss 2.500  1,234 tokens/s  0.0123 TFLOP/s  device 3 GiB  host 1 KiB"
+    metrics = MetricsFile(tmp_path, resumed_step=0)
+    figures = {"loss": 2.5, "learning_rate": 0.00030001, "gradient_norm": 1.2345, "tokens_per_s": 123456.5}
+    metrics.add({"step": 1, **figures, "gradient_norm": None, "tokens_per_s": None})
+    assert metrics.status() == "loss 2.500  lr 0.0003"
+    metrics.add({"step": 1, "evaluation_loss": 2.75})
+    metrics.add({"step": 2, **figures})
+    assert metrics.status() == "loss 2.500  held out 2.750  lr 0.0003  norm 1.2  123k tok/s"
     rows = [{"step": step, "loss": 5 / step} for step in range(1, 9)] + [{"step": 8, "evaluation_loss": 1.0}]
     path = draw_loss_curve(tmp_path, rows, unigram_entropy=3.2)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

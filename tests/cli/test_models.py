@@ -134,7 +134,7 @@ def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pyt
     def planned() -> dict[str, Any]:
         capsys.readouterr()
         assert main(["plan", str(folder), *options]) == 0
-        plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+        plan: dict[str, Any] = json.loads(capsys.readouterr().out)["plan"]
         return plan
 
     whole = planned()

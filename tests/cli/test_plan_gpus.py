@@ -10,7 +10,7 @@ import pytest
 
 from protrain.hardware import load
 from protrain.planning import Comparison, Plan
-from tests.cli.test_plan import TINY, run
+from tests.cli.test_plan import TINY, by_label, run
 
 TIGHT = ["--device-memory", "800MiB", "--host-memory", "1GiB", "--no-compile"]
 
@@ -20,10 +20,13 @@ def test_several_gpus_share_the_states_and_the_host(capsys: pytest.CaptureFixtur
     argv = [*TINY, *TIGHT, "--gpus", "4"]
     status, out, err = run(capsys, *argv, "--picture", str(picture), "--out", str(out_file))
     assert status == 0, err
-    first, second, *rows = out.splitlines()
-    assert "256 tokens a step" in first, "4 of 2 x 32"
-    assert second == "4 GPUs, each with 1/4 of the states: fits"
-    said = {row[:18].strip(): row[18:].strip() for row in rows[:10]}
+    first, second, third, _, *rows = out.splitlines()
+    assert f"{first}{second}" == (
+        "fits on NVIDIA GeForce RTX 3090, 4 of them with 1/4 of the states each, host  memory a GPU 256 MiB, rates "
+        "composed"
+    )
+    assert "256 tokens a step" in third, "4 of 2 x 32"
+    said = by_label(rows[: rows.index("")], 18)
     assert said["host memory a GPU"].endswith("of 256 MiB")
     assert said["GPU memory"].endswith("of 800 MiB")
     assert said["model states"].startswith("shards of")
@@ -51,29 +54,32 @@ def test_other_answers_are_for_several_gpus_too(capsys: pytest.CaptureFixture[st
     two = [*TINY, *TIGHT, "--gpus", "2"]
     status, out, err = run(capsys, *two, "--frontier")
     assert status == 0, err
-    assert "2 GPUs, each with 1/2 of the states" in out
+    assert "2 of them with 1/2 of the states each" in out
     assert "host memory a GPU" in out
+    assert max(map(len, out.splitlines())) <= 80
     points = json.loads(run(capsys, *two, "--frontier", "--json")[1])["points"]
     assert {point["plan"]["world_size"] for point in points} == {2}
     status, out, err = run(capsys, *two, "--explain")
     assert status == 0, err
     assert "device memory a GPU" in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [*TINY, *TIGHT, "--gpus", "2", "--nodes", "2"]
     status, out, err = run(capsys, *nodes)
     assert status == 0, err
-    first, second, *_ = out.splitlines()
-    assert first.endswith("on 2 nodes of NVIDIA GeForce RTX 3090, 1.25 GB/s of network each (assumed)")
-    assert second == "4 GPUs, each with 1/4 of the states: fits"
-    assert "gathers 1.25 GB/s (composed), reductions 0.938 GB/s (composed)" in out
+    assert " ".join(out.split()).startswith(
+        "fits on 2 nodes of NVIDIA GeForce RTX 3090, 1.25 GB/s of network each (assumed), 4 of them with 1/4 of the "
+        "states each, host memory a GPU 512 MiB, rates composed"
+    )
+    assert "gathers 1.25 GB/s (composed), reductions 0.938 GB/s (composed)" in " ".join(out.split())
     assert "of 512 MiB" in out, "each node has all of --host-memory, for two GPUs"
     for what in ("--frontier", "--max-model"):
         found = run(capsys, *nodes, what, "--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "16MiB")
         assert found[0] == 0, found[2]
-        assert "on 2 nodes of NVIDIA GeForce RTX 3090, 8 GB/s of network each (as given)" in found[1]
-        assert "4 GPUs, each with 1/4 of the states" in found[1]
+        said = " ".join(found[1].split())
+        assert said.startswith("2 nodes of NVIDIA GeForce RTX 3090, 8 GB/s of network each (as given), 4 of them with")
         assert "world_size=4" in found[1]
     status, _, err = run(capsys, "plan", "tiny", "--device", "cpu", "--nodes", "2", "--batch", "1", "--seq", "16")
     assert (status, "give --network-gbps" in err) == (2, True)
@@ -89,10 +95,12 @@ def test_machines_are_compared_in_one_table(
     out_file = tmp_path / "found.json"
     status, out, err = run(capsys, *tiny, "--compare", machines, "--out", str(out_file))
     assert status == 0, err
-    title, _, _, *rows = out.splitlines()
-    assert "64 tokens a step and GPU" in title
-    assert title.endswith("; a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB, 200 GB/s of network each (assumed)")
-    assert max(len(row) for row in rows[:4]) <= 80
+    title, table, *_ = out.split("\n\n")
+    said, rows = " ".join(title.split()), table.splitlines()[1:]
+    assert "64 tokens a step and GPU" in said
+    assert "a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB, 200 GB/s of network each (assumed), 16 of them with" in said
+    assert "h100x1: NVIDIA H100 80GB HBM3, host memory 112 GiB, rates measured" in said
+    assert max(map(len, out.splitlines())) <= 80
     found = Comparison.load(out_file)
     assert [each.machine for each in found.machines] == machines.split(",")
     assert [each.n_gpus for each in found.machines] == [1, 4, 16, 2]
@@ -104,7 +112,7 @@ def test_machines_are_compared_in_one_table(
     assert rows[1].endswith("6.3 GB/s, composed")
     assert rows[3].split()[1:] == ["no", "-", "-", "GPU", "memory", "12.5", "GB/s,", "assumed"]
     alone = run(capsys, *tiny, "--hardware", "rtx3090", "--gpus", "4", "--json")[1]
-    assert found.machines[1].plan == Plan.from_json(alone)
+    assert found.machines[1].plan == Plan.from_dict(json.loads(alone)["plan"])
 
 
 @pytest.mark.parametrize(

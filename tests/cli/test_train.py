@@ -181,7 +181,7 @@ def test_lines_outside_a_terminal_name_first_and_last_step(
     command = arguments(workplace, tmp_path / "run", "--log-every", "2", "--no-model")
     command[command.index("--steps") + 1] = "5"
     assert main(command) == 0
-    lines = [line.split()[1] for line in capsys.readouterr().err.splitlines() if line.startswith("training ")]
+    lines = [line.split()[0] for line in capsys.readouterr().err.splitlines() if "  loss " in line]
     assert lines == ["1/5", "2/5", "4/5", "5/5"]
 
 

@@ -18,7 +18,7 @@ GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
 
 
-@pytest.mark.parametrize("name", ["h100", "h200", "a100", "rtx3090", "H100"])
+@pytest.mark.parametrize("name", [*shipped_names(), "H100"])
 def test_shipped_profiles_are_plausible(name: str) -> None:
     profile = load(name)
     assert profile.source == "shipped"
@@ -94,9 +94,23 @@ def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     load("a100").save(path)
     assert load(path) == load("a100")
-    with pytest.raises(ValueError, match="no hardware profile 'b300': give a JSON file, or one of a100, h100"):
+    with pytest.raises(ValueError, match="no hardware profile 'b300': give a JSON file, or one of a100, a10g"):
         load("b300")
-    assert shipped_names() == ["a100", "h100", "h200", "rtx3090"]
+    cards = ["a100", "a10g", "b200", "h100", "h200", "l40s", "mi300x", "rtx3090", "rtx4090", "rtx5090"]
+    assert shipped_names() == cards
+    assert [name for name in cards if load(name).rates == "measured"] == ["h100", "h200"]
+
+
+def test_a_composed_profile_has_an_h100s_shares_of_the_cards_datasheet() -> None:
+    h100, card, desktop = load("h100"), load("rtx4090"), load("rtx3090")
+    assert card.matmul_tflops / 165.2 == pytest.approx(h100.matmul_tflops / 989)
+    assert card.device_copy_gbps / 1008 == pytest.approx(h100.device_copy_gbps / 3350)
+    assert card.h2d_gbps == pytest.approx(h100.h2d_gbps / 2, rel=0.001), "PCI Express 4 in place of 5"
+    assert card.host_adam_gparams == desktop.host_adam_gparams
+    assert card.all_gather_gbps == pytest.approx(268 / 450 * card.bidirectional_gbps / 2)
+    assert load("b200").all_gather_gbps == pytest.approx(268 * 2), "its NVLink has twice an H100's rate"
+    assert all(card.known(rate) == "composed" for rate in ("matmul_tflops", "h2d_gbps", "host_adam_gparams"))
+    assert replace(card, source="detected").rates == "assumed"
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,9 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
     assert found(why.changes, "n_persist", 1).device_over_bytes == more.device_bytes - plan.device_bytes > 0
     assert found(why.changes, "n_persist", -1).host_over_bytes == fewer.host_bytes - plan.host_bytes > 0
     assert found(why.changes, "n_buffer", 1).device_over_bytes == 2 * N  # one buffer of 16-bit weights
-    lines = {line.split(" ->")[0]: line for line in reversed(why.knob_table().splitlines())}
-    assert lines["n_persist 2"].endswith("infeasible: 112 MiB too much device memory")
+    table = why.knob_table().splitlines()
+    row = next(index for index, line in enumerate(table) if line.startswith("n_persist 2 -> 3"))
+    assert table[row + 1] == "    infeasible: 112 MiB too much device memory"
 
 
 def test_impossible_knobs_say_why() -> None:

@@ -92,7 +92,11 @@ def test_the_frontier_goes_from_the_least_that_works_to_all_there_is(device_mib:
     assert speeds == sorted(speeds), "more memory never makes a step slower"
     assert speeds[-1] > 1.05 * speeds[0]
     assert Frontier.from_json(found.to_json()) == found
-    assert len(found.table().splitlines()) == len(limits) + 1
+    header, plan, *rows = found.table().splitlines()
+    assert (header.split()[-1], plan.split()) == ("tokens/s", ["plan"])
+    shown = [row for row in rows if not row.startswith(" ")]
+    assert len(shown) == len(limits)
+    assert max(map(len, rows)) <= 80
 
 
 def test_a_small_host_raises_the_least_device_memory() -> None:

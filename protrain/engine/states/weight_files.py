@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from protrain.common.adapters import adapter_names, base_name, within_peft
 from protrain.common.parameters import is_managed
 from protrain.engine.states.conversions import Conversions, Part
 from protrain.engine.states.empty import is_empty
@@ -63,8 +64,8 @@ class _ModelNames:
         self.shapes = {name: tuple(tensor.shape) for name, tensor in (*model.named_parameters(), *others.items())}
         self.spelt: dict[str, str] = {}
         for name in self.first:
-            own, other = _spellings(name, self.prefix)
-            self.spelt[own] = name
+            own, other = _spellings(base_name(name), self.prefix)
+            self.spelt[name] = self.spelt[own] = name
             self.spelt.setdefault(other, name)
 
 
@@ -77,7 +78,7 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     Raises:
         ValueError: a file is missing or unreadable, or parameters are missing, quantized or of another shape.
     """
-    stored, conversions, names = stored_tensors(folder), Conversions(model), _ModelNames(model)
+    stored, conversions, names = stored_tensors(folder), Conversions(within_peft(model)), _ModelNames(model)
     # Tensors that are converted together are one group; every other tensor is a group of its own.
     groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
     no_place: dict[str, str] = {}
@@ -101,12 +102,12 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
         repeated += [(found[name], source) for name in source.names if found[name] is not source]
     dispensable = _known_to_be_dispensable(model, names.prefix)
     unused = [key for key, target in no_place.items() if not dispensable(key) and not dispensable(target)]
-    # The tensors that files may lack according to a class of transformers keep the model's own values.
-    may_lack = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None) or ())
+    # Adapters, and what files may lack according to a class of transformers, keep the model's own values.
+    may_lack, added = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()), adapter_names(model)
     missing = [
         name
         for name in names.managed
-        if name not in found and not (may_lack(name) and _has_values(model.get_parameter(name)))
+        if name not in found and not ((name in added or may_lack(name)) and _has_values(model.get_parameter(name)))
     ]
     if missing:
         besides = f"; it holds {_listed(unused)}, which the model has no place for" if unused else ""
@@ -189,7 +190,7 @@ def _source(
 
     def values(read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
         made = conversions.convert(name, [Part(t.key, pattern, partial(read, t)) for t, pattern in parts])
-        return {names.first[other]: value for other, value in made.items() if other in names.first}
+        return {names.first[names.spelt[other]]: value for other, value in made.items() if other in names.spelt}
 
     origin = stored[0].key if len(stored) == 1 else f"{stored[0].key} and {len(stored) - 1} more"
     where = f"{origin} in {stored[0].file.name}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
+from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.evaluate import check
 from protrain.planning.explain.knobs import Change, changes_of
@@ -19,7 +20,6 @@ from protrain.planning.plan import BlockMode, Plan, offloaded_input_bytes
 from protrain.planning.predict import Models
 from protrain.planning.rates.host_rates import slower_share
 from protrain.planning.search import search
-from protrain.planning.tables import aligned, format_change, format_ms, per_gpu
 from protrain.profiler.model_profile import ModelProfile
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # how much more memory is tried, as shares of what there is
@@ -64,7 +64,7 @@ class Explanation(Record):
         tables += [self.better_table()] if self.searched else []
         step = f"{self.plan}: {format_ms(self.plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"
         step += f"; {slower}" if (slower := self.on_slower_host()) else ""
-        return "\n\n".join((step, *tables))
+        return "\n\n".join((wrapped(step, indent="  "), *tables))
 
     def on_slower_host(self) -> str:
         """The step time on the slower host that plans are made for, as text; "" if that is as fast as calibrated."""
@@ -94,17 +94,17 @@ class Explanation(Record):
         """The phases, and what each of them waits for."""
         known = [name for name in WAITS.values() if all(name in phase.waits_ms for phase in self.phases)]
         waits = [name for name in known if any(phase.waits_ms[name] > 0 for phase in self.phases)]
-        rows = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
+        columns = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
         for phase in self.phases:
             parts = [phase.compute_ms, *(phase.waits_ms[name] for name in waits)]
             shares = [f"{part / phase.length_ms:.0%}" if phase.length_ms else "-" for part in parts]
-            rows.append([phase.name, format_ms(phase.length_ms), *shares, phase.limit])
-        return aligned(rows)
+            columns.append([phase.name, format_ms(phase.length_ms), *shares, phase.limit])
+        return aligned(list(zip(*columns, strict=True)))
 
     def knob_table(self) -> str:
         """The effect of each knob, one more and one less."""
         slower = [f"host {1 - self.slower_share:.0%} slower"] if self._host_is_slower else []
-        rows = [["one more or less", "step time", *slower, "device memory", "host memory", ""]]
+        rows = [["one more or less", "step time", *slower, "device", "host", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
             name = f"{change.knob} {at} -> {at + change.step}"
@@ -126,12 +126,15 @@ class Explanation(Record):
                     f"infeasible: {', '.join(over)}" if over else self._not_taken(change),
                 ]
             )
-        return aligned(rows)
+        return aligned(rows, WIDTH)
 
     def _not_taken(self, change: Change) -> str:
-        """Why the search does not make ``change`` although it saves time on the slower host, else ""."""
+        """Why the search does not make ``change`` although it saves time, else ""."""
         saved = 1 - (change.slower_ms or self.slower_ms) / self.slower_ms
-        return f"saves {saved:.1%} on a slower host, less than is asked of it" if saved >= _SHOWN else ""
+        if saved >= _SHOWN:
+            return f"saves {saved:.1%} on a slower host, less than is asked of it"
+        saved = 1 - (change.step_ms or self.plan.step_ms) / self.plan.step_ms
+        return "saves nothing on the slower host that plans are made for" if saved >= _SHOWN else ""
 
     def better_table(self) -> str:
         """The faster plans that more memory would allow."""
@@ -145,7 +148,7 @@ class Explanation(Record):
         for memory in ("device", "host"):
             if not any(found.memory == memory for found in self.better):
                 lines.append(f"up to twice the {memory} memory: no faster plan")
-        return "\n".join(lines)
+        return wrapped("\n".join(lines), indent="  ")
 
     def _compared(self, plan: Plan) -> str:
         return f"{format_ms(plan.step_ms)} ({format_change(plan.step_ms, self.plan.step_ms)}), {plan}"

@@ -1,0 +1,74 @@
+"""`--logger`: the figures of every step for TensorBoard or Weights & Biases, beside metrics.jsonl."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from protrain.cli.run_files import TENSORBOARD_FOLDER, WANDB_FILE
+
+Log = Callable[[dict[str, Any]], None]
+
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
+LOGGERS = tuple(_PACKAGES)
+
+
+def check_logger(name: str | None) -> None:
+    """Raise a ValueError if the library of the logger ``name`` is not installed."""
+    if name is not None and find_spec(_PACKAGES[name]) is None:
+        raise ValueError(f"--logger {name} needs the package {_PACKAGES[name]}: pip install {_PACKAGES[name]}")
+
+
+def logger(name: str | None, folder: Path, *, resumed_step: int, options: dict[str, Any]) -> Log:
+    """A function that logs a row of metrics.jsonl.
+
+    Args:
+        name: one of :data:`LOGGERS`, or None for a function that does nothing.
+        folder: that of the run.
+        resumed_step: the step from which the run goes on. The curve of an earlier process goes on from there.
+        options: those of the run, which are shown beside its curve.
+    """
+    if name == "tensorboard":
+        return _tensorboard(folder, resumed_step)
+    if name == "wandb":
+        return _wandb(folder, options)
+    return lambda row: None
+
+
+def _tensorboard(folder: Path, resumed_step: int) -> Log:
+    from torch.utils.tensorboard import SummaryWriter
+
+    # What an earlier process logged after the save, TensorBoard leaves out.
+    writer = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resumed_step + 1)
+
+    def log(row: dict[str, Any]) -> None:
+        for name, value in _figures(row):
+            writer.add_scalar(name, value, row["step"])
+        writer.flush()  # a run may be killed at any time
+
+    return log
+
+
+def _wandb(folder: Path, options: dict[str, Any]) -> Log:
+    import wandb
+
+    file = folder / WANDB_FILE
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(uuid.uuid4().hex)
+    run = wandb.init(
+        project="protrain", name=folder.name, id=file.read_text(), resume="allow", dir=str(folder), config=options
+    )
+
+    def log(row: dict[str, Any]) -> None:
+        # wandb takes no step twice. Those after the save have the same figures when they run again.
+        run.log(dict(_figures(row)), step=row["step"])
+
+    return log
+
+
+def _figures(row: dict[str, Any]) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in row.items() if name != "step" and value is not None]

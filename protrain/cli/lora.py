@@ -1,0 +1,63 @@
+"""The options `--lora` and `--freeze`, which say what parameters of a model are trained."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import Any
+
+from protrain.cli.options import Parser
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """What `--lora` asks for, in peft's words."""
+
+    r: int = 16  # the rank
+    alpha: int = 32  # what an adapter adds counts alpha / r times
+    targets: str = "all-linear"  # or names of layers, joined by "+"
+    dropout: float = 0.0  # of what an adapter reads
+
+
+def add_training_options(group: Parser | argparse._ArgumentGroup) -> None:
+    """Add `--lora` and `--freeze`."""
+    group.add_argument(
+        "--lora",
+        type=lora_text,
+        metavar="NAME=VALUE,...",
+        help="train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or part "
+        "of that; other targets are names of layers, like q_proj+v_proj",
+    )
+    group.add_argument(
+        "--freeze",
+        action="append",
+        metavar="PATTERN",
+        help="do not train the parameters whose names match, like 'model.embed_tokens.*'; may be given several times",
+    )
+
+
+def lora_text(text: str) -> str:
+    """An argparse type: what :func:`parse_lora` can read. It stays text."""
+    try:
+        parse_lora(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
+def parse_lora(text: str) -> Lora:
+    """The values in ``text``, like "r=16,alpha=32". ValueError if there is an unknown name or an impossible value."""
+    values: dict[str, Any] = {}
+    for part in text.split(","):
+        name, sign, value = part.partition("=")
+        kind = {"r": int, "alpha": int, "targets": str, "dropout": float}.get(name)
+        if kind is None or not sign or not value:
+            raise ValueError(f"{part!r} is none of r=N, alpha=X, targets=NAMES and dropout=P")
+        try:
+            values[name] = kind(value)
+        except ValueError:
+            raise ValueError(f"{name}={value}: {name} must be a {'whole ' * (kind is int)}number") from None
+    lora = Lora(**values)
+    if lora.r < 1 or lora.alpha < 1 or not 0 <= lora.dropout < 1:
+        raise ValueError("r and alpha must be at least 1, and dropout at least 0 and less than 1")
+    return lora

@@ -1,0 +1,39 @@
+"""The names of parameters in a model to which peft has added adapters.
+
+peft puts a layer that it adapts into a module of its own, as ``base_layer`` beside the adapter's parameters.
+``get_peft_model`` also puts a module around the whole model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_AROUND_MODEL = "base_model.model."
+
+
+def within_peft(model: Any) -> Any:
+    """The model that ``get_peft_model`` was given, if ``model`` is what it returned; otherwise ``model``."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """The names of the parameters that adapters have added to ``model``."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "base_layer", None), nn.Module)
+        for name, _ in module.named_parameters()
+        if not name.startswith("base_layer.")
+    }
+
+
+def base_name(name: str) -> str:
+    """The name that the parameter ``name`` has in the model without adapters, and so in its files."""
+    return name.removeprefix(_AROUND_MODEL).replace(".base_layer.", ".")
+
+
+def in_peft_model(name: str) -> str:
+    """The name that the parameter ``name`` has in what ``get_peft_model`` returns, and so in the files of peft."""
+    return name if name.startswith(_AROUND_MODEL) else _AROUND_MODEL + name
