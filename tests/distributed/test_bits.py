@@ -87,7 +87,7 @@ def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> Non
     ],
 )
 def test_families(family: str, dtype: str, size: int, reduction: str, specs: tuple[Spec, ...]) -> None:
-    check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=10), specs)
+    check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=6), specs)
 
 
 class Adapted(nn.Module):
@@ -117,7 +117,7 @@ def make_adapted() -> nn.Module:
 
 @pytest.mark.parametrize(("dtype", "size", "accumulate"), [("bfloat16", 3, 1), ("float16", 2, 2), ("float32", 4, 1)])
 def test_adapters_of_a_frozen_model(dtype: str, size: int, accumulate: int) -> None:
-    training = Training(make_adapted, batches, dtype=dtype, reduction="sum", steps=10, accumulate=accumulate)
+    training = Training(make_adapted, batches, dtype=dtype, reduction="sum", steps=6, accumulate=accumulate)
     check(size, training, SPECS[size - 2 : size - 1])
 
 
