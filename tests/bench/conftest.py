@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +19,14 @@ def environment() -> Iterator[None]:
     """As before: a contestant says there which process of a run it is, and later tests would take that for theirs."""
     with mock.patch.dict(os.environ):
         yield
+
+
+@pytest.fixture
+def imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a benchmark spawns for each case are forked from one that has imported what they need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["bench.planner.computing", "bench.planner.profile_time"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from protrain.engine.updates.updates import _Window
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
+from tests.bench.forked import ForkedLater
 
 
 @pytest.fixture(scope="module")
@@ -226,10 +227,12 @@ def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
         main(["--jobs", "0", "--kind", "limits"])
 
 
+@pytest.mark.xdist_group("ranks")
 def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     case = replace(SMOKE[0], device_memory="1MiB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bench.planner.__main__.SMOKE", (*SMOKE, case))
+        patch.setattr("bench.planner.__main__.subprocess", ForkedLater())
         assert (
             main(["--kind", "limits", "--jobs", "2", "--host-memory", "1GiB", "--steps", "1", "--out", str(tmp_path)])
             == 0

@@ -22,6 +22,7 @@ from bench.train.results import UNFINISHED, Comparison, Outcome
 from bench.train.task import Job, Task, make_tokens
 from bench.train.trainers import Trainer
 from protrain.planning.plan import BlockMode
+from tests.bench.forked import ForkedLater
 
 TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
 ONE = Contestant(kind="fsdp2")
@@ -262,8 +263,12 @@ def test_ratios_are_of_medians_within_the_run() -> None:
     assert Comparison.from_json(comparison.to_json()) == comparison
 
 
-def test_everything_that_a_cpu_can_do_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_everything_that_a_cpu_can_do_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr("bench.train.launch.subprocess", ForkedLater())
     names = "protrain-eager,floor-eager,resident-eager,fsdp2-eager,fsdp2-eager-gathered-resident1,zero2"
     options = [
         "--layers",

@@ -25,6 +25,7 @@ from bench.train.results import Comparison, Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task, make_tokens
 from bench.train.trainers import Trainer
 from bench.train.worker import train
+from tests.bench.forked import ForkedLater
 from tests.distributed.pool import on_ranks
 
 ONE = parse("fsdp2")
@@ -51,8 +52,12 @@ def _plain(task: Task, tokens: torch.Tensor) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def test_two_ranks_train_on_a_batch_each(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_two_ranks_train_on_a_batch_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr("bench.train.launch.subprocess", ForkedLater())
     names = [
         *("protrain-eager", "floor-eager", "resident-eager"),
         "fsdp2-eager-gathered-prefetched-resident-checkpointed1",

@@ -178,7 +178,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     (tmp_path / "file").touch()
     monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
     say_unwritable.cache_clear()
-    status, _, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.2", "--json")
+    status, _, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.02", "--json")
     assert status == 0, err
     lines = [line for line in err.splitlines() if "cannot be written (Not a directory)" in line]
     assert len(lines) == 1, err
@@ -354,7 +354,7 @@ def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.
 
 def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "machine.json"
-    status, text, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.5", "--json", "--out", str(out))
+    status, text, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.05", "--json", "--out", str(out))
     assert status == 0, err
     hardware = HardwareProfile.load(out)
     assert HardwareProfile.from_json(text) == hardware

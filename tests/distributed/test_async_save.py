@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import torch
 import protrain
 from protrain.checkpoint.manifest import list_saves
 from protrain.common.quantities import format_bytes
+from tests.distributed.apart import Group
 from tests.distributed.async_saves import fail_to_save, save_and_train, save_and_wait_to_be_killed, save_twice
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import SECOND, THIRD, Run, Training, go_on
@@ -58,23 +57,12 @@ def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path
 
 
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_earlier_save(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.distributed.saves"])
     folder = tmp_path / "run"
-    processes = [
-        context.Process(target=save_and_wait_to_be_killed, args=(rank, 3, str(folder), str(tmp_path / "store")))
-        for rank in range(3)
-    ]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + 150
-    while not all((folder / f"rank{rank}").exists() for rank in range(3)):
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    processes[2].kill()
-    for process, code in zip(processes, (1, 1, -signal.SIGKILL), strict=True):
-        process.join(30)
-        assert process.exitcode == code
+    with Group(3, save_and_wait_to_be_killed, str(folder), folder=tmp_path) as group:
+        group.wait_until(lambda: all((folder / f"rank{rank}").exists() for rank in range(3)))
+        group.send(2, signal.SIGKILL)
+        endings = group.endings(range(3), timeout_s=30)
+    assert [endings[rank].status for rank in range(3)] == [1, 1, -signal.SIGKILL]
     assert [path.name for path in folder.iterdir() if path.is_dir()] == ["00001-step-1"], "the unfinished one is gone"
     loaded = Training(0, 1, THIRD)
     loaded.load(str(folder))

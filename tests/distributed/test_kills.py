@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from protrain.checkpoint.manifest import list_saves, read_manifest
 from tests.distributed.apart import Ending, Group
 from tests.distributed.saves import FIRST, FOURTH, SECOND, THIRD, Training
 from tests.engine.harness import Spec, assert_same
+from tests.engine.profiles import share_profiles
 
 SEED = 20251126
 RUNS, MOMENTS = 5, 10  # runs go on at once, each with so many moments one after another: 50 in all
@@ -32,6 +34,7 @@ SPECS = (FIRST, SECOND, THIRD, FOURTH)
 def save_forever(rank: int, size: int, spec: Spec, folder: str) -> None:
     """Go on from the newest save, if there is one, and save after every step until something happens."""
     torch.set_num_threads(1)
+    share_profiles(pytest.MonkeyPatch())
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     training = Training(rank, size, spec, micro_batches=MICRO_BATCHES)
     print("begun", flush=True)

@@ -27,20 +27,22 @@ def shared_profile(
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """``protrain.profile`` of the first model that is like this one.
-
-    One without weights is always profiled: its weights are made for that, which is for tests to see.
-    """
+    """``protrain.profile`` of the first model that is like this one."""
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return protrain.profile(model, example_batch, **how)
     key = fingerprint(model, example_batch, **how)
     if key not in _known:
         _known[key] = protrain.profile(model, example_batch, **how)
     return _known[key]
 
 
+def _profile_of_wrap(model: nn.Module, example_batch: Any, **how: Any) -> ModelProfile:
+    """A model without weights is always profiled: its weights are made for that, which is for tests to see."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return protrain.profile(model, example_batch, **how)
+    return shared_profile(model, example_batch, **how)
+
+
 def share_profiles(patch: pytest.MonkeyPatch) -> None:
     """Let wrap find the profile of any model that is alike, as in its cache."""
-    patch.setattr(sys.modules["protrain.wrap"], "cached_profile", shared_profile)
+    patch.setattr(sys.modules["protrain.wrap"], "cached_profile", _profile_of_wrap)
     patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time

@@ -26,6 +26,7 @@ from tests.engine.lateness import Lateness
 from tests.engine.true_memory import make_batch, make_model, plans_within_budgets, true_peak_bytes
 
 WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
+BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
 CLIPPED, UNCLIPPED = Loop(max_norm=0.5), Loop()
 HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
 
@@ -70,12 +71,12 @@ def make(family: str) -> nn.Module:
 @functools.cache
 def traced(family: str) -> ModelProfile:
     model = make(family)
-    return protrain.profile(model, make_batch(), optimizer=adamw(model), device="cpu", dtype=torch.bfloat16)
+    return protrain.profile(model, BATCH, optimizer=adamw(model), device="cpu", dtype=torch.bfloat16)
 
 
 @functools.cache
 def plain(family: str, loop: Loop, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
-    data = [make_batch() for _ in range(4)]
+    data = [BATCH] * 4
     return plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
 
 
@@ -105,7 +106,7 @@ def wrap_with(
     return protrain.wrap(
         model,
         adamw(model),
-        example_batch=make_batch(),
+        example_batch=BATCH,
         device=device,
         dtype=torch.bfloat16,
         plan=plan,
@@ -125,7 +126,7 @@ def wrap_with(
 def test_bits(family: str, n_persist: int, mode: Any, device: torch.device) -> None:
     """Updates run inside backward with half of the plans of each family, in turn; the others clip."""
     inside = (len(family) + n_persist + (mode is SWAP)) % 2 == 1
-    data = [make_batch() for _ in range(4)]
+    data = [BATCH] * 4
     loop = UNCLIPPED if inside else CLIPPED
     expected, final = plain(family, loop, device)
     plan = plan_of(traced(family), n_persist, mode, inside=inside)
@@ -136,7 +137,7 @@ def test_bits(family: str, n_persist: int, mode: Any, device: torch.device) -> N
 
 @pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"stream": True}])
 def test_bits_where_updates_are_speculative_or_streamed(counts: dict[str, Any], device: torch.device) -> None:
-    data, loop = [make_batch() for _ in range(4)], CLIPPED
+    data, loop = [BATCH] * 4, CLIPPED
     expected, final = plain("llama", loop, device)
     profile = traced("llama")
     n_chunks = len(pack(profile).chunks)
@@ -193,7 +194,7 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
     monkeypatch.setattr(BufferPool, "_upload", count)
     for _ in range(3):
         issued.clear()
-        loss_of(wrapped(**make_batch())).backward()
+        loss_of(wrapped(**BATCH)).backward()
         optimizer.step()
         optimizer.zero_grad()
         optimizer.state_dict()  # waits, so that no upload is late
@@ -212,7 +213,7 @@ def test_sums_of_gradients_take_no_more_of_the_device(
     family: str, n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Made on demand, in host memory: what passes through the device has room in the 16-bit gradient's."""
-    data = [make_batch() for _ in range(4)]
+    data = [BATCH] * 4
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
     expected, final = plain(family, loop, device)
     plan = plan_of(traced(family), n_persist, CKPT)
@@ -235,7 +236,7 @@ def test_sums_of_gradients_take_no_more_of_the_device(
     ],
 )
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
-    plans = plans_within_budgets(lambda: make(family), make_batch(8), dtype, count=4)
+    plans = plans_within_budgets(lambda: make(family), make_batch(4), dtype, count=4)
     assert len({plan.device_bytes for plan in plans}) >= 3
     assert all(plan.chunk_elements < WORDS * 64 for plan in plans), "chunks are not of a block"
 
@@ -272,7 +273,7 @@ def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: boo
     """Beside the table, which the model holds while its parts run."""
     torch.manual_seed(0)
     model = _Tables()
-    ids = make_batch()["input_ids"]
+    ids = BATCH["input_ids"]
     profile = protrain.profile(model, (ids, head), optimizer=adamw(model), device="cpu", dtype=torch.bfloat16)
     plan = plan_of(profile, 0, CKPT, inside=inside)
     wrapped, optimizer = protrain.wrap(
@@ -300,7 +301,7 @@ def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_buffers
     n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates inside backward, and a backward before that only adds."""
-    data = [make_batch() for _ in range(4)]
+    data = [BATCH] * 4
     loop, device = Loop(max_norm=None, accumulate=2, no_sync=True), torch.device("cpu")
     expected, final = plain("llama", loop, device)
     plan = plan_of(traced("llama"), n_persist, CKPT, inside=True)

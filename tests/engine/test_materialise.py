@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -185,17 +185,25 @@ def saved(family: str, folder: Path, *, shards: bool, prefix: bool) -> nn.Module
     return type(model).from_pretrained(folder)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("shards", [False, True], ids=["one file", "sharded"])
-@pytest.mark.parametrize(("family", "prefix"), [("gpt2", True), ("gpt2", False), ("llama", True)])
+def layouts() -> Iterator[Any]:
+    """Every kind of folder in every type; half of them in several files, of each kind and type at least one."""
+    for row, (family, prefix) in enumerate((("gpt2", True), ("gpt2", False), ("llama", True))):
+        for column, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+            shards = (row + column) % 2 == 1
+            names = (family, "whole" if prefix else "base", "sharded" if shards else "one file", str(dtype))
+            yield pytest.param(family, prefix, shards, dtype, id="-".join(names))
+
+
+@pytest.mark.parametrize(("family", "prefix", "shards", "dtype"), layouts())
 def test_weights_are_those_of_from_pretrained(
     family: str, prefix: bool, shards: bool, dtype: torch.dtype, tmp_path: Path, wrapped: Callable[..., Any]
 ) -> None:
     reference = saved(family, tmp_path, shards=shards, prefix=prefix)
     for spec in SPECS[:2]:
         model, optimizer = wrapped(empty(family), spec, dtype, weights=tmp_path)
+        found = model.state_dict()
         for name, value in reference.state_dict().items():
-            assert torch.equal(model.state_dict()[name].cpu(), rounded(value, dtype)), name
+            assert torch.equal(found[name].cpu(), rounded(value, dtype)), name
         for name, parameter in reference.named_parameters():
             assert torch.equal(optimizer.export_parameter(name)["master"], parameter.detach()), name
 

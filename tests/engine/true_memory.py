@@ -55,7 +55,7 @@ def make_model(family: str, vocabulary: int = VOCABULARY) -> nn.Module:
     return model
 
 
-def make_batch(size: int = 4) -> Batch:
+def make_batch(size: int = 2) -> Batch:
     tokens = torch.randint(3, VOCABULARY, (size, 64), generator=torch.Generator().manual_seed(0))
     return {"input_ids": tokens, "labels": tokens.clone()}
 

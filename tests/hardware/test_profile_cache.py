@@ -33,7 +33,7 @@ def _measured(machine: Machine) -> HardwareProfile:
 
 def test_detect_goes_by_what_was_calibrated_last(cache: Path) -> None:
     assert detect("cpu").source == "detected"
-    first, second = calibrate_twice("cpu", seconds=0.1)
+    first, second = calibrate_twice("cpu", seconds=0.02)
     titles = [[figure.title for figure in profile.figures] for profile in (first, second)]
     assert titles[0] == titles[1]
     assert first.figures != second.figures

@@ -27,6 +27,7 @@ from protrain.hardware.detect import assume
 from protrain.hardware.profile import Figure
 from tests.distributed.pool import RankError, on_ranks
 
+pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 CPU = torch.device("cpu")
 SLEEP_S = 0.005
 MIB = 1024**2

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
+from triton.runtime import interpreter
 
 import protrain_kernels as kernels
 from protrain_kernels import host_library
@@ -126,6 +130,27 @@ class Backend:
                 torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x5A)
         plan.launch_unpack(buffer, memories, in_place=in_place)
         return plan.views(memories)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter prepares the language once, and not at every call of one jit function from another.
+
+    To look through the language for what is to be replaced took a third of the time of these tests.
+    """
+    prepare = interpreter._patch_lang
+    prepared: set[frozenset[Any]] = set()
+
+    def prepare_once(function: Any) -> Any:
+        languages = frozenset(each for each in function.__globals__.values() if each is tl or each is tl.core)
+        if languages not in prepared:
+            prepare(function)
+            prepared.add(languages)
+        return SimpleNamespace(restore=lambda: None)  # which is asked for after every launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", prepare_once)
+        yield
 
 
 _TRITON = pytest.param("triton", marks=[pytest.mark.gpu] if torch.cuda.is_available() else [])

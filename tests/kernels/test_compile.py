@@ -37,15 +37,15 @@ def test_the_fullest_variant_of_each_kernel_is_sound_for_every_target() -> None:
 
 
 def test_variants_are_compiled_beside_each_other() -> None:
-    """A row each, in order, whoever compiled it."""
+    """A row each, in the order of the list, whoever compiled it."""
+    chosen = [variant.name for variant in variants() if variant.name.startswith(("join", "from_host"))]
+    assert len(chosen) == 4 + 4
     arguments = ["--target", "sm_90", "--only", "join", "--only", "from_host"]
-    alone, beside = (_python("-m", "tools.compile_kernels", *arguments, "--jobs", jobs) for jobs in ("1", "2"))
-    assert alone.returncode == beside.returncode == 0, alone.stderr + beside.stderr
-    rows = [[line.split() for line in done.stdout.splitlines()[2:]] for done in (alone, beside)]
-    for row in rows[0] + rows[1]:
-        del row[-2]  # seconds
-    assert rows[0] == rows[1]
-    assert len(rows[0]) == 4 + 4
+    done = _python("-m", "tools.compile_kernels", *arguments, "--jobs", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()[2:]
+    assert [row.split("  sm_90 ")[0].rstrip() for row in rows] == chosen
+    assert all(row.endswith("  ok") for row in rows)
 
 
 def test_defects_are_found() -> None:

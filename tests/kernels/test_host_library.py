@@ -92,6 +92,7 @@ def test_an_unwritable_cache_gives_way(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(host_library, "FLAGS", QUICKLY_COMPILED)
     say_unwritable.cache_clear()
     with pytest.warns(
         RuntimeWarning, match=r"file/cache cannot be written \(Not a directory\).* let PROTRAIN_CACHE name"

@@ -147,7 +147,7 @@ def test_more_memory_never_makes_it_slower() -> None:
     for helped in (None, 3.4):  # with a device that helps it, a slow host matters less
         plans = [
             search(traced, machine(n * 256 * MIB, "4GiB", streamed_adam_gparams=helped, **slow_host))
-            for n in range(4, 30)
+            for n in range(4, 30, 2)
         ]
         times = [plan.step_ms for plan in plans]
         assert all(more <= 1.01 * less for less, more in pairwise(times))
@@ -192,7 +192,7 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
 def test_states_on_their_way_through_the_device_have_room_there() -> None:
     traced = make_profile(12, ms=2.0)
     options = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
-    for limit in range(1100, 3500, 200):
+    for limit in range(1100, 3500, 400):
         hardware = machine(limit * MIB, "4GiB", **options)
         plan = search(traced, hardware)
         assert plan.stream

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -28,13 +28,22 @@ from tests.planning.brute_force import (
 from tests.planning.test_input_offload import LONG
 from tests.planning.test_kept_attention import with_attention
 from tests.planning.test_search import machine, make_profile
-from tests.planning.test_weight_only import SCARCE, tight_case
+from tests.planning.test_weight_only import tight_case
 
 Case = tuple[ModelProfile, HardwareProfile]
 MISSED = 1.03  # a search may end so much above the best plan of a model with few blocks, each a large part of it
 TIES = 1.005  # among plans that are this close, the search prefers the plan with fewer transfers
-FITTING = [seed for seed in range(30) if seed not in (2, 18)]  # seeds of small models that have a plan
-SMALL = FITTING[:6]
+SMALL = (0, 1, 3, 4, 5, 6)  # seeds of small models that have a plan
+# By mechanism, seeds of small models whose plans use it. Those of weight-only updates are of another kind: among the
+# neighbours of plans without them, 323 and 342 have better ones with them.
+USING = {
+    "n_swap": (0, 13, 17),
+    "n_ckpt_swap": (0, 5, 9, 11, 24),
+    "n_speculate": (4, 12, 13, 14, 22),
+    "n_weight_only": (28, 323, 342),
+    "stream": (4, 5, 13, 16, 25),
+    "keep_attention": (5, 11),
+}
 SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
 HELPLESS_HOST: dict[str, Any] = {"host_adam_gparams": 0.8, "streamed_adam_gparams": None}
 FAST_LINK: dict[str, Any] = {"h2d_gbps": 500.0, "d2h_gbps": 500.0, "bidirectional_gbps": 1000.0}
@@ -61,15 +70,13 @@ def small_case(seed: int) -> Case:
     return (with_attention(profile, 0.4, 16) if draw.random() < 0.3 else profile), hardware
 
 
+CASES: dict[str, Callable[[], Case]] = {f"small {seed}": partial(small_case, seed) for seed in SMALL} | EQUAL_BLOCKS
+
+
 @cache
-def found_for(seed: int) -> Plan:
-    return search(*small_case(seed))
-
-
-CASES: list[Any] = [
-    *(pytest.param(lambda seed=seed: small_case(seed), id=f"small {seed}") for seed in SMALL),
-    *(pytest.param(make, id=name) for name, make in EQUAL_BLOCKS.items()),
-]
+def found_for(name: str) -> Plan:
+    """The plan of one of ``CASES``."""
+    return search(*CASES[name]())
 
 
 def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> float:
@@ -78,10 +85,10 @@ def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> fl
     return slower_ms * margin(plan.counts, keep_attention=plan.keep_attention)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_no_plan_leaves_a_better_neighbour(case: Callable[[], Case]) -> None:
-    profile, hardware = case()
-    plan = search(profile, hardware)
+@pytest.mark.parametrize("name", CASES)
+def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
+    profile, hardware = CASES[name]()
+    plan = found_for(name)
     why = explain(plan, profile, hardware, more_memory=False)
     own_ms = why.slower_ms * margin(plan.counts, keep_attention=plan.keep_attention)
     n_feasible = 0
@@ -95,9 +102,9 @@ def test_no_plan_leaves_a_better_neighbour(case: Callable[[], Case]) -> None:
     assert n_feasible > 0
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_same_question_has_the_same_answer(case: Callable[[], Case]) -> None:
-    assert search(*case()) == search(*case())
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_question_has_the_same_answer(name: str) -> None:
+    assert search(*CASES[name]()) == found_for(name)
 
 
 @pytest.mark.parametrize("seed", SMALL)
@@ -105,7 +112,7 @@ def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
     profile, hardware = small_case(seed)
     memory = MemoryModel(profile, hardware, pack(profile, N))
     every = list(every_plan(memory))
-    for counts in random.Random(seed).sample(every, 6):
+    for counts in random.Random(seed).sample(every, 3):
         known = evaluate(profile, hardware, **counts._asdict(), chunk_elements=N)
         found = search(profile, hardware, chunk_elements=N, known=[known])
         assert score_ms(found, profile, hardware) <= TIES * score_ms(known, profile, hardware)
@@ -134,26 +141,22 @@ def test_a_known_plan_that_no_start_leads_to_is_kept() -> None:
 )
 def test_a_mechanism_that_is_switched_off_is_not_used(name: str, case: str) -> None:
     profile, hardware = EQUAL_BLOCKS[case]()
-    plan, without = search(profile, hardware), search(profile, hardware, without=(name,))
+    plan, without = found_for(case), search(profile, hardware, without=(name,))
     assert getattr(plan, name)
     assert not getattr(without, name)
     assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / TIES
 
 
-@pytest.mark.parametrize("name", ["n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "stream", "keep_attention"])
+@pytest.mark.parametrize("name", USING)
 def test_what_is_switched_off_is_not_used_anywhere(name: str) -> None:
     """The last changes of a search, which are those of the what-if table, do not use it either."""
-    n_used = 0
-    scarce = name == "n_weight_only"  # which other small cases have no use for
-    for seed in SCARCE if scarce else FITTING[::2]:
-        profile, hardware = tight_case(seed) if scarce else small_case(seed)
-        plan = search(profile, hardware) if scarce else found_for(seed)
-        without = search(profile, hardware, without=(name,))
+    for seed in USING[name]:
+        profile, hardware = tight_case(seed) if name == "n_weight_only" else small_case(seed)
+        plan, without = search(profile, hardware), search(profile, hardware, without=(name,))
+        assert getattr(plan, name), f"seed {seed}: {plan}"
         assert not getattr(without, name), f"seed {seed}: {without}"
         if name != "stream":  # its staging may take memory that is worth more than the help
             assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / MISSED
-        n_used += bool(getattr(plan, name))
-    assert n_used > 0
 
 
 @pytest.mark.parametrize("n_blocks", [24, 60])
