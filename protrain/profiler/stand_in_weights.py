@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
@@ -132,10 +133,9 @@ class StandInWeights:
             if id(parameter) in written:
                 raise ValueError(
                     f"the forward of {type(self._model).__name__} changes its parameter {name} in place, and other "
-                    "copies of the parameter would not get the change. Remove the change (max_norm=None of an "
-                    "embedding, altup_coef_clip=None of Gemma-3n), or make it after step(), inside "
-                    "`with protrain.full_parameters(model):`. If only the first forward makes it, call the model once "
-                    "before"
+                    f"copies of the parameter would not get the change. Remove the change ({NO_WRITES}), or make it "
+                    "after step(), inside `with protrain.full_parameters(model):`. If only the first forward makes it, "
+                    "call the model once before"
                 )
 
     def unmanaged_bytes(self) -> int:

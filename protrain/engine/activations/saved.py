@@ -210,7 +210,7 @@ class CheckpointFrame(Frame, Recomputation):
         given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
-                self.engine.ledger.hold(tensor)
+                self.engine.ledger.hold(tensor, within=self)
         self.watched = watch(given)
         self.called(function, args, kwargs)
         if self.attention is None:
