@@ -27,6 +27,9 @@ from protrain.profiler.storages import memory_in, storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
 
+# What torch says of an operation, or of a view, of a tensor without memory.
+_NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
+
 
 class StandInWeights:
     """The stand-ins of ``model``'s managed (floating-point) parameters, by index in definition order.
@@ -137,6 +140,15 @@ class StandInWeights:
                     "after step(), inside `with protrain.full_parameters(model):`. If only the first forward makes it, "
                     "call the model once before"
                 )
+
+    def refuse_use_of_absent(self, error: Exception, phase: str) -> None:
+        """Raise a ValueError if ``error`` says that an operation was given a weight that is not there now."""
+        if any(words in str(error) for words in _NO_MEMORY):
+            raise ValueError(
+                f"the {phase} of {type(self._model).__name__} uses a weight while the block that owns it does not run. "
+                "Reversible layers do so (Reformer), as the backward of their torch.autograd.Function calls modules "
+                "again. Call the modules without such a Function: the plan decides what is recomputed"
+            ) from error
 
     def unmanaged_bytes(self) -> int:
         """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""
