@@ -13,7 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -25,12 +25,14 @@ import protrain
 from bench.families.family import Family
 from protrain.common.records import Record
 from protrain.hardware import detect
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import search
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, Trainer, adamw, states, wrap_under
 from tests.engine.plain_loop import prepare_plain
 from tests.engine.profiles import share_profiles, shared_profile
 
+Wrapped: TypeAlias = tuple[nn.Module, ProTrainOptimizer]
 SAME = "same bits"
 _DEVICE = torch.device("cpu")
 _MEMORY = "4GiB"  # more than any family takes
@@ -121,19 +123,19 @@ def check_family(family: Family) -> FamilyResult:
     )
 
 
-def _ways(example: Any) -> list[tuple[str, Callable[..., tuple[nn.Module, Trainer]]]]:
+def _ways(example: Any) -> list[tuple[str, Callable[..., Wrapped]]]:
     """The names of the plans, and functions that wrap a model under each."""
     options: dict[str, Any] = {"device": _DEVICE, "dtype": torch.float32, "host_memory": _MEMORY, "progress": False}
 
-    def loose(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Trainer]:
+    def loose(model: nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         return protrain.wrap(model, optimizer, device_memory=_MEMORY, **options)
 
-    def tight(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, Trainer]:
+    def tight(model: nn.Module, optimizer: torch.optim.Optimizer) -> Wrapped:
         profile = shared_profile(model, example, optimizer=optimizer, device=_DEVICE, dtype=torch.float32)
         least = least_device_bytes(profile)
         return protrain.wrap(model, optimizer, example_batch=example, device_memory=least, **options)
 
-    def forced(spec: Spec) -> Callable[..., tuple[nn.Module, Trainer]]:
+    def forced(spec: Spec) -> Callable[..., Wrapped]:
         return lambda model, optimizer: wrap_under(spec, model, optimizer, example, device=_DEVICE)
 
     return [
