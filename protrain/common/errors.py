@@ -8,6 +8,15 @@ from typing import Any
 
 from protrain.common.quantities import format_bytes
 
+# What switches off the writes into weights that forwards of well-known modules make.
+NO_WRITES = ", ".join(
+    (
+        "max_norm=None of an embedding",
+        "config.rescale_every = 0 of RWKV",
+        "vars(config)['altup_coef_clip'] = None of Gemma-3n",
+    )
+)
+
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 

@@ -19,12 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
 from protrain.profiler.storages import memory_in, storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
+
+# What torch says of an operation, or of a view, of a tensor without memory.
+_NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
 
 
 class StandInWeights:
@@ -132,11 +136,19 @@ class StandInWeights:
             if id(parameter) in written:
                 raise ValueError(
                     f"the forward of {type(self._model).__name__} changes its parameter {name} in place, and other "
-                    "copies of the parameter would not get the change. Remove the change (max_norm=None of an "
-                    "embedding, altup_coef_clip=None of Gemma-3n), or make it after step(), inside "
-                    "`with protrain.full_parameters(model):`. If only the first forward makes it, call the model once "
-                    "before"
+                    f"copies of the parameter would not get the change. Remove the change ({NO_WRITES}), or make it "
+                    "after step(), inside `with protrain.full_parameters(model):`. If only the first forward makes it, "
+                    "call the model once before"
                 )
+
+    def refuse_use_of_absent(self, error: Exception, phase: str) -> None:
+        """Raise a ValueError if ``error`` says that an operation was given a weight that is not there now."""
+        if any(words in str(error) for words in _NO_MEMORY):
+            raise ValueError(
+                f"the {phase} of {type(self._model).__name__} uses a weight while the block that owns it does not run. "
+                "Reversible layers do so (Reformer), as the backward of their torch.autograd.Function calls modules "
+                "again. Call the modules without such a Function: the plan decides what is recomputed"
+            ) from error
 
     def unmanaged_bytes(self) -> int:
         """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""

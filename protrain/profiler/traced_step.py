@@ -130,6 +130,7 @@ class Step:
             except Exception as error:
                 where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
                 phase = "forward" if self._forward else "backward"
+                self._weights.refuse_use_of_absent(error, phase)
                 error.add_note(f"raised while profiling {type(self._model).__name__}, in the {phase} of {where}")
                 if self._device.type == "meta":
                     error.add_note(

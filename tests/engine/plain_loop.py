@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from protrain.common.batch import cast_inputs, to_device
+from protrain.common.batch import cast_inputs, to_device, training_arguments
 from protrain_kernels import adam_reference, adam_scalars, split_reference, sum_of_squares_reference, tiles
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,12 +48,11 @@ def prepare_plain(
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.to(device)
-    uses_cache = bool(getattr(getattr(model, "config", None), "use_cache", False))
 
     def place(_: nn.Module, args: Any, kwargs: Any) -> Any:
         args, kwargs = to_device((args, kwargs), device)
         args, kwargs = cast_inputs(args, kwargs, dtype)
-        return args, {"use_cache": False, **kwargs} if uses_cache and torch.is_grad_enabled() else kwargs
+        return args, training_arguments(model, kwargs) if torch.is_grad_enabled() else kwargs
 
     model.register_forward_pre_hook(place, with_kwargs=True)
     vars(model).update(no_sync=nullcontext)

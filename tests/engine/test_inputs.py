@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from protrain.engine.inputs import Inputs
 from protrain.engine.streams import Mark, Streams, streams_for
+from protrain.planning import BlockMode
 from tests.engine import residual
-from tests.engine.harness import NONE, Spec, adamw, wrap_under
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, Loop, Spec, adamw, wrap_under
 
 
 class _Own(Tensor):
@@ -219,3 +220,34 @@ def test_the_thread_does_not_wait_for_what_is_queued() -> None:
     assert not done.query(), "some second"
     for name, tensor in batch.items():
         assert torch.equal(moved[name].cpu(), tensor)
+
+
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) + gate.mean(0))
+
+
+class _Gates(nn.Module):
+    """Each block is given an input of the model as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Gate() for _ in range(3))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, gate)
+        return x
+
+
+@pytest.mark.parametrize("mode", [CKPT, CKPT_SWAP])
+def test_batches_that_the_script_keeps_take_nothing_of_a_simulated_device(mode: BlockMode) -> None:
+    batches = [(torch.randn(4, 8), torch.randn(1000, 8)) for _ in range(4)]
+    model: nn.Module = _Gates()
+    spec = Spec("none", "least", (mode,))
+    model, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=torch.device("cpu"), tight=True)
+    assert len(Loop().run(model, optimizer, batches)) == 4

@@ -258,7 +258,8 @@ class Handing(nn.Module):
             self.gate = nn.Parameter(torch.ones(WIDTH))
 
         def forward(self, x: Tensor, query: Tensor, *, others: list[Tensor]) -> tuple[Tensor, Tensor]:
-            return self.block(x * self.gate + query) * others[0] * others[1].mean(0), self.gate
+            x = self.block(x * self.gate + query) * others[0] * others[1].mean(0)
+            return x + query.sin(), self.gate  # the bits of a sum of gradients depend on which of them are added first
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,9 +270,9 @@ class Handing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         some, others = self.positions(x.shape[1])
-        x, gate = x + some + others["all"][-1], self.query
+        x, gate, query = x + some + others["all"][-1], self.query, self.query[None]
         for layer in self.layers:
-            x, gate = layer(x, self.query, others=[gate, self.table.weight])
+            x, gate = layer(x, query, others=[gate, self.table.weight])
         return x * gate
 
 

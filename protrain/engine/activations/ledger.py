@@ -20,8 +20,11 @@ from protrain.common.quantities import format_bytes
 class Ledger:
     """Counts nothing, as a GPU's allocator does."""
 
-    def hold(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor`` until the tensor object dies."""
+    def hold(self, tensor: Tensor, *, within: object | None = None) -> None:
+        """Count the storage of ``tensor`` until the tensor object dies, or ``within``, which needs it.
+
+        Inputs of the model die in the memory of a GPU, but the script may keep them on a CPU.
+        """
 
 
 class _Held(weakref.ref[Tensor]):
@@ -44,7 +47,7 @@ class SimulatedLedger(Ledger):
         self._held: dict[int, _Held] = {}  # by its id, until the tensor dies
 
     @override
-    def hold(self, tensor: Tensor) -> None:
+    def hold(self, tensor: Tensor, *, within: object | None = None) -> None:
         for part in (tensor,) if is_plain(tensor) else made_of(tensor).values():
             storage = part.untyped_storage()
             address = storage.data_ptr()
@@ -58,6 +61,8 @@ class SimulatedLedger(Ledger):
             held = _Held(tensor, self._drop)
             held.address = address
             self._held[id(held)] = held
+            if within is not None:
+                weakref.finalize(within, self._drop, held)
         taken = self.fixed_bytes + self.held_bytes
         if taken > self.budget_bytes:  # it is no peak, as it may be freed again and the training go on
             raise BudgetError(
@@ -71,7 +76,8 @@ class SimulatedLedger(Ledger):
             self.peak_bytes = taken
 
     def _drop(self, held: _Held) -> None:
-        del self._held[id(held)]
+        if self._held.pop(id(held), None) is None:
+            return
         counted = self._storages[held.address]
         counted[0] -= 1
         if counted[0] == 0:

@@ -56,22 +56,13 @@ class SavedParts(NamedTuple):
     remade: Callable[[dict[str, Tensor]], Tensor]
 
 
-class Copy(torch.autograd.Function):
-    """A copy with the strides of the original, including those of expanded dimensions."""
-
-    @staticmethod
-    def forward(_: Any, tensor: Tensor) -> Tensor:
-        """The copy, in memory of its own."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-        if tensor.numel():
-            copy.as_strided((span,), (1,)).copy_(tensor.as_strided((span,), (1,)))
-        return copy
-
-    @staticmethod
-    def backward(_: Any, *gradients: Any) -> Any:
-        """The gradient as it is."""
-        return gradients[0]
+def own_copy(tensor: Tensor) -> Tensor:
+    """A copy with the strides of the original, including those of expanded dimensions. It is in no graph."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    if tensor.numel():
+        copy.as_strided((span,), (1,)).copy_(tensor.detach().as_strided((span,), (1,)))
+    return copy
 
 
 class Offloads(Protocol):
@@ -190,7 +181,7 @@ class Frame:
         memory = self.engine.buffers.content(chunk)
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
         if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
-            weight = Copy.apply(weight)
+            weight = own_copy(weight)
             self.engine.ledger.hold(weight)
         return weight
 
@@ -219,7 +210,7 @@ class CheckpointFrame(Frame, Recomputation):
         given = tensors_in((args, kwargs))
         for tensor in given:
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
-                self.engine.ledger.hold(tensor)
+                self.engine.ledger.hold(tensor, within=self)
         self.watched = watch(given)
         self.called(function, args, kwargs)
         if self.attention is None:

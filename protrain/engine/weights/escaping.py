@@ -1,6 +1,11 @@
 """Views of weights that leave the unit that made them: when they are used the chunk may lie elsewhere.
 
-Views of resident weights are treated like all others, so that what a script may do does not depend on the plan.
+They are copied. Views of resident weights are treated like all others, so that what a script may do does not depend on
+the plan.
+
+[Note: gradients of copies] A view that several units are given has the gradient of the plain loop only if all of its
+uses are added up in the plain loop's order. A copy that is a node of the graph would first add up those of one unit. So
+the copy has the place of the original in the graph: autograd gives it to whatever the hook for saved tensors returns.
 """
 
 from __future__ import annotations
@@ -8,11 +13,13 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.engine.activations.saved import Copy
+from protrain.engine.activations.saved import own_copy
 from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.released import ReleasedParameter
@@ -38,8 +45,28 @@ def copy_escaping_weights(tree: Any, buffers: BufferPool, *, own: Unit | None = 
 
     for tensor in tensors_in(tree):  # every call of every unit runs this loop, and hardly any finds something
         if escapes(tensor):
-            return map_leaves(lambda leaf: Copy.apply(leaf) if escapes(leaf) else leaf, tree)
+            return map_leaves(lambda leaf: _copied(leaf) if escapes(leaf) else leaf, tree)
     return tree
+
+
+class _Saving(torch.autograd.Function):
+    """Saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.new_empty(())
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy whose gradient is added to that of ``tensor``: [Note: gradients of copies]."""
+    copy = own_copy(tensor)
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return copy
+    with saved_tensors_hooks(lambda _: None, lambda _: copy):
+        node: Any = _Saving.apply(tensor).grad_fn
+    found: Tensor = node.saved_tensors[0]
+    return found
 
 
 def refuse_leaked_views(unit: Unit, buffers: BufferPool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.common.errors import MisuseError
+from protrain.common.errors import NO_WRITES, MisuseError
 from protrain.engine.gradients.proxy import GradientProxy
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import Handle
@@ -206,5 +206,5 @@ def edit_error(name: str, how: str) -> MisuseError:
     """The error for the parameter ``name`` whose data was ``how`` (replaced, or changed in place)."""
     return MisuseError(
         f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
-        "inside it, between steps, and never in a forward"
+        f"inside it, between steps, and never in a forward. Where the model itself does so: {NO_WRITES}"
     )
