@@ -31,6 +31,8 @@ _WAVES = {
 }
 _DECODED = {**BOTH_SIDES, **IDS, "vocab_size": VOCABULARY, "decoder_start_token_id": 1}
 _SERIES = {
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
     "prediction_length": 4,
     "context_length": 8,
     "lags_sequence": [1, 2],
