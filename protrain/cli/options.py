@@ -73,6 +73,10 @@ class Parser(argparse.ArgumentParser):
         ]
         return f"; did you mean {' '.join(near)}?" if near else ""
 
+    def print_help(self, file: Any = None) -> None:
+        """Print the help text. An error in writing is raised, which argparse ignores if the text is long."""
+        print(self.format_help(), end="", file=file or sys.stdout)
+
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")

@@ -54,9 +54,7 @@ class Answer(Record):
     tokens_per_step: int  # on all GPUs together
     machine: Machine
     tokens_per_s: float | None = None  # on all GPUs together
-    times_ms: dict[str, float] | None = (
-        None  # of the step, there and on a slower host, and of the phases of its last batch
-    )
+    times_ms: dict[str, float] | None = None  # of the step, also on a slower host, and of its last batch's phases
     device_bytes: dict[str, int] | None = None  # the whole prediction, and its parts
     host_bytes: dict[str, int] | None = None
     plan: Plan | None = None

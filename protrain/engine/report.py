@@ -54,7 +54,7 @@ class Report(Record):
         redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
         on_host = "none"
         if self.host_gparams:
-            on_host = f"{self.host_gparams:.2f} G parameters a second, predicted {self.predicted_host_gparams:.2f}"
+            on_host = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
             if self.predicted_host_gparams:
                 on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
             if self._waits_for_a_slow_host:
