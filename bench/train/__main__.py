@@ -29,17 +29,19 @@ import torch
 
 from bench.calibrated import calibrate_once, host_adam_threads
 from bench.dram_load import DramLoad, Load
-from bench.train.contestants import KINDS, Contestant, default, parse_all
+from bench.train.contestants import KINDS, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import replace_loss
 from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
+from protrain.cli.lora import lora_text
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.options import Parser, memory, number, whole
 from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions
+from protrain.cli.trained import choose_trained
 
 _EXAMPLE = """examples:
   python -m bench.train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out bench/results/h100
@@ -54,8 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     try:
-        contestants = parse_all(args.contestants or default(on_gpu=on_gpu, gpus=args.gpus))
+        contestants = parse_all(args.contestants or default(on_gpu=on_gpu, gpus=args.gpus, lora=args.lora is not None))
         task = _task(args, on_gpu=on_gpu)
+        unable = [one.name for one in contestants if task.lora is not None and one.kind not in WITH_LORA]
+        if unable:
+            raise ValueError(f"--lora: {unable[0]} trains whole models here; {', '.join(WITH_LORA)} train adapters")
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -84,6 +89,13 @@ def _parser() -> Parser:
     parser.add_argument("--sequence", type=whole(2), default=None, help="tokens (default: 2048; without a GPU: 64)")
     parser.add_argument("--steps", type=whole(3), default=10, help="timed steps (default: 10)")
     parser.add_argument("--warm-up", type=whole(1), default=2, help="steps before them (default: 2)")
+    parser.add_argument(
+        "--lora",
+        type=lora_text,
+        default=None,
+        metavar="NAME=VALUE,...",
+        help="train an adapter of peft, as with `protrain train`: protrain, floor and resident (peft's own way) can",
+    )
     parser.add_argument("--clip", type=number(0, open_ended=True), default=1.0, help="norm to clip to (default: 1)")
     parser.add_argument(
         "--chunked-loss",
@@ -162,8 +174,9 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         host_memory=args.host_memory,
         host_share=args.host_rate,
         gpus=args.gpus,
+        lora=args.lora,
     )
-    loaded = load_model(task.model, layers=task.layers)
+    loaded = choose_trained(load_model(task.model, layers=task.layers), task.lora, ())
     fit_positions(loaded, task.sequence)
     replace_loss(loaded.model, task, device)  # of a copy: to see that it can be
     return task

@@ -52,6 +52,7 @@ KINDS = {
     # Gradients leave for the host one by one inside backward, before a norm is known, so nothing is clipped.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),
 }
+WITH_LORA = ("protrain", "floor", "resident")  # the kinds that also train an adapter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,8 +185,10 @@ _DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"
 _DEFAULT_ON_SEVERAL_CPU = "protrain-eager,floor-eager,fsdp2-eager,fsdp2-eager-resident"
 
 
-def default(*, on_gpu: bool, gpus: int) -> str:
+def default(*, on_gpu: bool, gpus: int, lora: bool = False) -> str:
     """Names of those who take part when nobody is named."""
+    if lora:
+        return ",".join(WITH_LORA if gpus == 1 else WITH_LORA[:2])
     if gpus > 1:
         return _DEFAULT_ON_SEVERAL if on_gpu else _DEFAULT_ON_SEVERAL_CPU
     return _DEFAULT if on_gpu else _DEFAULT_ON_CPU

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.train.task import Task
 from protrain.cli.models import fit_positions, load_model
+from protrain.cli.trained import choose_trained
 from protrain.engine.states.empty import values_of
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.compilation import compile_blocks
@@ -25,7 +26,7 @@ def build_model(task: Task) -> Any:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        loaded = load_model(task.model, layers=task.layers)
+        loaded = choose_trained(load_model(task.model, layers=task.layers), task.lora, ())
     fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
     return loaded.model.train()
@@ -70,7 +71,9 @@ def shape_blocks(blocks: Sequence[nn.Module], *, compile: bool, checkpointed: Se
 
 
 def parameter_groups(model: nn.Module, *, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's groups: matrices decay, vectors (norms, biases) do not."""
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.dim() <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    """AdamW's groups of what is trained: matrices decay, vectors (norms, biases) do not."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.dim() > 1]
+    vectors = [parameter for parameter in trained if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]

@@ -110,8 +110,15 @@ class Comparison(Record):
         return self.task.tokens_per_step / outcome.median_ms * 1e3
 
     def tflops(self, outcome: Outcome) -> float:
-        """Of one GPU: 6 x parameters x tokens/s, what the model needs, without recomputation and attention scores."""
-        return 6 * outcome.parameters * self.tokens_per_s(outcome) / self.task.gpus / 1e12
+        """Of one GPU: what the model needs, without recomputation and attention scores.
+
+        For each parameter and token 6 operations, and 4 with an adapter, as frozen weights have no gradient.
+        """
+        return self._per_parameter * outcome.parameters * self.tokens_per_s(outcome) / self.task.gpus / 1e12
+
+    @property
+    def _per_parameter(self) -> int:
+        return 6 if self.task.lora is None else 4
 
     def table(self) -> str:
         """The comparison for people; one line per contestant, and a reason where there are no figures."""
@@ -121,7 +128,7 @@ class Comparison(Record):
             "ms/step (p20 to p80)",
             "tokens/s",
             *(["tokens/s a GPU"] if several else []),
-            "6NT TFLOP/s a GPU" if several else "6NT TFLOP/s",
+            f"{self._per_parameter}NT TFLOP/s{' a GPU' if several else ''}",
             "GPU GiB (reserved)",
             "host GiB",
             "clipped",
@@ -160,6 +167,7 @@ class Comparison(Record):
         size = f"{max(sizes) / 1e9:.2f} B parameters, " if sizes else ""
         loss = "chunked loss" if self.task.chunked_loss else "whole logits"
         several = f"{self.task.gpus} x " if self.task.gpus > 1 else ""
+        size += "" if self.task.lora is None else f"an adapter ({self.task.lora}) trained, "
         return (
             f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
             f"{self.task.clip_norm:g}, {several}{self.device}" + (f"; {self.dram_load}" if self.dram_load else "")

@@ -37,6 +37,7 @@ class Task(Record):
     host_memory: str | None = None  # of the machine, for all GPUs together
     host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
     gpus: int = 1  # a process each, with a batch of its own
+    lora: str | None = None  # an adapter of peft, as for `protrain train --lora`; the model itself is frozen
 
     @property
     def tokens_per_step(self) -> int:
@@ -50,7 +51,8 @@ class Task(Record):
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
         host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
         gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
-        return f"{self.model}{depth}-{self.batch}x{self.sequence}{within}{host}{gpus}"
+        adapter = "" if self.lora is None else "-lora"
+        return f"{self.model}{depth}{adapter}-{self.batch}x{self.sequence}{within}{host}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)

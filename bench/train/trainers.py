@@ -124,7 +124,7 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
     fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
     shape_blocks(blocks_of(model), compile=compile, checkpointed=checkpointed)
-    for parameter in model.parameters():
+    for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -151,7 +151,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class MasterAdamW:
-    """torch's fused AdamW on fp32 masters of the weights, where those are: what one does when everything fits.
+    """torch's fused AdamW on fp32 masters of the trained weights, where those are: what one does if everything fits.
 
     One optimizer for each part of the model, so that gradients are in fp32 for a part at a time.
     """
@@ -160,8 +160,10 @@ class MasterAdamW:
         known: set[int] = set()
         self._parts: list[tuple[list[Tensor], list[Tensor], torch.optim.AdamW]] = []
         for part in (*parts, model):
-            weights: list[Tensor] = [p for p in part.parameters() if id(p) not in known]
+            weights: list[Tensor] = [p for p in part.parameters() if p.requires_grad and id(p) not in known]
             known.update(id(p) for p in weights)
+            if not weights:
+                continue
             masters: list[Tensor] = [nn.Parameter(p.detach().float()) for p in weights]
             groups = [
                 {"params": [m for m in masters if (m.dim() > 1) is matrix], "weight_decay": decay}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from bench.train.contestants import parse
 from bench.train.models import blocks_of, build_model, fill, parameter_groups, shape_blocks
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task, make_tokens
-from bench.train.trainers import MasterAdamW, floor_trainer
+from bench.train.trainers import MasterAdamW, floor_trainer, protrain_trainer, resident_trainer
 from protrain.planning import Plan
 from protrain.planning.plan import BlockMode
 
@@ -157,6 +158,24 @@ def test_masters_in_parts_are_adamw_on_the_whole() -> None:
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert one.grad is None
         assert torch.equal(one, other)
+
+
+def test_an_adapter_is_all_that_everyone_trains() -> None:
+    pytest.importorskip("peft")
+    task = replace(TASK, lora="r=4")
+    job = Job(task=task, contestant=parse("resident-eager"), tokens="", planned_by=None, until=inf)
+    ids = torch.arange(16).view(1, 16)
+    before = dict(build_model(task).named_parameters())
+    frozen = {name for name, parameter in before.items() if not parameter.requires_grad}
+    assert {name for name in before if "lora_" not in name} == frozen
+    resident, ours = resident_trainer(job, CPU, ids), protrain_trainer(job, CPU, ids)
+    start = {name: value.clone() for name, value in _model_of(ours.step).state_dict().items()}
+    for _ in range(3):
+        torch.testing.assert_close(*(trainer.step(ids) for trainer in (resident, ours)))  # loss and norm
+    found = [_model_of(trainer.step).state_dict() for trainer in (resident, ours)]
+    changed = {name for name in start if not torch.equal(found[1][name], start[name])}
+    assert changed == set(before) - frozen
+    assert [name for name in start if not torch.allclose(found[0][name], found[1][name], atol=1e-6)] == []
 
 
 def test_masters_keep_what_16_bit_weights_cannot() -> None:
