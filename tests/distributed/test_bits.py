@@ -128,13 +128,13 @@ def test_adapters_of_a_frozen_model(dtype: str, size: int, accumulate: int) -> N
 def test_several_backwards(dtype: str, size: int, accumulate: int, no_sync: bool) -> None:
     made = functools.partial(make, "llama")
     how: dict[str, Any] = {"reduction": "mean" if size == 2 else "sum", "accumulate": accumulate, "no_sync": no_sync}
-    check(size, Training(made, batches, dtype=dtype, steps=3, **how), SPECS[::2] if size == 2 else SPECS[1::2])
+    check(size, Training(made, batches, dtype=dtype, steps=10, **how), SPECS[::2] if size == 2 else SPECS[1::2])
 
 
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2)])
 def test_updates_inside_backward(size: int, accumulate: int) -> None:
     how: dict[str, Any] = {"accumulate": accumulate, "no_sync": accumulate > 1, "inside": True, "max_norm": None}
-    training = Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", reduction="sum", steps=3, **how)
+    training = Training(functools.partial(make, "gpt2"), batches, dtype="bfloat16", reduction="sum", steps=10, **how)
     check(size, training, SPECS[:2] if size == 2 else SPECS[2:3])
 
 
