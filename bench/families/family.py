@@ -120,7 +120,7 @@ def language(generator: torch.Generator) -> Batch:
 
 
 def padded(generator: torch.Generator) -> Batch:
-    """The same, of which one is shorter."""
+    """A batch of two rows, of which one is shorter and padded."""
     mask = (torch.arange(16) < torch.tensor([[16], [11]])).long()
     tokens = ids(generator)
     return {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}

@@ -84,7 +84,7 @@ class Level(nn.Module):
         self.attention = nn.MultiheadAttention(outputs, 4, batch_first=True)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
-        """Of the shape of ``x``, with other channels."""
+        """The output of the block, which has the shape of ``x`` but for the channels."""
         x = self.conv(functional.silu(self.norm(x))) + self.time(time)[:, :, None, None]
         flat = x.flatten(2).transpose(1, 2)
         attended: Tensor = self.attention(flat, flat, flat, need_weights=False)[0]

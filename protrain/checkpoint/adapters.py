@@ -1,4 +1,4 @@
-"""What is exported of a model to which peft has added an adapter: the adapter, or the model with it merged in."""
+"""A model to which peft has added an adapter is exported as the adapter alone, or with the adapter merged in."""
 
 from __future__ import annotations
 

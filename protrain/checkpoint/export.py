@@ -43,8 +43,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
     safetensors with an index. The folder is there when all of it is on the disk, and otherwise not at all. No rank
     holds more than one parameter and a file of about 1 GiB.
 
-    Of a model with an adapter of peft only the adapter is written, as the folder that ``PeftModel.from_pretrained``
-    loads.
+    If peft has added an adapter to the model, only the adapter is written, as the folder that
+    ``PeftModel.from_pretrained`` loads.
 
     With several ranks all of them must call it, and the first one writes.
 

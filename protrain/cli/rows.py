@@ -139,7 +139,7 @@ def _saved(path: Path) -> Iterator[Row]:
 
 
 def _what(error: Exception) -> str:
-    """What is wrong, without the place in a piece of the file."""
+    """What ``error`` says is wrong, without the place, which it counts from the begin of a piece of the file."""
     return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
 
 

@@ -2,7 +2,7 @@
 
 Rows of data come in formats that are recognised by name: JSON lines, JSON lists, CSV, Parquet, Arrow, and folders that
 ``save_to_disk`` of the package datasets wrote. Other formats are refused, because training would learn their bytes.
-Those are recognised by content, as `README.pt` may well be Portuguese.
+Refused formats are recognised by content, as `README.pt` may well be Portuguese.
 """
 
 from __future__ import annotations

@@ -197,7 +197,8 @@ def test_nodes_share_nothing_but_the_network() -> None:
     assert one.reduce_gbps == pytest.approx(2.0 * 6 / 5), "the network is not what slows this down"
     assert [one.known(name) for name in ("all_gather_gbps", "all_to_all_gbps")] == ["composed", "measured"]
     assert known.shared_by(2).all_gather_gbps == 9.0
-    # Of what one of four ranks sends, two thirds leave the machine. Links to host memory stand in for those of GPUs.
+    # One of four ranks on two machines sends two thirds of its values to the other machine. Links to host memory stand
+    # in for those of GPUs.
     unknown = replace(known, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=4.0, d2h_gbps=7.0).shared_by(2, 2)
     assert unknown.all_gather_gbps is None
     assert unknown.all_to_all_gbps == pytest.approx(6.0)
