@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from protrain.common.adapters import adapter_names, base_name, in_peft_model
+from protrain.common.adapters import adapted_layers, adapter_names, base_name, in_peft_model
 
 ADAPTER_FILE = "adapter_model"
 
@@ -86,9 +86,7 @@ def _only_adapter(model: Any) -> str:
 def _refuse_other_than_lora(model: nn.Module) -> None:
     from peft.tuners.lora import Linear
 
-    for path, module in model.named_modules():
-        if not isinstance(getattr(module, "base_layer", None), nn.Module):
-            continue
+    for path, module in adapted_layers(model):
         if not isinstance(module, Linear) or module.lora_variant or any(module.lora_bias.values()):
             raise ValueError(
                 f"{path} has an adapter that is not plain LoRA of a linear layer, and only such are merged: export "

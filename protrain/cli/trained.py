@@ -13,6 +13,7 @@ from torch import nn
 import protrain
 from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.models import Architecture
+from protrain.common.adapters import adapted_layers
 
 AnyArchitecture = TypeVar("AnyArchitecture", bound=Architecture)
 
@@ -73,8 +74,8 @@ def _refuse_other_than_linear(model: nn.Module) -> None:
     """Raise a ValueError for an adapter that could not be merged."""
     from peft.tuners.lora import Linear
 
-    for path, module in model.named_modules():
-        if isinstance(getattr(module, "base_layer", None), nn.Module) and not isinstance(module, Linear):
+    for path, module in adapted_layers(model):
+        if not isinstance(module, Linear):
             raise ValueError(
                 f"--lora: {path} is no linear layer, and only such get adapters: give targets that leave it out, like "
                 "targets=q_proj+k_proj+v_proj+o_proj"

@@ -6,6 +6,7 @@ peft puts a layer that it adapts into a module of its own, as ``base_layer`` bes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -18,12 +19,18 @@ def within_peft(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that peft has put around layers of ``model``, with their paths."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            yield path, module
+
+
 def adapter_names(model: nn.Module) -> set[str]:
     """The names of the parameters that adapters have added to ``model``."""
     return {
         f"{path}.{name}"
-        for path, module in model.named_modules()
-        if isinstance(getattr(module, "base_layer", None), nn.Module)
+        for path, module in adapted_layers(model)
         for name, _ in module.named_parameters()
         if not name.startswith("base_layer.")
     }

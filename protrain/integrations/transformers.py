@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from protrain.integrations.longest import longest_row
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrap import wrap
 
+# The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
+_Base: Any = Trainer if TYPE_CHECKING else object
+
 
 class _Called(Exception):
     """The model was called, which is all that is wanted of the loss."""
@@ -36,7 +39,7 @@ class _Called(Exception):
         self.call = args, kwargs
 
 
-class ProTrainMixin:
+class ProTrainMixin(_Base):
     """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
 
     Precision, accumulation, compilation and device are those of the training arguments. With ``bf16=False`` weights
@@ -48,12 +51,8 @@ class ProTrainMixin:
         kwargs: of the Trainer.
     """
 
-    # What the mixin uses of the Trainer.
-    args: Any
-    model: Any
+    model: Any  # the Trainer's, as is the next
     optimizer: Any
-    accelerator: Any
-    train_dataset: Any
 
     def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrap_arguments = dict(protrain or {})
@@ -63,7 +62,7 @@ class ProTrainMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot be combined, before the model is touched."""
         _check(self.args)
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         for name in ("fsdp", "deepspeed"):
             if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
                 raise ValueError(f"{name} shards the model, as ProTrain does: switch it off")
@@ -73,12 +72,12 @@ class ProTrainMixin:
 
     def get_train_dataloader(self) -> Any:
         """The Trainer's own, whose dataset and collator also tell the largest batch."""
-        self._train_loader = super().get_train_dataloader()  # type: ignore[misc]
+        self._train_loader = super().get_train_dataloader()
         return self._train_loader
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The Trainer's optimizer, wrapped together with its model."""
-        super().create_optimizer(model)  # type: ignore[misc]
+        super().create_optimizer(model)
         if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), ProTrainOptimizer):
             whole = self._whole()
             found = {
@@ -117,7 +116,7 @@ class ProTrainMixin:
             if row is None:
                 return None
             batch = loader.collate_fn([dict(row) for _ in range(self.args.train_batch_size)])
-            return self._call_of(whole, self._prepare_inputs(batch))  # type: ignore[attr-defined]
+            return self._call_of(whole, self._prepare_inputs(batch))
         finally:
             set_random_state(before)
 
@@ -130,7 +129,7 @@ class ProTrainMixin:
         hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         try:
             self.model.train()
-            self.compute_loss(self.model, inputs)  # type: ignore[attr-defined]
+            self.compute_loss(self.model, inputs)
         except _Called as called:
             return batches.of_call(whole, *called.call)
         finally:
@@ -142,8 +141,8 @@ class ProTrainMixin:
         if self.train_dataset is not None:
             self.create_optimizer()
         elif self.optimizer is None:
-            super()._move_model_to_device(self.model, self.args.device)  # type: ignore[misc]
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            super()._move_model_to_device(self.model, self.args.device)
+        return super().evaluation_loop(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model. All ranks come here, and the first one writes."""
@@ -152,7 +151,7 @@ class ProTrainMixin:
             card.generate_widget_examples = False  # of which sentence-transformers computes embeddings on one rank
         with first_rank_saves(self.model):
             if self.args.should_save:
-                super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+                super()._save(output_dir, state_dict=state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save both states, of which all ranks gather that of the optimizer."""
@@ -160,7 +159,7 @@ class ProTrainMixin:
         state = getattr(optimizer, "optimizer", optimizer).full_state_dict()
         self.optimizer = SimpleNamespace(state_dict=lambda: state)
         try:
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(output_dir)
         finally:
             self.optimizer = optimizer
 
