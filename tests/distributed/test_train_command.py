@@ -27,6 +27,7 @@ from protrain.cli.training_run import Run
 from protrain.distributed.processes import announced_by_slurm
 from protrain.planning import Plan
 from tests.distributed.pool import on_ranks
+from tests.distributed.train_runs import command, outcome
 
 transformers = pytest.importorskip("transformers")
 
@@ -49,33 +50,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(workplace: Path, folder: Path, **more: Any) -> list[str]:
-    options: dict[str, Any] = {
-        "model": workplace / "source",
-        "data": workplace / "text.txt",
-        "folder": folder,
-        "device": "cpu",
-        "batch": 2,
-        "sequence": 32,
-        "steps": STEPS,
-        "learning-rate": 0.01,
-        "evaluate-every": 2,
-        "checkpoint-every": 0,
-        "sample-tokens": 4,
-        "threads": 1,
-        **{name.replace("_", "-"): value for name, value in more.items()},
-    }
-    return ["train", *[part for name, value in options.items() for part in (f"--{name}", str(value))]]
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """What must not depend on the number of ranks: the numbers of all steps, the weights and the sample."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss")
-    return {
-        "rows": [{name: row[name] for name in kept if name in row} for row in rows],
-        "weights": (folder / "model" / "model.safetensors").read_bytes(),
-        "sample": (folder / "sample.txt").read_text(),
-    }
+    data = {"model": workplace / "source", "data": workplace / "text.txt", "folder": folder}
+    return command(**{**data, "batch": 2, "sequence": 32, "steps": STEPS, "sample_tokens": 4, **more})
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from protrain.cli.data import COUNTED, marks_file
 from protrain.cli.main import main
 from protrain.planning import Plan
 from tests.distributed.pool import on_ranks
+from tests.distributed.train_runs import command, outcome
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -59,34 +60,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(workplace: Path, folder: Path, **more: Any) -> list[str]:
-    options: dict[str, Any] = {
-        "model": workplace / "source",
-        "data": workplace / "chat.jsonl",
-        "chat-template": workplace / "template.jinja",
-        "folder": folder,
-        "device": "cpu",
-        "batch": 1,
-        "sequence": SEQUENCE,
-        "steps": 4,
-        "learning-rate": 0.01,
-        "evaluate-every": 2,
-        "checkpoint-every": 0,
-        "sample-tokens": 20,
-        "threads": 1,
-        **{name.replace("_", "-"): value for name, value in more.items()},
-    }
-    return ["train", *[part for name, value in options.items() for part in (f"--{name}", str(value))]]
-
-
-def outcome(folder: Path) -> dict[str, Any]:
-    """What must not depend on how a step is divided: the numbers of all steps, the weights and the sample."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = ("step", "loss", "gradient_norm", "learning_rate", "evaluation_loss")
-    return {
-        "rows": [{name: row[name] for name in kept if name in row} for row in rows],
-        "weights": (folder / "model" / "model.safetensors").read_bytes(),
-        "sample": (folder / "sample.txt").read_text(),
-    }
+    data = {"model": workplace / "source", "data": workplace / "chat.jsonl", "folder": folder}
+    how = {"chat_template": workplace / "template.jinja", "batch": 1, "sequence": SEQUENCE, "steps": 4}
+    return command(**{**data, **how, "sample_tokens": 20, **more})
 
 
 @pytest.fixture(scope="module")
