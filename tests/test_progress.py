@@ -21,7 +21,7 @@ from protrain.common import progress
 from tests.engine.harness import adamw
 
 BAR = re.compile(r"moving model states into place \[[#.]+\] +(\d+)% (\S+)")
-wrapping = importlib.import_module("protrain.wrap")
+wrapping = importlib.import_module("protrain.wrapping")
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,11 @@ _EXAMPLE = """example:
 """
 
 
-def add_command(commands: Any) -> None:
-    """Add `export` to the subparsers ``commands``."""
+def add_command(commands: Any, summary: str) -> None:
+    """Add `export` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser(
         "export",
-        help="write a checkpoint as a Hugging Face folder",
+        help=summary,
         description="Write the weights of a checkpoint as a folder for from_pretrained.",
         epilog=_EXAMPLE,
     )

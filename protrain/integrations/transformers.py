@@ -25,7 +25,7 @@ from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.integrations.longest import longest_row
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.wrap import wrap
+from protrain.wrapping import wrap
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
 _Base: Any = Trainer if TYPE_CHECKING else object

@@ -41,7 +41,7 @@ def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran")
 
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
+    monkeypatch.setattr(sys.modules["protrain.wrapping"], "cached_profile", profile)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def test_a_missing_file_is_found_before_the_model_runs(
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran, which takes minutes where it is large")
 
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
+    monkeypatch.setattr(sys.modules["protrain.wrapping"], "cached_profile", profile)
     options = {option: tmp_path / "nowhere"}
     refused(model, adamw(model), batch, words, ValueError, **options)
 
