@@ -49,6 +49,12 @@ def add_command(commands: Any, summary: str) -> None:
     )
     parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch, on each GPU (default: 8)")
     add_sequence_option(parser, default="of the model")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        default=None,
+        help="the data of the training: rows of it are packed, for which attention needs a mask (default: text)",
+    )
     parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
     parser.add_argument(

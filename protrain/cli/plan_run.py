@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import protrain
+from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import describe, fit_positions, read_architecture
 from protrain.cli.options import (
     emit,
@@ -24,6 +25,7 @@ from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timelin
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
+from protrain.cli.sources import find_source
 from protrain.cli.trained import choose_trained
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, Progress
@@ -123,12 +125,17 @@ def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: in
     device = torch.device(hardware.device_type)
     return {
         "model": describe(args.model, layers=layers),
-        "batch": (args.batch, getattr(args, "sequence", None)),
+        "batch": (args.batch, getattr(args, "sequence", None), _rows(args)),
         "dtype": str(choose_dtype(args.dtype, device)),
         "trained": (getattr(args, "lora", None), getattr(args, "freeze", ())),
         "compiled": choose_compile(getattr(args, "compile", None), device),
         "chunked_loss": choose_loss(getattr(args, "chunked_loss", None), device),
     }
+
+
+def _rows(args: argparse.Namespace) -> bool:
+    """Whether --data is rows, which are packed into sequences."""
+    return args.data is not None and find_source(args.data).kind == "rows"
 
 
 def _traced(
@@ -144,7 +151,7 @@ def _traced(
     )
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
-    ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
+    example = example_batch(stand_in(sequence, rows=_rows(args)), seed=0, batch=args.batch, sequence=sequence)
     device = torch.device(hardware.device_type)
     compiled = choose_compile(getattr(args, "compile", None), device)
     if compiled and elsewhere:
@@ -158,7 +165,7 @@ def _traced(
     )
     return cached_profile(
         loaded.model,
-        {"input_ids": ids, "labels": ids},
+        loaded.arguments(example),
         optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
         # Another machine's times cannot be measured here: they follow from counted operations.
         device=torch.device("meta") if elsewhere else device,

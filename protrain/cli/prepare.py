@@ -96,7 +96,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     torch.manual_seed(job.seed)
-    example = example_batch(tokens, seed=job.seed, batch=job.batch, sequence=sequence)
+    example = example_batch(tokens.train, seed=job.seed, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
         loaded.model,
         plain,

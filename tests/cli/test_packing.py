@@ -13,19 +13,23 @@ import numpy as np
 import pytest
 import torch
 
+import protrain
 from protrain.cli.codec import byte_codec
 from protrain.cli.corpus import tokenize_rows
 from protrain.cli.data import (
     Batch,
+    Part,
     Tokens,
     check_length,
     counted_in,
     counted_tokens,
     evaluation_batches,
     example_batch,
+    stand_in,
     training_batch,
 )
 from protrain.cli.examples import ExampleMaker
+from protrain.cli.main import main
 from protrain.cli.models import LoadedModel
 from protrain.cli.packing import pack
 
@@ -224,7 +228,7 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         model=model, folder=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
     )
     tokens = make_tokens(tmp_path, some_rows(12))
-    batch = example_batch(tokens, seed=0, batch=2, sequence=SEQUENCE)
+    batch = example_batch(tokens.train, seed=0, batch=2, sequence=SEQUENCE)
     rows = split(batch)
     assert len(rows) > 2
     packed = model(**loaded.arguments(batch)).loss * counted_in(batch)
@@ -236,3 +240,35 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         alone += model(input_ids=ids, labels=labels).loss * counted_in({"labels": labels})
     close = packed.item() == pytest.approx(alone.item(), rel=1e-5)
     assert close == (name != "bloom"), "Bloom's forward takes no positions"
+
+
+def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
+    model = models()["llama"]()
+    loaded = LoadedModel(
+        model=model, folder=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+    )
+
+    def counted(part: Part) -> protrain.ModelProfile:
+        example = loaded.arguments(example_batch(part, seed=0, batch=2, sequence=SEQUENCE))
+        return protrain.profile(model, example, device="meta")
+
+    rows, text = counted(make_tokens(tmp_path, some_rows(12)).train), counted(stand_in(SEQUENCE, rows=False))
+    assert counted(stand_in(SEQUENCE, rows=True)) == rows
+    mask_bytes, positions_bytes = 2 * SEQUENCE * SEQUENCE, 2 * SEQUENCE * 8
+    live = [(one.live_bytes, other.live_bytes) for one, other in zip(rows.segments, text.segments, strict=True)]
+    between = [one - other for one, other in live[2:-2]]
+    assert min(between) >= mask_bytes + positions_bytes, "all blocks share a mask"
+
+
+def test_plan_takes_the_data_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    (tmp_path / "text.txt").write_text("a text")
+    found = {}
+    for name in ("rows.jsonl", "text.txt"):
+        command = ["plan", "tiny", "--hardware", "h100", "--no-compile", "--no-chunked-loss", "--json"]
+        assert main([*command, "--data", str(tmp_path / name)]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    more = found["rows.jsonl"]["plan"]["device_bytes"] - found["text.txt"]["plan"]["device_bytes"]
+    assert more >= 8 * 256 * 256, "a mask"
+    assert main([*command, "--data", str(tmp_path / "nothing")]) == 2
+    assert "--data: " in capsys.readouterr().err
