@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import protrain
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
 from protrain.cli.corpus import tokenize_rows
 from protrain.cli.data import (
     Batch,
@@ -32,6 +32,7 @@ from protrain.cli.examples import ExampleMaker
 from protrain.cli.main import main
 from protrain.cli.models import LoadedModel
 from protrain.cli.packing import pack
+from protrain.cli.workers import in_order
 
 SEQUENCE = 16
 
@@ -43,12 +44,15 @@ def make_tokens(
     held_out: float = 0.0,
     sequence: int = SEQUENCE,
     all_tokens: bool = False,
+    processes: int = 1,
+    codec: Codec | None = None,
 ) -> Tokens:
     """Pairs of a prompt and a completion, as bytes."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
-    examples = ExampleMaker(codec=byte_codec(), tokenizer=None, column=None, all_tokens=False)
-    return tokenize_rows([file], examples, folder / "data", held_out=held_out, sequence=sequence)
+    examples = ExampleMaker(codec=codec or byte_codec(), tokenizer=None, column=None, all_tokens=False)
+    target = folder / f"data-{processes}"
+    return tokenize_rows([file], examples, target, held_out=held_out, sequence=sequence, processes=processes)
 
 
 def some_rows(count: int) -> list[tuple[str, str]]:
@@ -272,3 +276,44 @@ def test_plan_takes_the_data_of_the_training(tmp_path: Path, capsys: pytest.Capt
     assert more >= 8 * 256 * 256, "a mask"
     assert main([*command, "--data", str(tmp_path / "nothing")]) == 2
     assert "--data: " in capsys.readouterr().err
+
+
+def small_tokenizer() -> Any:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = {word: number for number, word in enumerate(("?", "!", "</s>", *map(str, range(10))))}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="?"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer"])
+def test_several_processes_make_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    codec = byte_codec() if kind == "bytes" else tokenizer_codec(small_tokenizer())
+    one, two = (
+        make_tokens(tmp_path, some_rows(700), held_out=0.1, processes=processes, codec=codec) for processes in (1, 2)
+    )
+    assert (two.crc32, two.documents, two.unigram_entropy) == (one.crc32, one.documents, one.unigram_entropy)
+    for part in ("train.bin", "train.marks.bin", "held_out.bin", "held_out.marks.bin"):
+        data = (one.folder / part).read_bytes()
+        assert data == (two.folder / part).read_bytes(), part
+        assert data
+
+
+def test_a_wrong_row_is_named_by_several_processes_too(tmp_path: Path) -> None:
+    rows: list[Any] = [*some_rows(600), ("a", 5), *some_rows(100)]
+    with pytest.raises(ValueError, match=r"^--data: .*rows.jsonl, line 601: column completion is no text, but int$"):
+        make_tokens(tmp_path, rows, processes=2)
+
+
+def test_processes_are_given_no_more_than_they_soon_need() -> None:
+    given = 0
+
+    def items() -> Iterator[int]:
+        nonlocal given
+        for item in range(-20_000, 0):
+            given += 1
+            yield item
+
+    found = in_order(abs, items(), 2)
+    assert next(found) == 20_000
+    assert given <= 5 * 256, "two pieces of 256 for each process, and one that is done"
+    assert list(found) == list(range(19_999, 0, -1))
