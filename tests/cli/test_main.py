@@ -16,9 +16,11 @@ import torch
 
 from protrain.cli.job import MAY_DIFFER, option
 from protrain.cli.main import main
-from protrain.cli.options import in_options
+from protrain.cli.options import DTYPES, MOMENT_DTYPES, in_options
+from protrain.common import parameters
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import Plan
+from protrain.planning import plan as plans
 from protrain_kernels.cache_folder import say_unwritable
 
 
@@ -47,6 +49,21 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
     assert status == 0
     assert "example" in out
     assert f"  protrain {command} " in out
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
+def test_help_does_not_wait_for_torch(words: list[str]) -> None:
+    code = (
+        f"import sys, protrain.cli.main as command\ntry:\n  command.main({words})\n"
+        "finally:\n  print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_options_offer_the_types_of_the_library() -> None:
+    assert set(DTYPES) == set(parameters.DTYPES)
+    assert MOMENT_DTYPES == plans.MOMENT_DTYPES
 
 
 @pytest.mark.parametrize(
