@@ -11,7 +11,6 @@ from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
-from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
@@ -71,7 +70,7 @@ def adam_figure(
     *,
     budget_s: float,
     at: str = "",
-    sheet: Datasheet | None = None,
+    datasheet: float | None = None,
 ) -> Figure:
     """The rate at which ``update`` goes over ``chunks`` one after the other, in 1e9 parameters a second."""
 
@@ -85,7 +84,7 @@ def adam_figure(
         sum(chunk.elements for chunk in chunks) / 1e9,
         "G param/s",
         at=at,
-        datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
+        datasheet=datasheet,
     )
 
 
