@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.tensors import fill_random
+from protrain.hardware.calibration.tensors import random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
 from protrain.hardware.profile import Figure
 from protrain_kernels import PackPlan, flatten, padded, tiles
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
-    tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    fill_random(tensor.view(-1))
-    return tensor
+    return random_tensor(math.prod(shape), torch.bfloat16, device).view(shape)
 
 
 def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
