@@ -39,8 +39,7 @@ class Choices(NamedTuple):
 class Run:
     """Two steps, the second of them in steady state.
 
-    The search spends most of its time here. So the inner loops work on local variables and call no function for an
-    operation.
+    The search spends most of its time here. So the loops over visits keep what the GPU does in local variables.
 
     Args:
         step: what each of the two steps does.
@@ -113,18 +112,9 @@ class Run:
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Upload weights, each as soon as it is updated and its buffer is given up."""
-        up, factors, starts, ends = self.free[UP], self._factors[UP], self.starts[UP], self.ends[UP]
-        updated, released, loaded, upload_ms = self._updated, self._released, self._loaded, self.step.upload_ms
         for chunk, victim in fetches:
-            start = up
-            if updated[chunk] > start:
-                start = updated[chunk]
-            if released[victim] > start:
-                start = released[victim]
-            up = loaded[chunk] = start + upload_ms[chunk] * next(factors)
-            starts.append(start)
-            ends.append(up)
-        self.free[UP] = up
+            there = max(self._updated[chunk], self._released[victim])
+            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk])
 
     def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
         """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.
@@ -210,8 +200,6 @@ class Run:
     def backward(self) -> None:
         """The GPU computes and flattens beside fetches and offloads, and updates that gradients wait for are made."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
-        down, factors_down = self.free[DOWN], self._factors[DOWN]
-        starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
         released, loaded, swapped_out, back = self._released, self._loaded, self._swapped_out, self._back
         drained, all_offloaded, deferred, step = self._drained, self.offloaded, self._deferred, self.step
         swap_in_ms, awaited_updates, reductions = step.swap_in_ms, step.awaited_updates, step.reductions
@@ -240,9 +228,7 @@ class Run:
             for chunk in chunks:
                 released[chunk] = gpu
             if reductions:
-                self.free[DOWN] = down
                 gpu = self._reduce(visit.gradients, gpu)
-                down = self.free[DOWN]
                 continue
             for index, chunk, flatten_ms, offload_ms, staging in visit.gradients:
                 start = gpu
@@ -260,12 +246,8 @@ class Run:
                         self.free[UP] = ready  # until then the engine issues no upload
                     if ready > gpu:
                         gpu = ready
-                    start = down if down > gpu else gpu
-                    down = start + offload_ms * next(factors_down)
-                    starts_down.append(start)
-                    ends_down.append(down)
-                    drained[staging] = all_offloaded[chunk] = down
-        self.free[GPU], self.free[DOWN] = max(gpu, self.free[REDUCE]), down
+                    drained[staging] = all_offloaded[chunk] = self._do(DOWN, gpu, offload_ms)
+        self.free[GPU] = max(gpu, self.free[REDUCE])
 
     def update(self) -> None:
         """Make all updates that no gradient waited for. In the first step, choose when and where they are made."""
