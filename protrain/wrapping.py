@@ -36,7 +36,7 @@ from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import name_other_use, refuse_other_model
+from protrain.planning.mismatch import name_other_use
 from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
@@ -350,7 +350,6 @@ def _plan(
 ) -> Plan:
     if plan is None:
         return search(profile, hardware, step_during_backward=step_during_backward)
-    refuse_other_model(plan, profile)
     try:
         return check(plan, profile, hardware, step_during_backward=step_during_backward)
     except PlanError as error:

@@ -95,7 +95,7 @@ def _neighbours(
     """The plans of the what-if table. One that does not fit gets fewer buffers or speculative updates until it does."""
     for switched in (plan, replace(plan, keep_attention=not plan.keep_attention)):
         models = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
-        counts = [one.counts for one in neighbours(plan.counts, models) if not one.impossible]
+        counts = [Counts(*one.counts) for one in neighbours(plan.counts, models) if not one.impossible]
         if switched is not plan:
             attends = plan.n_ckpt > 0 and any(block.attention_bytes for block in profile.blocks)
             counts = [plan.counts] if attends else []

@@ -43,7 +43,7 @@ from protrain.hardware import load
 from protrain.planning import MemoryModel, block_modes, pack
 from protrain.profiler import find_blocks
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu
+from protrain.profiler.meta_device import as_if_on_gpu
 
 FILE = "layerwise.json"
 _DTYPE = torch.bfloat16
@@ -128,17 +128,13 @@ def _watched(model: nn.Module, view: LayerView, blocks: list[str], *, recompute:
         for path in blocks if recompute else ():
             block = model.get_submodule(path)
             stack.callback(block.__dict__.pop, "forward")
-            block.__dict__["forward"] = _recomputed(block.forward, on_meta=next(model.parameters()).is_meta)
+            block.__dict__["forward"] = _recomputed(block.forward)
         yield
 
 
-def _recomputed(forward: Callable[..., Any], *, on_meta: bool) -> Callable[..., Any]:
-    def fused(*args: Any, **kwargs: Any) -> Any:
-        with FusedAttention() if on_meta else nullcontext():  # backward suspends function modes
-            return forward(*args, **kwargs)
-
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(fused, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return run
 

@@ -33,13 +33,7 @@ def detect(
     target = torch.device(device)
     assumed = assume(target)
     measured = cached(target)
-    base = (
-        assumed
-        if measured is None
-        else replace(measured, device_bytes=assumed.device_bytes, host_bytes=assumed.host_bytes)
-    )
-    host_bytes = base.host_bytes
-    device_bytes = base.device_bytes
+    base, host_bytes, device_bytes = measured or assumed, assumed.host_bytes, assumed.device_bytes
     if device_memory is not None:
         device_bytes = parse_memory(device_memory, name="device_memory")
         total = torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else device_bytes

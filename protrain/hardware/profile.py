@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from protrain.common.records import Record
@@ -54,14 +54,7 @@ class Contention(Record):
                 raise ValueError(f"Contention.shares must be finite numbers above 0, not {share!r}")
 
 
-_RATES = (
-    *("matmul_tflops", "device_copy_gbps", "h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"),
-    *("host_adam_gparams", "device_adam_gparams"),
-)
-_MEASURED_RATES = (
-    *("host_adam_weight_gparams", "host_adam_narrow_gparams", "host_adam_p20_gparams", "streamed_adam_gparams"),
-    *("flatten_gbps", "pack_gbps", "all_gather_gbps", "all_to_all_gbps", "network_gbps"),
-)
+_RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 
 
@@ -119,13 +112,10 @@ class HardwareProfile(Record):
         """Refuse impossible figures: every time in a plan is bytes or operations over one of them."""
         if self.device_type not in ("cuda", "cpu"):
             raise ValueError(f"HardwareProfile.device_type must be cuda or cpu, not {self.device_type!r}")
-        for name in _RATES:
-            if not 0 < getattr(self, name) < math.inf:
-                raise _impossible(name, "a finite number above 0", getattr(self, name))
-        for name in _MEASURED_RATES:
-            rate = getattr(self, name)
-            if rate is not None and not 0 < rate < math.inf:
-                raise _impossible(name, "a finite number above 0, or null", rate)
+        for field in fields(self):
+            rate, optional = getattr(self, field.name), field.default is None
+            if field.name.endswith(_RATE_UNITS) and not (rate is None and optional) and not 0 < rate < math.inf:
+                raise _impossible(field.name, f"a finite number above 0{', or null' * optional}", rate)
         for name in ("cpu_threads", "world_size", "n_nodes"):
             if getattr(self, name) < 1:
                 raise _impossible(name, "at least 1", getattr(self, name))

@@ -1,7 +1,4 @@
-"""Profiles that come with ProTrain. Each is of a whole machine as it is usually found.
-
-They are JSON in ``profiles/``, or composed in ``composed.py``.
-"""
+"""Profiles that come with ProTrain: JSON in ``profiles/``, each of a whole machine as it is usually found."""
 
 from __future__ import annotations
 
@@ -9,11 +6,11 @@ import os
 from dataclasses import dataclass, replace
 from importlib.resources import files
 
-from protrain.hardware.composed import CARDS, compose
 from protrain.hardware.profile import HardwareProfile
 
 # From what the name of a GPU contains to its profile. The profiles of H100 and H200 are measured, and name what is not
-# under ``composed``. The others are their datasheets times the share of its own datasheet that an H100 reached.
+# under ``composed``. The others are their datasheets times the share of its own datasheet that an H100 reached, with
+# the host rates of h100.json, or of rtx3090.json for desktop cards.
 #
 # Collectives. Two H100s gather 1 GiB in 2.00 ms and reduce it in 2.06 ms, so each receives 268 and 261 GB/s. Eight
 # gather 64 MiB in 175 us, which is 335 GB/s. The figures of H200 are those of two, from
@@ -39,8 +36,6 @@ def shipped_names() -> list[str]:
 def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """The shipped profile of a name such as "h100", or the profile in a JSON file. ValueError when there is neither."""
     text = os.fspath(name_or_path)
-    if (card := CARDS.get(text.lower())) is not None:
-        return compose(card, load("h100"), load(card.host))
     if text.lower() in shipped_names():
         resource = files("protrain.hardware").joinpath("profiles", f"{text.lower()}.json")
         return HardwareProfile.from_json(resource.read_text())

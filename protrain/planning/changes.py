@@ -6,24 +6,32 @@ The what-if table shows them. The search ends by trying them, so that no neighbo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
+from protrain.common.records import Record
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
 
 KNOBS = Counts._fields
 
 
-class Neighbour(NamedTuple):
-    """One integer changed by one."""
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """One integer changed by one, or keep_attention flipped. Only the what-if table has what the change does."""
 
     knob: str
     step: int  # 1 or -1
-    counts: Counts
-    impossible: str  # the reason if there is no such plan, else ""
+    counts: tuple[int, ...]  # in the order of Counts
+    impossible: str = ""  # the reason if there is no such plan; then no field below is set
+    step_ms: float | None = None
+    slower_ms: float | None = None  # on the slower host that plans are made for
+    device_bytes: int = 0
+    host_bytes: int = 0
+    device_over_bytes: int = 0  # how much more than there is; 0 if it fits
+    host_over_bytes: int = 0
 
 
-def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
+def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
     """All neighbours of ``counts``, whether they fit the memory or not, with a reason if there is no such plan.
 
     If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers
@@ -33,7 +41,7 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
         for step in (1, -1):
             wanted = counts._replace(**{knob: getattr(counts, knob) + step})
             if impossible := _impossible(wanted, knob, models):
-                yield Neighbour(knob, step, wanted, impossible)
+                yield Change(knob=knob, step=step, counts=wanted, impossible=impossible)
                 continue
             changed = within(wanted, models)
             refused = ""
@@ -43,7 +51,7 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Neighbour]:
                 refused = f"every {models.memory.buffered} has a buffer"
             elif knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
                 refused = "host memory has no room for another whole second copy"
-            yield Neighbour(knob, step, changed, refused)
+            yield Change(knob=knob, step=step, counts=changed, impossible=refused)
 
 
 def within(wanted: Counts, models: Models) -> Counts:

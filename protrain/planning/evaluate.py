@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.fingerprint import fingerprint
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import pack
-from protrain.planning.mismatch import refuse_other_world_size
+from protrain.planning.mismatch import refuse_other_model, refuse_other_world_size
 from protrain.planning.plan import BlockMode, Counts, Plan, block_modes
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
@@ -59,12 +58,7 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
         ValueError: the plan was made for another model, optimizer grouping or number of ranks, or contradicts itself.
         PlanError: the plan does not fit ``hardware`` with the batch of ``profile``.
     """
-    expected = fingerprint(profile)
-    if plan.model != expected:
-        raise ValueError(
-            f"the plan was made for another model (fingerprint {plan.model}, this one's is {expected}): parameters, "
-            "their optimizer groups or the dtype differ; make a new plan, or leave plan= out to have one searched"
-        )
+    refuse_other_model(plan, profile)
     refuse_other_world_size(plan, hardware.world_size)
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     if plan.n_chunks != len(models.layout.chunks):
@@ -114,13 +108,6 @@ def _check_fits(models: Models, plan: Plan) -> None:
     """Raise PlanError if ``plan`` needs more memory than there is."""
     activations = models.memory.activations(plan.block_modes)
     if plan.device_bytes > models.hardware.device_bytes:
-        raise device_error(models.memory, plan.n_persist, plan.n_buffer, activations, given=True)
+        raise device_error(models.memory, plan.counts, activations, given=True)
     if plan.host_bytes > models.hardware.host_bytes:
-        raise host_error(
-            models.memory,
-            plan.n_persist,
-            activations,
-            n_speculate=plan.n_speculate,
-            n_weight_only=plan.n_weight_only,
-            given=True,
-        )
+        raise host_error(models.memory, plan.counts, activations, given=True)

@@ -19,28 +19,22 @@ _NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
 
 def device_error(
     memory: MemoryModel,
-    n_persist: int,
-    n_buffer: int,
+    counts: Counts,
     activations: Activations,
     *,
     given: bool = False,
     narrow_moments: bool = False,
 ) -> PlanError:
-    """The PlanError of a plan that needs more device memory than there is.
+    """The PlanError of a plan of ``counts`` that needs more device memory than there is.
 
-    Args:
-        memory: the memory model.
-        n_persist: of the plan.
-        n_buffer: of the plan.
-        activations: of the plan.
-        given: whether the caller gave the plan, so that another plan may fit.
-        narrow_moments: whether a plan with moments in bf16 fits.
+    ``given`` says whether the caller gave the plan, so that another plan may fit, and ``narrow_moments`` whether a plan
+    with moments in bf16 fits.
     """
-    hardware, profile = memory.hardware, memory.profile
-    needed = memory.device_bytes(n_persist, n_buffer, activations)
-    static = memory.static_bytes(n_persist, n_buffer)
-    parts = {"activations": needed - static, **memory.static_parts(n_persist, n_buffer)}
-    host = memory.host_bytes(Counts(n_persist, n_buffer, 0, 0), activations)
+    hardware, profile, placed = memory.hardware, memory.profile, (counts.n_persist, counts.n_buffer)
+    needed = memory.device_bytes(*placed, activations)
+    static = memory.static_bytes(*placed)
+    parts = {"activations": needed - static, **memory.static_parts(*placed)}
+    host = memory.host_bytes(counts, activations)
     remedies = [_SEARCH] if given else []
     batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
     smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
@@ -62,24 +56,21 @@ def device_error(
 
 def host_error(
     memory: MemoryModel,
-    n_persist: int,
+    counts: Counts,
     activations: Activations,
     *,
-    n_speculate: int = 0,
-    n_weight_only: int = 0,
     given: bool = False,
     narrow_moments: bool = False,
     on_device: int = 0,
 ) -> PlanError:
-    """The PlanError of a plan that needs more host memory than there is.
+    """The PlanError of a plan of ``counts`` that needs more host memory than there is.
 
     ``on_device`` is the device memory with which a plan fits, 0 if it is not known or none does. The other arguments
     are those of :func:`device_error`.
     """
-    hardware = memory.hardware
-    counts = Counts(n_persist, 0, 0, 0, n_speculate=n_speculate, n_weight_only=n_weight_only)
+    hardware, n_persist = memory.hardware, counts.n_persist
     needed = memory.host_bytes(counts, activations)
-    copies = memory.copy_bytes(n_persist, n_speculate, n_weight_only)
+    copies = memory.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
     sums = memory.accumulator_bytes(n_persist)
     states = needed - activations.swapped_bytes - copies - gradients - sums
@@ -92,7 +83,7 @@ def host_error(
     }
     remedies = [_SEARCH] if given else []
     remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
-    device = memory.device_bytes(n_persist, memory.least_buffers(n_persist), activations)
+    device = memory.device_bytes(n_persist, counts.n_buffer, activations)
     shared = "" if hardware.world_size == 1 else f"This is for one of {hardware.world_size} ranks, with its share. "
     if on_device:
         remedies.append(f"so does about {_at_least(on_device)} of device_memory, with more of the model states there")
@@ -121,6 +112,13 @@ def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
     return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
 
 
+def some_plan_fits(memory: MemoryModel) -> bool:
+    """Whether any plan fits both memories."""
+    device_bytes, host_bytes = least_bytes(memory)
+    hardware = memory.hardware
+    return bool(((device_bytes <= hardware.device_bytes) & (host_bytes <= hardware.host_bytes)).any())
+
+
 def nothing_fits(memory: MemoryModel) -> PlanError:
     """Why no plan fits: the device cannot hold the smallest, or the host cannot hold what the device does not."""
     device_bytes, host_bytes = least_bytes(memory)
@@ -129,24 +127,23 @@ def nothing_fits(memory: MemoryModel) -> PlanError:
     n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
     n_blocks = len(memory.profile.blocks)
     activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
+    counts = Counts(n_persist, memory.least_buffers(n_persist), 0, n_blocks, n_ckpt_swap)
     narrow_moments = _fits_with_narrow_moments(memory)
     if fits.any():
         enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
         on_device = int(enough.min()) if enough.size else 0
-        return host_error(memory, n_persist, activations, narrow_moments=narrow_moments, on_device=on_device)
-    n_buffer = memory.least_buffers(n_persist)
-    return device_error(memory, n_persist, n_buffer, activations, narrow_moments=narrow_moments)
+        return host_error(memory, counts, activations, narrow_moments=narrow_moments, on_device=on_device)
+    return device_error(memory, counts, activations, narrow_moments=narrow_moments)
 
 
 def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
     """Whether moments are not in bf16, and a plan would fit if they were."""
-    hardware, inside = memory.hardware, memory.update_in_backward
     if memory.profile.moment_dtype == "bfloat16":
         return False
     profile = replace(memory.profile, moment_dtype="bfloat16")
-    narrow = MemoryModel(profile, hardware, memory.layout, update_in_backward=inside)
-    device_bytes, host_bytes = least_bytes(narrow)
-    return bool(((device_bytes <= hardware.device_bytes) & (host_bytes <= hardware.host_bytes)).any())
+    return some_plan_fits(
+        MemoryModel(profile, memory.hardware, memory.layout, update_in_backward=memory.update_in_backward)
+    )
 
 
 def _smaller_batch(batch: int, share: float) -> int:

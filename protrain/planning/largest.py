@@ -17,7 +17,7 @@ from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.infeasible import least_bytes, nothing_fits
+from protrain.planning.infeasible import least_bytes, nothing_fits, some_plan_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import Plan
@@ -84,14 +84,14 @@ def largest(
         return known[layers]
 
     low, high = 1, most_layers + 1  # low fits, and high is assumed not to
-    if not need(low).fits:
-        raise need(low).error
+    if (error := need(low).error) is not None:
+        raise error
     guess = 4
     for tries in itertools.count(1):
         if high - low == 1:
             break
         layers = min(max(guess, low + 1), high - 1)
-        low, high = (layers, high) if need(layers).fits else (low, layers)
+        low, high = (layers, high) if need(layers).error is None else (low, layers)
         guess = _guess(known, hardware) if tries < _GUESSES else (low + high) // 2
     chosen = need(low)
     plan = search(chosen.profile, hardware, step_during_backward=step_during_backward)
@@ -112,8 +112,7 @@ class _Need:
     profile: ModelProfile
     device_bytes: int  # the least of any plan
     host_bytes: int  # with all chunks and all offloaded inputs in host memory
-    fits: bool
-    error: PlanError  # the error to raise if it does not fit
+    error: PlanError | None  # why no plan fits; None if one does
 
 
 def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
@@ -125,8 +124,7 @@ def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward
         profile=profile,
         device_bytes=int(device.min()),
         host_bytes=int(host.max()),
-        fits=bool(((device <= hardware.device_bytes) & (host <= hardware.host_bytes)).any()),
-        error=nothing_fits(memory),
+        error=None if some_plan_fits(memory) else nothing_fits(memory),
     )
 
 

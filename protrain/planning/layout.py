@@ -83,11 +83,6 @@ class Layout(Record):
     unit_chunks: tuple[tuple[int, ...], ...]  # per unit of the profile: the chunks that hold what it uses
     world_size: int = 1  # ranks that train together, each with one shard of every chunk
 
-    @property
-    def wasted_elements(self) -> int:
-        """Capacity that no parameter uses, over all chunks."""
-        return sum(max(0, self.chunk_elements - chunk.elements) for chunk in self.chunks)
-
     def is_large(self, chunk: ChunkRecord) -> bool:
         """Whether ``chunk`` holds one parameter that is larger than other chunks: see [Note: large parameters].
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from protrain.common.errors import PlanError
-from protrain.planning.fingerprint import fingerprint, parameters_fingerprint
-from protrain.planning.plan import Plan
+from protrain.planning.plan import Plan, fingerprint, parameters_fingerprint
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 
 _DTYPES = ("bfloat16", "float16", "float32")

@@ -11,12 +11,15 @@ persistent ones.
 from __future__ import annotations
 
 import enum
+import hashlib
+import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from protrain.common.records import Record
 from protrain.planning.layout import Layout, pack
-from protrain.profiler.model_profile import BlockRecord, ModelProfile
+from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord
 
 MOMENT_DTYPES = ("float32", "bfloat16")
 SWAP_ALIGNMENT_BYTES = 256  # every swapped storage is aligned to this, on the device and in host memory
@@ -68,7 +71,7 @@ class Plan(Record):
     n_chunks: int
     world_size: int = 1  # ranks that train together, each with one shard of every chunk
     block_modes: tuple[BlockMode, ...]
-    model: str  # the fingerprint of the ModelProfile that the plan was made for: planning.fingerprint
+    model: str  # the fingerprint of the ModelProfile that the plan was made for
     tokens: int  # of the planned batch, of one rank
     accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
     moment_dtype: str = "float32"  # type of Adam's two moments, one of MOMENT_DTYPES
@@ -170,3 +173,22 @@ def block_modes(n_blocks: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int = 0) -
     early = [mode for recompute in recomputed[:pairs] for mode in (BlockMode.SWAP, recompute)]
     early += [BlockMode.SWAP] * (n_swap - pairs) + recomputed[pairs:]
     return (*early, *[BlockMode.NONE] * (n_blocks - n_swap - n_ckpt))
+
+
+def fingerprint(profile: ModelProfile) -> str:
+    """A hash of parameters, their shapes and optimizer groups, units, blocks and dtype. The batch is not part of it.
+
+    It has two parts: a hash of what is known without a profile, and a hash of the rest.
+    """
+    units = [(unit.name, unit.block, unit.parameters) for unit in profile.units]
+    rest = _digest([units, [block.name for block in profile.blocks]])
+    return f"{parameters_fingerprint(profile.parameters, profile.dtype)}-{rest}"
+
+
+def parameters_fingerprint(parameters: Iterable[ParameterRecord], dtype: str) -> str:
+    """The first part of :func:`fingerprint`."""
+    return _digest([dtype, [(record.name, record.shape, record.group) for record in parameters]])
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]

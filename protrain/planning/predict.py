@@ -11,10 +11,9 @@ from functools import cached_property
 from math import inf
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.fingerprint import fingerprint
 from protrain.planning.layout import Layout
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import BlockMode, Counts, Plan, block_modes, layout_of
+from protrain.planning.plan import BlockMode, Counts, Plan, block_modes, fingerprint, layout_of
 from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.planning.timeline import Timeline
@@ -52,14 +51,8 @@ def predict(
 class Models:
     """Memory model and runtime model of one layout on one machine.
 
-    Args:
-        profile: of the model, as it was measured.
-        hardware: the machine and its limits, as one rank has them.
-        layout: of the model, for as many ranks.
-        step_during_backward: whether updates run inside backward.
-        keep_attention: whether recomputed blocks keep the outputs of attention.
-        pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
-        stream: whether the GPU may update chunks in host memory. By default it may if calibration knows how fast it is.
+    ``keep_attention`` says whether recomputed blocks keep the outputs of attention. The other arguments are those of
+    :class:`MemoryModel`.
     """
 
     def __init__(
@@ -105,7 +98,7 @@ class Models:
 
     @cached_property
     def _on_slower_host(self) -> RuntimeModel:
-        return self.runtime.on_host(with_host(self.hardware, slower_share(self.hardware)))
+        return RuntimeModel(self.memory, with_host(self.hardware, slower_share(self.hardware)))
 
     def modes(self, counts: Counts) -> Modes:
         """The block modes of ``counts``."""

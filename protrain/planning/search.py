@@ -45,20 +45,10 @@ _COARSE = 16  # steps from every start are at least a 16th of all chunks; only f
 _GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
 
-class _Direction(NamedTuple):
-    """By how many steps each integer changes. n_ckpt_swap is not among them, as it follows from the others."""
-
-    n_persist: int = 0
-    n_buffer: int = 0
-    n_swap: int = 0
-    n_ckpt: int = 0
-    n_speculate: int = 0
-    n_weight_only: int = 0
-
-
-_ALONE = [_Direction(**{name: sign}) for name in _Direction._fields for sign in (1, -1)]
+# By how many steps each integer changes. n_ckpt_swap is not among them, as it follows from the others.
+_ALONE = [{name: sign} for name in Counts._fields if name != "n_ckpt_swap" for sign in (1, -1)]
 _TOGETHER = [
-    _Direction(**{first: sign * way, second: sign})
+    {first: sign * way, second: sign}
     for first, second, way in (
         ("n_persist", "n_buffer", -1),
         ("n_persist", "n_ckpt", 1),
@@ -72,7 +62,7 @@ _TOGETHER = [
     for sign in (1, -1)
 ]
 # Changes to blocks that may take more device memory, for which chunks give up being persistent.
-_FOR_FEWER_PERSISTENT = [_Direction(n_ckpt=-1), _Direction(n_swap=1, n_ckpt=-1)]
+_FOR_FEWER_PERSISTENT = [{"n_ckpt": -1}, {"n_swap": 1, "n_ckpt": -1}]
 
 
 class _Found(NamedTuple):
@@ -261,22 +251,21 @@ class _Search:
                 step //= 2
         return best
 
-    def _stepped(self, best: _Found, direction: _Direction, step: int) -> _Found | None:
+    def _stepped(self, best: _Found, direction: dict[str, int], step: int) -> _Found | None:
         """The plan that is ``step`` steps from ``best`` in ``direction``, if it is better."""
-        changed = {name: getattr(best.counts, name) + step * by for name, by in direction._asdict().items() if by}
         limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
-        return self._changed(best, best.counts._replace(**changed), limit_ms, more_ckpt=direction.n_ckpt >= 0)
+        return self._changed(
+            best, _moved(best.counts, direction, step), limit_ms, more_ckpt=direction.get("n_ckpt", 0) >= 0
+        )
 
-    def _with_fewer_persistent(self, best: _Found, direction: _Direction, step: int) -> _Found | None:
+    def _with_fewer_persistent(self, best: _Found, direction: dict[str, int], step: int) -> _Found | None:
         """The plan ``step`` steps away in ``direction`` with as many persistent chunks as then fit, if it is better.
 
         It is tried with and without speculative updates of the chunks that are no longer persistent. If no chunk has
         to give up being persistent, the plan has been tried already. Several ranks have buffers for persistent chunks
         too, and chunks then rather give up being persistent than that there are fewer buffers.
         """
-        counts = best.counts
-        n_swap, n_ckpt = counts.n_swap + step * direction.n_swap, counts.n_ckpt + step * direction.n_ckpt
-        wanted = counts._replace(n_swap=n_swap, n_ckpt=n_ckpt)
+        counts, wanted = best.counts, _moved(best.counts, direction, step)
         if min(wanted) < 0:
             return None
         least = 0 if self._hardware.world_size == 1 else counts.n_buffer
@@ -307,9 +296,10 @@ class _Search:
         while improved:
             improved = False
             for change in neighbours(best.counts, self._models[best.keeps]):
-                if change.impossible or not self._allowed(best.keeps, change.counts):
+                counts = Counts(*change.counts)
+                if change.impossible or not self._allowed(best.keeps, counts):
                     continue
-                found = self._scored(best.keeps, change.counts, best.score_ms)
+                found = self._scored(best.keeps, counts, best.score_ms)
                 if found.score_ms < best.score_ms:
                     best, improved = found, True
         return best
@@ -322,6 +312,11 @@ class _Search:
         modes = models.modes(counts)
         on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
         return on_device and models.host_bytes(modes, counts) <= hardware.host_bytes
+
+
+def _moved(counts: Counts, direction: dict[str, int], step: int) -> Counts:
+    """``counts`` after ``step`` steps in ``direction``."""
+    return counts._replace(**{name: getattr(counts, name) + step * by for name, by in direction.items()})
 
 
 def _share(counts: Counts, models: Models) -> float:

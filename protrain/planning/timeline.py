@@ -40,7 +40,3 @@ class Timeline(Record):
         """Names by lane, of those before streamed updates, and of the others that do anything."""
         used = {operation.lane for operation in self.operations}
         return {lane: name for lane, name in enumerate(LANES) if lane < STREAM or lane in used}
-
-    def busy_ms(self, lane: int) -> float:
-        """How long ``lane`` is busy."""
-        return sum(operation.end_ms - operation.start_ms for operation in self.operations if operation.lane == lane)

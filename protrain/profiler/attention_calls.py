@@ -22,32 +22,22 @@ _REPEATS = 3
 
 
 @dataclass(frozen=True)
-class _FloatTensor:
-    """The shape, strides and dtype of a tensor, without its values."""
+class _Described:
+    """A tensor's shape, strides and type. Of integers also the values, which may say where sequences begin."""
 
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    values: tuple[Any, ...] = ()
 
     def filled(self, device: torch.device) -> Tensor:
-        """A tensor of this shape with random values. An expanded mask shares its memory as the original does."""
+        """Such a tensor, with random values if it is of floats. An expanded mask shares its memory as it did."""
+        if not self.dtype.is_floating_point:
+            return torch.tensor(self.values, dtype=self.dtype, device=device).view(self.shape)
         span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         filled = self.dtype if self.dtype.itemsize > 1 else torch.float32  # torch cannot draw random 8-bit values
         values = torch.empty(max(0, span), dtype=filled, device=device).normal_().to(self.dtype)
         return values.as_strided(self.shape, self.stride)
-
-
-@dataclass(frozen=True)
-class _IntegerTensor:
-    """An integer tensor with its values, because they matter: they may say where sequences begin."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    values: tuple[Any, ...]
-
-    def filled(self, device: torch.device) -> Tensor:
-        """A tensor of the recorded values on ``device``."""
-        return torch.tensor(self.values, dtype=self.dtype, device=device).view(self.shape)
 
 
 @dataclass(frozen=True)
@@ -79,13 +69,12 @@ def attention_times_ms(calls: Iterable[AttentionCall], device: torch.device) -> 
 def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    if leaf.is_floating_point():
-        return _FloatTensor(leaf.shape, leaf.stride(), leaf.dtype)
-    return _IntegerTensor(leaf.shape, leaf.dtype, () if leaf.is_meta else tuple(leaf.flatten().tolist()))
+    values = () if leaf.is_floating_point() or leaf.is_meta else tuple(leaf.flatten().tolist())
+    return _Described(leaf.shape, leaf.stride(), leaf.dtype, values)
 
 
 def _measured_ms(call: AttentionCall, device: torch.device) -> float:
-    leaves = [leaf.filled(device) if isinstance(leaf, _FloatTensor | _IntegerTensor) else leaf for leaf in call.leaves]
+    leaves = [leaf.filled(device) if isinstance(leaf, _Described) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.tree)
     times = []
     with torch.no_grad():

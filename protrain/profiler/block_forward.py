@@ -159,7 +159,7 @@ def _measure(
     use.saved_bool_bytes += sum(size for key, size in saved.items() if key not in not_only_bools)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
     if operations is not None:
-        operations.note_saved(saved.keys())
+        operations.write(saved)
         use.flops += operations.flops
         use.traffic_bytes += operations.traffic_bytes
         use.fused_bytes += operations.fused_bytes

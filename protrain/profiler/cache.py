@@ -18,6 +18,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -53,21 +54,11 @@ def cached_profile(
     Profiles of GPUs are cached, and those that are counted on the meta device. On a CPU profiling is quick, and its
     times depend on what else the machine is doing at that moment.
     """
-
-    def make() -> ModelProfile:
-        return profile(
-            model,
-            example_batch,
-            optimizer=optimizer,
-            device=device,
-            dtype=dtype,
-            show=show,
-            device_bytes=device_bytes,
-        )
-
+    how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
+    make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, **how)
     if device.type == "cpu" or not keeps_measurements():
         return make()
-    return _kept(fingerprint(model, example_batch, optimizer=optimizer, device=device, dtype=dtype), make)
+    return _kept(fingerprint(model, example_batch, **how), make)
 
 
 def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
@@ -97,12 +88,6 @@ def _kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
         path.touch()
         return found
     made = make()
-    _keep(made, path)
-    return made
-
-
-def _keep(made: ModelProfile, path: Path) -> None:
-    """Save ``made``, and delete the oldest profiles."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         made.save(path)
@@ -110,6 +95,7 @@ def _keep(made: ModelProfile, path: Path) -> None:
             old.unlink()
     except OSError as error:  # without a writable folder, the next run profiles again, and nothing else is lost
         say_unwritable(cache_folder(), error.strerror or type(error).__name__)
+    return made
 
 
 def folder() -> Path:
@@ -207,13 +193,8 @@ def _versions() -> dict[str, Any]:
     The profiler itself is identified by its source code, because two builds may share a version number.
     """
     own = _digest(Path(__file__).parent.glob("*.py"))
-    others = {name: _version_of(name) for name in _LIBRARIES if name in sys.modules}
+    others = {name: _installed(name) for name in _LIBRARIES if name in sys.modules}
     return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own, **others}
-
-
-def _version_of(module: str) -> str:
-    """The version of ``module``: its ``__version__``, or else that of its package. Some libraries lack one of them."""
-    return str(getattr(sys.modules[module], "__version__", None) or _installed(module))
 
 
 def _installed(module: str) -> str:

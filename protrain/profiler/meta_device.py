@@ -6,6 +6,7 @@ trace. A trace calls many thousands, nearly all of them alike. So the answers ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from protrain.common.trees import map_leaves, tensors_in
@@ -24,47 +24,33 @@ _USUAL = F.scaled_dot_product_attention
 
 
 @contextmanager
-def as_if_on_gpu(known: KnownIntegers | None = None) -> Iterator[None]:
-    """Inside, meta tensors run fused attention and answer ``bool(tensor)``, truly where that follows from ``known``."""
-    with _Values(known or KnownIntegers()), FusedAttention():
-        yield
+def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) -> Iterator[None]:
+    """Inside, meta tensors run fused attention and answer ``bool(tensor)``, truly where that follows from ``known``.
 
-
-@contextmanager
-def fused_attention_in_graphs() -> Iterator[None]:
-    """Inside, forwards that are compiled on the meta device run fused attention, without a function mode.
-
-    The compiler would trace a function mode around every operator. It takes this one operator as it is, where code
-    calls it through torch.nn.functional.
+    Attention is replaced in torch.nn.functional and in modules that have imported it from there by its name, in
+    backward too. With ``compiled`` the compiler takes this one operator as it is.
     """
-
-    def attention(*args: Any, **kwargs: Any) -> Tensor:
-        result = _fused(*args, **kwargs)
-        return _USUAL(*args, **kwargs) if result is None else result
-
-    vars(F)["scaled_dot_product_attention"] = torch.compiler.allow_in_graph(attention)
+    replacement = torch.compiler.allow_in_graph(_attention) if compiled else _attention
+    others = [vars(module) for name, module in list(sys.modules.items()) if not name.startswith("torch.")]
+    importers = [names for names in others if names.get(_USUAL.__name__) is _USUAL]
+    for names in (vars(F), *importers):
+        names[_USUAL.__name__] = replacement
     try:
-        yield
+        with _Values(known or KnownIntegers()):
+            yield
     finally:
-        vars(F)["scaled_dot_product_attention"] = _USUAL
+        for names in (vars(F), *importers):
+            names[_USUAL.__name__] = _USUAL
 
 
-class FusedAttention(TorchFunctionMode):
-    """Runs attention as the fused kernel of GPUs, which saves q, k, v, the output and one fp32 value per row.
+def _attention(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention as the fused kernel of GPUs, which saves q, k, v, the output and one fp32 value per row.
 
     The meta device alone would use the plain formula, which saves sequence x sequence matrices. Grouped keys and values
     stay as they are, because only shapes count here.
     """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func``, or the fused kernel if ``func`` is attention."""
-        kwargs = kwargs or {}
-        if func is not _USUAL:
-            return func(*args, **kwargs)
-        result = _fused(*args, **kwargs)
-        return func(*args, **kwargs) if result is None else result
+    result = _fused(*args, **kwargs)
+    return _USUAL(*args, **kwargs) if result is None else result
 
 
 def _fused(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class Operations(TorchDispatchMode):
         flops = _flops_of(func, args, kwargs, result) if dense else None
         if flops is not None:
             self.flops += flops
-            self._write(sources)
+            self.write(sources)
         # a view makes no new storage and moves nothing
         elif made := {key: size for key, size in targets.items() if key not in sources}:
             self.traffic_bytes += sum(sources.values()) + sum(made.values())
@@ -72,11 +72,8 @@ class Operations(TorchDispatchMode):
             self.attention.append((storage_key(sums), attention_call(func, args, kwargs, result, flops=flops or 0)))
         return result
 
-    def note_saved(self, keys: Set[StorageWeakRef]) -> None:
-        """Count the storages ``keys`` as written, because backward needs them, fused or not."""
-        self._write(keys)
-
-    def _write(self, keys: Any) -> None:
+    def write(self, keys: Iterable[StorageWeakRef]) -> None:
+        """Count the storages ``keys`` as written, because a product reads them or backward needs them."""
         self.fused_bytes += sum(self._unwritten.pop(key, 0) for key in keys)
 
 

@@ -27,12 +27,11 @@ class _Contents(NamedTuple):
 
 
 @contextmanager
-def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Callable[[], None]]]:
+def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model in training mode inside, and restore modules' attributes and random states afterwards.
 
-    Yields a function that takes a snapshot of these, and returns a function that goes back to the snapshot. A snapshot
-    to go back to between steps must be taken with the stand-in weights in place. Recurrent modules keep lists of their
-    weights, and where those are not the parameters, they flatten them again.
+    A snapshot to go back to between steps must be taken with the stand-in weights in place. Recurrent modules keep
+    lists of their weights, and where those are not the parameters, they flatten them again.
 
     What an attribute refers to is restored, and so are the contents of lists, dictionaries, sets and key/value caches
     in attributes, nested ones too. Other objects that forward changed are not. A model may register hooks on itself in
@@ -43,7 +42,7 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[Callable[[], Ca
     try:
         model.train()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            yield lambda: snapshot(model, device)
+            yield
     finally:
         put_back()
         if device.type == "cuda":

@@ -25,7 +25,7 @@ from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
 from protrain.profiler.meta_device import KnownIntegers
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from protrain.profiler.restored_model import restored
+from protrain.profiler.restored_model import restored, snapshot
 from protrain.profiler.segments import Segment, finish
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.step_times import SUSTAINED_MS, expected_ms, median_durations, time_steps
@@ -104,11 +104,11 @@ def _traced(
 ) -> ModelProfile:
     blocks = find_blocks(model)
     with (
-        restored(model, device) as snapshot,
+        restored(model, device),
         StandInWeights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
         switch_off_checkpointing(checkpointing_switches(model))
-        rewind = snapshot()
+        rewind = snapshot(model, device)
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         modules = {path: BlockModules(model.get_submodule(path), nn.Parameter) for path in blocks}
         parts = (model, owned, modules, weights, device)

@@ -16,7 +16,7 @@ In such a loop it stays until the next forward is over (:attr:`Step.output_bytes
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,7 +36,7 @@ from protrain.profiler.block_forward import BlockUse, measure_block, run_apart
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.meta_device import FusedAttention, KnownIntegers, as_if_on_gpu, fused_attention_in_graphs
+from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.parameter_uses import Uses
 from protrain.profiler.segments import Segment, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
@@ -117,9 +117,7 @@ class Step:
         with ExitStack() as stack:
             stack.enter_context(self._hooks())
             if self._device.type == "meta":
-                if self.compiled:
-                    stack.enter_context(fused_attention_in_graphs())
-                stack.enter_context(as_if_on_gpu(self._known))
+                stack.enter_context(as_if_on_gpu(self._known, compiled=self.compiled))
             if self._measure:
                 self._meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
                 self._weights.measured_by(self._meter)
@@ -310,13 +308,9 @@ class Step:
 
         return checkpointed
 
-    @contextmanager
-    def _as_compiled(self) -> Iterator[None]:
-        """Suspend the trace's function modes inside, because the compiler would trace them around every operator."""
-        with ExitStack() as stack:
-            for _ in range(self._measure + (self._device.type == "meta")):
-                stack.enter_context(_pop_mode_temporarily())
-            yield
+    def _as_compiled(self) -> AbstractContextManager[Any]:
+        """Suspend the trace's function mode inside, because the compiler would trace it around every operator."""
+        return _pop_mode_temporarily() if self._measure else nullcontext()
 
     def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -330,10 +324,7 @@ class Step:
                 self._switch(call.unit, call)
             self._recomputing = True
             try:
-                # Autograd suspends function modes during backward.
-                eager = self._device.type == "meta" and forward is eager_of(forward)
-                with FusedAttention() if eager else nullcontext():
-                    return forward(*args, **kwargs)
+                return forward(*args, **kwargs)
             # the recomputation ends with the last saved tensor, as in the engine; torch stops it there by an exception
             finally:
                 assert self._open is not None

@@ -81,7 +81,6 @@ def test_the_slowest_rank_decides_and_as_many_ranks_find_it(tmp_path: Path, monk
         assert next(iter(by_size)) == "1 MiB"
         assert rate == max(list(by_size.values())[-3:])
         assert 0 < rate < 100, "two processes of one host move less than its memory does"
-    assert figures["fold"].median > 0
     assert [group.activities for group in profile.contention] == [each for each in groups_on(CPU, 2) if len(each) > 1]
     assert "of fastest rank" in report(profile)
 

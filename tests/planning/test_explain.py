@@ -10,12 +10,12 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, predict, search
-from protrain.planning.changes import KNOBS
-from protrain.planning.explain.knobs import Change
+from protrain.planning.changes import KNOBS, Change
 from protrain.planning.explain.phases import phases
 from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from tests.planning.counts import busy_ms
 from tests.planning.machines import H100
 
 MIB = 1024**2
@@ -158,9 +158,9 @@ def test_on_a_cpu_nothing_overlaps() -> None:
     timeline = predict(traced, hardware, plan).timeline
     assert timeline.step_ms == plan.step_ms
     compute_ms, flatten_ms = sum(segment.duration_ms for segment in traced.segments), 2 * 2 * 6 * N / 3000e6
-    assert timeline.busy_ms(GPU) == pytest.approx(compute_ms + flatten_ms)
-    assert timeline.busy_ms(HOST) == pytest.approx(6 * N / 1e6)
-    assert sum(timeline.busy_ms(lane) for lane in range(4)) == pytest.approx(plan.step_ms)
+    assert busy_ms(timeline, GPU) == pytest.approx(compute_ms + flatten_ms)
+    assert busy_ms(timeline, HOST) == pytest.approx(6 * N / 1e6)
+    assert sum(busy_ms(timeline, lane) for lane in range(4)) == pytest.approx(plan.step_ms)
     after = explain(plan, traced, hardware).phases[2]
     assert after.compute_ms == 0.0
     assert after.waits_ms["uploads"] + after.waits_ms["host optimizer"] == pytest.approx(after.length_ms)

@@ -25,13 +25,13 @@ from protrain.planning import (
     search,
 )
 from protrain.planning.explain.host_rate import host_gparams
-from protrain.planning.rates.collectives import COLLECTIVE_MS
+from protrain.planning.runtime.durations import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning import test_limits, test_search
 from tests.planning.brute_force import MIB, as_measured, check_search, random_machine, random_profile, that_streams
 from tests.planning.brute_force import N as LARGE_N
-from tests.planning.counts import placed
+from tests.planning.counts import busy_ms, placed
 from tests.planning.test_runtime import MACHINE, MOVE, UPDATE, N, make_profile
 
 NONE = BlockMode.NONE
@@ -106,8 +106,8 @@ def test_the_links_carry_a_share_and_each_chunk_is_gathered_once_if_all_stay(wor
     ranks = replace(TWO, world_size=world_size)
     timeline = model_of(profile, ranks).timeline(MODES, placed(1, 4))
     for lane in (UP, DOWN, HOST):
-        assert timeline.busy_ms(lane) == pytest.approx(alone.busy_ms(lane) / world_size)
-        assert timeline.busy_ms(lane) > 0
+        assert busy_ms(timeline, lane) == pytest.approx(busy_ms(alone, lane) / world_size)
+        assert busy_ms(timeline, lane) > 0
     assert sorted(one.name for one in of_lane(timeline, GATHER)) == [f"gather {chunk}" for chunk in range(4)]
     assert [one.name for one in of_lane(timeline, REDUCE)] == [f"reduce {chunk}" for chunk in (3, 2, 1, 0)]
     assert {GATHER, REDUCE} <= set(timeline.lanes)

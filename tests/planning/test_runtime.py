@@ -23,7 +23,7 @@ from protrain.planning.rates.swap_copies import COPY_MS
 from protrain.planning.runtime.fetches import Fetches
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from tests.planning.counts import placed
+from tests.planning.counts import busy_ms, placed
 from tests.planning.machines import H100
 
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
@@ -155,7 +155,7 @@ def test_dram_is_shared_by_copies_and_the_host_update() -> None:
     scarce: dict[str, Any] = {"host_adam_gparams": 0.0128, "host_dram_gbps": 0.0128 * 26}
     contended = model_of(profile, replace(MACHINE, **scarce)).timeline(modes, placed(0, 2))
     free = model_of(profile, replace(MACHINE, host_adam_gparams=0.0128)).timeline(modes, placed(0, 2))
-    assert contended.busy_ms(HOST) > 1.005 * free.busy_ms(HOST)
+    assert busy_ms(contended, HOST) > 1.005 * busy_ms(free, HOST)
     assert contended.step_ms > free.step_ms
 
 
@@ -273,7 +273,7 @@ def test_a_timeline_does_one_thing_at_a_time_on_every_lane() -> None:
     assert set(lanes) == {GPU, UP, DOWN, HOST}
     for intervals in lanes.values():
         assert all(first[1] <= second[0] + 1e-9 for first, second in pairwise(sorted(intervals)))
-    assert found.busy_ms(GPU) <= found.step_ms
+    assert busy_ms(found, GPU) <= found.step_ms
     assert 0 < found.forward_end_ms < found.backward_end_ms < found.step_ms
     assert Timeline.from_json(found.to_json()) == found
 

@@ -225,7 +225,7 @@ def test_wider_states_take_as_much_longer_as_they_have_bytes(dtype: str, sizes: 
 
 def left(hardware: HardwareProfile, lane: int, *beside: int) -> float:
     found = rates(hardware, 130.0, (42.0, 36.0))
-    return found[lane][tuple(other in beside for other in OTHERS[lane])]
+    return float(found[*(int(other in beside) for other in OTHERS[lane]), lane])
 
 
 def test_the_link_is_shared_by_what_is_wanted() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from protrain.planning import MemoryModel, RuntimeModel, evaluate, pack, search
 from protrain.planning.plan import BlockMode
-from protrain.planning.rates.swap_copies import COPY_MS, choose_packed, direct_copies, packed_copies
+from protrain.planning.rates.swap_copies import COPY_MS, choose_packed, swap_copies
 from protrain.profiler import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
@@ -64,7 +64,7 @@ def test_nothing_is_packed_on_a_cpu() -> None:
 def test_what_either_takes() -> None:
     [block, *_] = profile_of(saved=80 * MIB, tensors=10, bools=16 * MIB).blocks
     hardware = replace(H100, d2h_gbps=50.0, h2d_gbps=25.0, pack_gbps=2000.0)
-    direct, packed = direct_copies(block, 2, hardware), packed_copies(block, 2, hardware)
+    direct, packed = (swap_copies(block, 2, hardware, packed=packed) for packed in (False, True))
     assert direct.out_ms == pytest.approx(40 * MIB / 50e6 + 5 * COPY_MS)
     assert direct.back_ms == pytest.approx(40 * MIB / 25e6 + 5 * COPY_MS)
     assert direct[2:] == (0.0, 0.0)

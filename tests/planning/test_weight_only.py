@@ -250,7 +250,7 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     runtime, steps = steps_of(update_ms)
     for n_speculate in range(8):
         first = Run.of(runtime._step((NONE,) * 8, weight_only(1, 7, n_speculate)))
-        run = Run(first.step, [repeat(1.0)] * len(LANES), 0.0)
+        run = Run(first.step, [repeat(1.0)] * len(LANES))
         run.choices = first.choices
         ends = []
         for _ in range(60):

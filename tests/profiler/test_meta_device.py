@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler import meta_device, profile
@@ -91,6 +92,21 @@ def test_a_remembered_result_has_a_gradient() -> None:
             F.gelu(weight @ weight).sum().backward()
     assert weight.grad is not None
     assert weight.grad.shape == (4, 4)
+
+
+def test_attention_that_a_module_imported_by_its_name_is_fused_too() -> None:
+    query = torch.empty(1, 2, 64, 8, device="meta", requires_grad=True)
+    saved: list[int] = []
+
+    def noted(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel())
+        return tensor
+
+    usual = scaled_dot_product_attention
+    with as_if_on_gpu(), torch.autograd.graph.saved_tensors_hooks(noted, lambda tensor: tensor):
+        scaled_dot_product_attention(query, query, query, is_causal=True)
+    assert 0 < max(saved) < 64 * 64, "no matrix of sequence x sequence is saved"
+    assert scaled_dot_product_attention is usual is F.scaled_dot_product_attention
 
 
 class _Block(nn.Module):

@@ -37,7 +37,7 @@ def test_operators_that_are_no_products_count_by_their_bytes() -> None:
     assert found.traffic_bytes == (2 + 2 + 2 + 3) * SIZE
     # Fused operators move x once, the product's input, and the product's result.
     assert found.fused_bytes == 3 * SIZE
-    found.note_saved({storage_key(relu), storage_key(last), storage_key(x)})
+    found.write({storage_key(relu), storage_key(last), storage_key(x)})
     assert found.fused_bytes == 5 * SIZE
 
 

@@ -1,6 +1,6 @@
 """The collectives of a step, by the calls and through the communicators that training uses.
 
-Ranks gather the weights of a chunk, and exchange its gradients, which each of them then adds (``fold``).
+Ranks gather the weights of a chunk, and exchange its gradients.
 """
 
 from __future__ import annotations

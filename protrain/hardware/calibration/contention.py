@@ -47,12 +47,7 @@ _STREAMED_GROUPS = (
     ("streamed_adam", "matmul"),
     ("streamed_adam", "host_adam", "matmul"),
 )
-_COLLECTIVE_GROUPS = (
-    ("collective", "h2d"),
-    ("collective", "d2h"),
-    ("collective", "matmul"),
-    ("collective", "h2d", "d2h", "matmul"),
-)
+_COLLECTIVE_GROUPS = (("collective", "matmul"),)  # all that the planner reads of collectives
 
 
 def groups_on(device: torch.device, n_ranks: int = 1) -> list[tuple[str, ...]]:

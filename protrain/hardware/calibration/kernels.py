@@ -1,29 +1,23 @@
-"""The kernels that move gradients and activations.
-
-They move the gradients of a transformer block into a chunk, its activations into a buffer, and add the gradients that
-several ranks have exchanged.
-"""
+"""The kernels that move the gradients of a transformer block into a chunk, and its activations into a buffer."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
-from protrain.common.quantities import format_bytes
-from protrain.hardware.calibration.tensors import fill_random
+from protrain.hardware.calibration.tensors import random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
-from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
-from protrain_kernels import PADDING, PackPlan, Slice, flatten, fold, padded, tiles
+from protrain_kernels import PackPlan, flatten, padded, tiles
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
-    tensor = torch.empty(shape, dtype=torch.bfloat16, device=device)
-    fill_random(tensor.view(-1))
-    return tensor
+    return random_tensor(math.prod(shape), torch.bfloat16, device).view(shape)
 
 
-def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
+def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
     """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
@@ -38,11 +32,10 @@ def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: D
     squares = torch.empty(partials, device=device)
     durations = durations_s(lambda: flatten(gradients, chunk, offsets, squares, starts), device, budget_s=budget_s)
     moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
-    promised = None if sheet is None else sheet.memory_gbps
-    return figure_of("flatten", durations, moved / 1e9, "GB/s", datasheet=promised)
+    return figure_of("flatten", durations, moved / 1e9, "GB/s", datasheet=datasheet)
 
 
-def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Datasheet | None) -> Figure:
+def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
     """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
     tokens = hidden
     fused = _random(device, tokens, 3 * hidden)
@@ -55,21 +48,4 @@ def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, sheet: Data
     plan = PackPlan(saved)
     buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=device)
     durations = durations_s(lambda: plan.pack(saved, buffer), device, budget_s=budget_s)
-    promised = None if sheet is None else sheet.memory_gbps
-    return figure_of("pack", durations, (plan.unpacked_bytes + plan.packed_bytes) / 1e9, "GB/s", datasheet=promised)
-
-
-def fold_gbps(
-    device: torch.device, n_ranks: int, size_bytes: int, *, budget_s: float, sheet: Datasheet | None
-) -> Figure:
-    """Bytes a second that ``fold`` with squares reads and writes, on ``size_bytes`` of bf16 from ``n_ranks`` in all."""
-    elements = size_bytes // 2 // n_ranks // PADDING * PADDING
-    pieces, gradient = _random(device, n_ranks, elements), torch.empty(elements, dtype=torch.bfloat16, device=device)
-    slices = [Slice(offset=0, numel=elements, first=0, parameter_numel=elements, partial_offset=0)]
-    squares = torch.empty(tiles(elements), device=device)
-    durations = durations_s(
-        lambda: fold(pieces, slices, gradient=gradient, factor=1 / n_ranks, partials=squares), device, budget_s=budget_s
-    )
-    promised = None if sheet is None else sheet.memory_gbps
-    moved = (pieces.nbytes + gradient.nbytes) / 1e9
-    return figure_of("fold", durations, moved, "GB/s", at=format_bytes(size_bytes), datasheet=promised)
+    return figure_of("pack", durations, (plan.unpacked_bytes + plan.packed_bytes) / 1e9, "GB/s", datasheet=datasheet)

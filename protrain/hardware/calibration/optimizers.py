@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import durations_s, figure_of
-from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
@@ -21,8 +20,7 @@ _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left t
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
 
-@dataclass(frozen=True)
-class AdamChunk:
+class AdamChunk(NamedTuple):
     """A chunk of model states with the split master, and its gradient; random, so that no step meets special values."""
 
     weight: Tensor
@@ -49,8 +47,7 @@ class AdamChunk:
 
     def part(self, first: int, elements: int) -> AdamChunk:
         """``elements`` of the chunk from ``first`` on. Both are multiples of 128."""
-        whole = (self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad)
-        return AdamChunk(*(tensor[first : first + elements] for tensor in whole))
+        return AdamChunk(*(tensor[first : first + elements] for tensor in self))
 
     def update(self, threads: int = 0, moments: tuple[Tensor, Tensor] | None = None) -> None:
         """One AdamW step where the chunk lies. ``moments`` take the place of the chunk's own where they are given."""
@@ -71,7 +68,7 @@ def adam_figure(
     *,
     budget_s: float,
     at: str = "",
-    sheet: Datasheet | None = None,
+    datasheet: float | None = None,
 ) -> Figure:
     """The rate at which ``update`` goes over ``chunks`` one after the other, in 1e9 parameters a second."""
 
@@ -85,7 +82,7 @@ def adam_figure(
         sum(chunk.elements for chunk in chunks) / 1e9,
         "G param/s",
         at=at,
-        datasheet=None if sheet is None else sheet.memory_gbps / ADAM_BYTES,
+        datasheet=datasheet,
     )
 
 
@@ -121,17 +118,12 @@ class StreamedChunk:
     @contextlib.contextmanager
     def ready(self) -> Iterator[bool]:
         """Pin states and gradient inside the context. Yields whether that was possible."""
-        chunk = self.chunk
-        tensors = (chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad)
-        with pinned(*tensors, device=self.device) as accepted:
+        with pinned(*self.chunk, device=self.device) as accepted:
             yield accepted
 
     def update(self) -> None:
         """Queue one step on the current stream, which then waits for it."""
-        chunk = self.chunk
-        done = streamed_adam(
-            chunk.weight, chunk.master, chunk.exp_avg, chunk.exp_avg_sq, chunk.grad, _STEP, self._staging
-        )
+        done = streamed_adam(*self.chunk, _STEP, self._staging)
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 

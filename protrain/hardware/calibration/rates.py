@@ -8,7 +8,6 @@ import torch
 
 from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
-from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.profile import Figure
 
 _SETTLED = 0.02  # the relative difference of two windows that agree
@@ -49,11 +48,10 @@ class Products:
                 return
             before = now
 
-    def figure(self, *, budget_s: float, sheet: Datasheet | None) -> Figure:
+    def figure(self, *, budget_s: float, datasheet: float | None) -> Figure:
         """The rate of the products, in TFLOP/s."""
         durations = durations_s(self.run, self.device, budget_s=budget_s)
-        promised = None if sheet is None else sheet.matmul_tflops
-        return figure_of("matmul", durations, 2 * self.width**3 / 1e12, "TFLOP/s", datasheet=promised)
+        return figure_of("matmul", durations, 2 * self.width**3 / 1e12, "TFLOP/s", datasheet=datasheet)
 
     def load(self, seconds: float) -> None:
         """Queue about ``seconds`` of work on a GPU, without waiting for it."""
@@ -65,14 +63,13 @@ class Products:
         self.run(int(seconds / once_s))
 
 
-def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, sheet: Datasheet | None) -> list[Figure]:
+def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, datasheet: float | None) -> list[Figure]:
     """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
     source = random_tensor(size_bytes // 4, torch.float32, device)
     target = (
         torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
     )
     ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
-    promised = None if sheet is None else sheet.memory_gbps
     return [
         figure_of(
             "device copy",
@@ -80,7 +77,7 @@ def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, shee
             2 * size_bytes / 1e9,
             "GB/s",
             at=way,
-            datasheet=promised,
+            datasheet=datasheet,
         )
         for way, run in ways.items()
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from protrain.common.quantities import format_bytes
+from protrain.common.tables import aligned
 from protrain.hardware.calibration.optimizers import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.nvml import GpuFacts
@@ -21,7 +22,7 @@ _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 
 def report(profile: HardwareProfile) -> str:
     """The printed form of a profile that ``calibrate`` returned."""
-    parts = [_machine(profile), *_figures(profile.figures), *_contention(profile.contention)]
+    parts = [_machine(profile), _figures(profile.figures), *_contention(profile.contention)]
     parts += ["", *(f"warning: {line}" for line in profile.warnings)] if profile.warnings else []
     return "\n".join(parts)
 
@@ -37,7 +38,7 @@ def _machine(profile: HardwareProfile) -> str:
     )
 
 
-def _figures(figures: Sequence[Figure]) -> list[str]:
+def _figures(figures: Sequence[Figure]) -> str:
     several = any(figure.slowest_over_fastest is not None for figure in figures)
     rows: list[tuple[str, ...]] = [_HEAD if several else _HEAD[:-1]]
     for figure in figures:
@@ -45,7 +46,7 @@ def _figures(figures: Sequence[Figure]) -> list[str]:
         promised = f"{100 * figure.median / figure.datasheet:.1f}%" if figure.datasheet else ""
         shares = (f"{100 * (figure.slowest_over_fastest or 1):.0f}%",) if several else ()
         rows.append((figure.name, figure.at, *rates, figure.unit, promised, *shares))
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _contention(groups: Sequence[Contention]) -> list[str]:
@@ -55,12 +56,7 @@ def _contention(groups: Sequence[Contention]) -> list[str]:
     for group in groups:
         shares = zip(group.activities, group.shares, strict=True)
         rows.append((" + ".join(group.activities), ", ".join(f"{name} {100 * share:.0f}%" for name, share in shares)))
-    return ["", *_aligned(rows)]
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(f"{text:<{width}}" for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return ["", aligned(rows)]
 
 
 def size_warnings(effort: Effort) -> list[str]:

@@ -17,8 +17,9 @@ from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.kernels import flatten_gbps, fold_gbps, pack_gbps
+from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.optimizers import (
+    ADAM_BYTES,
     AdamChunk,
     StreamedChunk,
     adam_figure,
@@ -49,12 +50,12 @@ Progress = Callable[[str, float], object]
 _LOADED_S = 0.3  # of queued work, during which the card is asked for its clocks and its link
 # Seconds of each stage in a calibration of FULL_SECONDS. The groups of activities share the rest of the time.
 _MATMUL_S, _COPY_S, _TRANSFERS_S, _DRAM_S, _ADAM_S, _STREAMED_S, _KERNEL_S = 2.0, 0.5, 3.0, 1.5, 0.4, 0.75, 0.4
-_GROUP_S, _COLLECTIVE_S, _FOLD_S = 0.9, 0.4, 0.2  # a group; a size
+_GROUP_S, _COLLECTIVE_S = 0.9, 0.4  # a group; a size
 _ROUNDS = 2  # over all groups
 _LARGEST = 3  # the sizes that no cache holds
 _MOMENTS = ("over much memory", "the same later", "and once more")  # when the host's AdamW is measured
 _WHOLE, _WEIGHT, _NARROW = "host AdamW", "host AdamW, the weight", "host AdamW, moments in bf16"
-_BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "all_to_all", "fold")
+_BY_SIZE = ("h2d", "d2h", "both ways", "all_gather", "all_to_all")
 
 
 def calibrate(
@@ -144,7 +145,9 @@ class Calibration:
         self.warnings = size_warnings(effort)
         self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # one_core_taken takes the one core
         self._adam_threads = threads
-        self._sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
+        sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
+        self._matmul_tflops = None if sheet is None else sheet.matmul_tflops  # what the maker promises
+        self._memory_gbps = None if sheet is None else sheet.memory_gbps
         idle = gpu_facts(device) if self.on_gpu else None
         self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
         self._products = Products(device, effort)
@@ -158,7 +161,7 @@ class Calibration:
         optimizers = (host_adam + 1) * _ADAM_S + self.on_gpu * _STREAMED_S
         together = len(groups_on(self.device, self.ranks.size)) * _GROUP_S
         sizes = len(self.effort.transfer_bytes) * self.ranks.several
-        return alone + optimizers + together + sizes * (_COLLECTIVE_S + _FOLD_S)
+        return alone + optimizers + together + sizes * _COLLECTIVE_S
 
     @contextlib.contextmanager
     def _stage(self, what: str, full_s: float) -> Iterator[float]:
@@ -203,13 +206,13 @@ class Calibration:
     def _device_alone(self) -> None:
         with self._stage("matrix products", _MATMUL_S) as budget_s:
             self._products.settle(time_share=min(1.0, self.effort.time))
-            matmul = self._products.figure(budget_s=budget_s / 2, sheet=self._sheet)
+            matmul = self._products.figure(budget_s=budget_s / 2, datasheet=self._matmul_tflops)
             self._products.load(_LOADED_S)
             self.warnings += clock_warnings(matmul, gpu_facts(self.device) if self.on_gpu else None)
             self.figures.append(matmul)
         with self._stage("device memory", _COPY_S) as budget_s:
             size = self.effort.tensor_bytes
-            self.figures += copy_figures(self.device, size, budget_s=budget_s, sheet=self._sheet)
+            self.figures += copy_figures(self.device, size, budget_s=budget_s, datasheet=self._memory_gbps)
 
     def _transfers(self) -> bool:
         sizes = self.effort.transfer_bytes
@@ -268,8 +271,9 @@ class Calibration:
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
             chunk = AdamChunk.on(self.device, self.effort.adam_elements)
+            promised = None if self._memory_gbps is None else self._memory_gbps / ADAM_BYTES
             figure = adam_figure(
-                "device AdamW", [chunk], AdamChunk.update, self.device, budget_s=budget_s, sheet=self._sheet
+                "device AdamW", [chunk], AdamChunk.update, self.device, budget_s=budget_s, datasheet=promised
             )
             self.figures.append(figure)
             del chunk
@@ -282,7 +286,8 @@ class Calibration:
                 del streamed
         for kernel in (flatten_gbps, pack_gbps):
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
-                self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s, sheet=self._sheet))
+                hidden, promised = self.effort.hidden, self._memory_gbps
+                self.figures.append(kernel(self.device, hidden, budget_s=budget_s, datasheet=promised))
 
     def _all_have(self, pinned: bool) -> bool:
         """Whether all ranks could pin their memory. They must go the same way, or would wait for each other."""
@@ -301,13 +306,11 @@ class Calibration:
         return accepted
 
     def _collectives(self) -> Collectives:
-        sizes, sheet = self.effort.transfer_bytes, self._sheet
+        sizes = self.effort.transfer_bytes
         collectives = Collectives(self.ranks, self.device, max(sizes))
         for size in sizes:
             with self._stage("collectives", _COLLECTIVE_S) as budget_s:
                 self.figures += collectives.figures(size, budget_s=budget_s)
-            with self._stage("sums of what was exchanged", _FOLD_S) as budget_s:
-                self.figures.append(fold_gbps(self.device, self.ranks.size, size, budget_s=budget_s, sheet=sheet))
         return collectives
 
     def _best(self) -> dict[str, Figure]:

@@ -52,12 +52,9 @@ class Transfers:
     def both(self, size_bytes: int, count: int) -> None:
         """Queue ``count`` copies each way. On a GPU both ways run at the same time."""
         for stream, copy in zip(self._streams, (self.up, self.down), strict=True):
-            if stream is None:
-                for _ in range(count):
-                    copy(size_bytes)
-                continue
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-            with torch.cuda.stream(stream):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(stream):  # None changes nothing
                 for _ in range(count):
                     copy(size_bytes)
         for stream in self._streams:

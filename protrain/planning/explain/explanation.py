@@ -5,15 +5,16 @@ All numbers come from the models that the search uses. What a phase waits for is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu, wrapped
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.changes import Change
 from protrain.planning.evaluate import check
-from protrain.planning.explain.knobs import Change, changes_of
+from protrain.planning.explain.knobs import changes_of
 from protrain.planning.explain.phases import WAITS, Phase, phases
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, offloaded_input_bytes
@@ -243,32 +244,26 @@ def _with_more(
 ) -> tuple[Plan | None, list[Better]]:
     """A faster plan for the memory there is, and the fastest plans with more and more memory, if they are faster."""
 
-    def fastest(device_bytes: int, host_bytes: int) -> Plan:
-        machine = replace(hardware, device_bytes=device_bytes, host_bytes=host_bytes)
+    def fastest(memory: str = "device_bytes", share: float = 0.0) -> Plan:
+        grown: dict[str, Any] = {memory: int(getattr(hardware, memory) * (1 + share))}
+        machine = replace(hardware, **grown)
         return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
 
-    device, host = hardware.device_bytes, hardware.host_bytes
-    here = fastest(device, host)
+    here = fastest()
     best_ms = min(here.step_ms, plan.step_ms)
     found = []
     for memory in ("device", "host"):
-        known_ms = best_ms
-        most_ms = _grown(fastest, memory, device, host, MORE[-1]).step_ms
+        size = f"{memory}_bytes"
+        known_ms, most_ms = best_ms, fastest(size, MORE[-1]).step_ms
         for share in MORE:
             if most_ms >= known_ms * (1 - _SAME):
                 break  # no amount of memory gains more
-            better = _grown(fastest, memory, device, host, share)
+            better = fastest(size, share)
             if better.step_ms < known_ms * (1 - _SAME):
                 known_ms = better.step_ms
-                needed = better.device_bytes - device if memory == "device" else better.host_bytes - host
+                needed = getattr(better, size) - getattr(hardware, size)
                 found.append(Better(memory=memory, more_bytes=needed, step_ms=known_ms, plan=better))
     return here if here.step_ms < plan.step_ms * (1 - _SAME) else None, found
-
-
-def _grown(fastest: Callable[[int, int], Plan], memory: str, device: int, host: int, share: float) -> Plan:
-    if memory == "device":
-        return fastest(int(device * (1 + share)), host)
-    return fastest(device, int(host * (1 + share)))
 
 
 def _signed(size: int) -> str:

@@ -3,33 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from protrain.common.records import Record
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.changes import Neighbour, neighbours, within
+from protrain.planning.changes import Change, neighbours, within
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change(Record):
-    """One integer changed by one, or keep_attention flipped.
-
-    :func:`protrain.planning.changes.neighbours` says which other integers change with it.
-    """
-
-    knob: str
-    step: int  # 1 or -1
-    counts: tuple[int, ...]  # in the order of Counts
-    impossible: str = ""  # the reason if there is no such plan; then no field below is set
-    step_ms: float | None = None
-    slower_ms: float | None = None  # on the slower host that plans are made for
-    device_bytes: int = 0
-    host_bytes: int = 0
-    device_over_bytes: int = 0  # how much more than there is; 0 if it fits
-    host_over_bytes: int = 0
 
 
 def changes_of(
@@ -49,15 +29,15 @@ def changes_of(
         others = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
         counts = within(counts, others)
     step = -1 if plan.keep_attention else 1
-    yield _effect(Neighbour("keep_attention", step, counts, impossible), others, plan)
+    switch = Change(knob="keep_attention", step=step, counts=counts, impossible=impossible)
+    yield _effect(switch, others, plan)
 
 
-def _effect(neighbour: Neighbour, models: Models, same_modes: Plan | None) -> Change:
-    """The effect of ``neighbour``. Block modes are those of the plan ``same_modes`` if it is given."""
-    counts: Counts = neighbour.counts
-    change = Change(knob=neighbour.knob, step=neighbour.step, counts=counts, impossible=neighbour.impossible)
-    if neighbour.impossible:
+def _effect(change: Change, models: Models, same_modes: Plan | None) -> Change:
+    """``change`` with its effect. Block modes are those of the plan ``same_modes`` if it is given."""
+    if change.impossible:
         return change
+    counts = Counts(*change.counts)
     modes = models.modes(counts) if same_modes is None else same_modes.block_modes
     device_bytes, host_bytes = models.device_bytes(modes, counts), models.host_bytes(modes, counts)
     return replace(

@@ -21,6 +21,7 @@ there always is an update to wait for.
 from __future__ import annotations
 
 from collections import deque
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
@@ -69,7 +70,7 @@ class GradientRegions:
             before = _up_to(is_open & ~np.array(is_large)[:, None])
             self.open_on_host: list[int] = (before[-1] - before).max(axis=1, initial=0).tolist()
             self._last_visit = [max(np.flatnonzero(visits).tolist(), default=-1) for visits in is_open]  # by chunk
-        self._known: dict[tuple[int, int], list[tuple[int, int]]] = {}  # by n_persist and n_regions
+        self.handed_on = cache(self._handed_on)
 
     def own_bytes(self, n_persist: int) -> tuple[int, int]:
         """Bytes of gradients on the device and in host memory if every chunk has a region of its own."""
@@ -111,20 +112,16 @@ class GradientRegions:
     def _large_on_host(self, n_persist: int) -> int:
         return self._large[-1] - self._large[n_persist]
 
-    def handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
+    def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """The gradients that take over another chunk's region, as (gradient, the chunk whose update it waits for).
 
         They come in the order in which they arrive. A gradient is given by its index in :func:`gradients_by_visit`.
         It takes over the region of the chunk whose gradient has been complete for the longest time, so this depends on
         the order of gradients alone.
         """
-        known = self._known.get((n_persist, n_regions))
-        if known is None:
-            known = self._known[n_persist, n_regions] = self._handed_on(n_persist, n_regions) if n_regions else []
-        return known
-
-    def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
+        if not n_regions:
+            return found
         seen: set[int] = set()
         complete: deque[int] = deque()
         for at, visit in enumerate(self._yielded):

@@ -20,15 +20,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.choices import Choices
 from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
-from protrain.planning.memory.segments import Bytes, Segments
+from protrain.planning.memory.segments import Bytes, Choices, Segments
 from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates.streaming import staging_bytes, streams
 from protrain.planning.rates.swap_copies import choose_packed
@@ -116,9 +116,8 @@ class MemoryModel:
             ]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
         self._library_bytes = _NCCL_BYTES if layout.world_size > 1 and hardware.device_type == "cuda" else 0
-        self._persistent = [0]  # by n_persist: bytes of all states of the persistent chunks
-        for chunk in layout.chunks:
-            self._persistent.append(self._persistent[-1] + self.chunk_bytes(chunk))
+        # By n_persist: bytes of all states of the persistent chunks.
+        self._persistent = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
         whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
         states = [size // layout.world_size for size in whole]
         weights = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
@@ -132,8 +131,8 @@ class MemoryModel:
             for record, packed in zip(profile.blocks, packs, strict=True)
         ]
         self._segments = Segments.of(profile, packs)
-        self._activations: dict[tuple[BlockMode, ...], Activations] = {}
-        self._offloads: dict[tuple[int, int], tuple[Bytes, Bytes]] = {}
+        self.activations = cache(self._activations_of)
+        self.offloads = cache(self._offloads_of)
 
     def chunk_bytes(self, chunk: ChunkRecord) -> int:
         """Bytes of one rank's states of ``chunk``, with its gradient or its accumulator."""
@@ -272,24 +271,16 @@ class MemoryModel:
         sizes = zip(modes, self._swapped, strict=True)
         return sum(size[mode is BlockMode.CKPT_SWAP] for mode, size in sizes if mode in offloaded)
 
-    def activations(self, modes: tuple[BlockMode, ...]) -> Activations:
+    def _activations_of(self, modes: tuple[BlockMode, ...]) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""
-        known = self._activations.get(modes)
-        if known is None:
-            found = self.all_activations(Choices.of([modes]))
-            peak, held, swapped = (int(array[0]) for array in found)
-            known = Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
-            self._activations[modes] = known
-        return known
+        peak, held, swapped = (int(array[0]) for array in self.all_activations(Choices.of([modes])))
+        return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
 
-    def offloads(self, n_swap: int, n_ckpt: int) -> tuple[Bytes, Bytes]:
+    def _offloads_of(self, n_swap: int, n_ckpt: int) -> tuple[Bytes, Bytes]:
         """Device bytes with their margin, and host bytes, by the number of input offloads: from 0 to ``n_ckpt``."""
-        known = self._offloads.get((n_swap, n_ckpt))
-        if known is None:
-            modes = [block_modes(len(self.profile.blocks), n_swap, n_ckpt, n) for n in range(n_ckpt + 1)]
-            peak_bytes, _, swapped_bytes = self.all_activations(Choices.of(modes))
-            known = self._offloads[n_swap, n_ckpt] = self.with_margin(peak_bytes), swapped_bytes
-        return known
+        modes = [block_modes(len(self.profile.blocks), n_swap, n_ckpt, n) for n in range(n_ckpt + 1)]
+        peak_bytes, _, swapped_bytes = self.all_activations(Choices.of(modes))
+        return self.with_margin(peak_bytes), swapped_bytes
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of :class:`Activations` in their order, each as an array by choice."""

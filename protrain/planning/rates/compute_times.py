@@ -29,11 +29,6 @@ class ComputeTimes:
     gap_forward: tuple[float, ...]  # of what runs before every block, and after the last
     gap_backward: tuple[float, ...]  # by the same places in forward order
 
-    @property
-    def total(self) -> float:
-        """Milliseconds of forward and backward without recomputation."""
-        return sum(self.forward) + sum(self.backward) + sum(self.gap_forward) + sum(self.gap_backward)
-
 
 def compute_times(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes:
     """The times that the trace measured if it ran on this type of device, else estimates from operations and bytes."""

@@ -6,7 +6,10 @@ collectives are taken to slow nothing down, and to be slowed down by nothing.
 
 from __future__ import annotations
 
-from itertools import compress, product
+from itertools import compress
+
+import numpy as np
+from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
@@ -17,95 +20,70 @@ OTHERS = [[other for other in range(CONTENDING) if other != lane] for lane in ra
 _OTHER_WAY = {UP: DOWN, DOWN: UP}
 _LEAST = 0.25  # no lane keeps less than this share of its rate
 
-# By lane, then by which of OTHERS[lane] run: the share of its rate that the lane keeps, at most 1.
-Rates = list[dict[tuple[bool, ...], float]]
 
+def rates(
+    hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps: tuple[float, float] = (0.0, 0.0)
+) -> NDArray[np.float64]:
+    """The share of its rate that every lane keeps beside every set of other lanes, at most 1.
 
-def rates(hardware: HardwareProfile, host_adam_gbps: float, streamed_gbps: tuple[float, float] = (0.0, 0.0)) -> Rates:
-    """The share that every lane keeps beside every set of other lanes.
+    An index says of each of OTHERS[lane] whether it runs, 0 or 1, and the last index is the lane.
 
     Args:
         hardware: the machine.
         host_adam_gbps: the DRAM traffic of the host optimizer when nothing runs beside it.
         streamed_gbps: the link traffic of streamed updates, to the device and back, when nothing runs beside them.
     """
-    return [
-        {
-            present: max(_LEAST, min(1.0, _kept(hardware, host_adam_gbps, streamed_gbps, lane, others, present)))
-            for present in product((False, True), repeat=len(others))
-        }
-        for lane, others in enumerate(OTHERS)
-    ]
+    alone_gbps = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
+    both_ways = hardware.bidirectional_gbps / sum(alone_gbps.values())
+    # Calibration measures streamed updates beside the host optimizer and beside matrix products.
+    knows_streamed = any(_ACTIVITIES[STREAM] in group.activities for group in hardware.contention)
 
+    def measured(lane: int, beside: list[int]) -> float:
+        return hardware.share(_ACTIVITIES[lane], [_ACTIVITIES[other] for other in beside])
 
-def _kept(
-    hardware: HardwareProfile,
-    host_adam_gbps: float,
-    streamed_gbps: tuple[float, float],
-    lane: int,
-    others: list[int],
-    present: tuple[bool, ...],
-) -> float:
-    """The share that ``lane`` keeps beside those of ``others`` that are ``present``, without limits."""
-    known = _measured if hardware.knows_contention else _shared
-    beside = list(compress(others, present))
-    if STREAM not in (lane, *beside):
-        return known(hardware, host_adam_gbps, lane, beside)
-    # Calibration measures streamed updates beside the host optimizer and beside matrix products. Beside copies, the
-    # link is full in both directions, and each gets a share of it in proportion to what it would transfer alone.
-    measured = any(_ACTIVITIES[STREAM] in group.activities for group in hardware.contention)
-    without = [other for other in beside if other != STREAM]
-    copies = [other for other in without if other in _OTHER_WAY]
-    no_copies = [other for other in without if other not in copies]
-    busy = [*no_copies, *(way for way in _OTHER_WAY if way != lane)]
-    if lane == STREAM:
-        beside_host = 1.0
-        if HOST in beside:
-            beside_host = hardware.host_dram_gbps / (host_adam_gbps + sum(streamed_gbps))
-        kept = _measured(hardware, host_adam_gbps, lane, without) if measured else beside_host
-        shares = [
-            _of_link(hardware, host_adam_gbps, way, [*no_copies, _OTHER_WAY[way]], streamed_gbps) for way in copies
-        ]
-        return min([kept, *shares])
-    if lane in _OTHER_WAY:
-        return _of_link(hardware, host_adam_gbps, lane, busy, streamed_gbps)
-    with_copies = known(hardware, host_adam_gbps, lane, busy)
-    if not measured:
-        return with_copies
-    kept = known(hardware, host_adam_gbps, lane, beside)
-    return min(kept, with_copies) if copies else kept
+    def derived(lane: int, beside: list[int]) -> float:
+        """Copies in both directions share the link; copies and the host optimizer share the host's DRAM."""
+        if lane == GPU:
+            return 1.0
+        if lane == HOST:
+            taken = sum(alone_gbps[other] for other in beside if other in alone_gbps)
+            return (hardware.host_dram_gbps - taken) / host_adam_gbps
+        slower = min(1.0, both_ways) if UP in beside or DOWN in beside else 1.0
+        wanted = alone_gbps[lane] * slower + (host_adam_gbps if HOST in beside else 0.0)
+        return slower * max(0.5, min(1.0, hardware.host_dram_gbps / wanted))
 
+    known = measured if hardware.knows_contention else derived
 
-def _of_link(
-    hardware: HardwareProfile,
-    host_adam_gbps: float,
-    way: int,
-    beside: list[int],
-    streamed_gbps: tuple[float, float],
-) -> float:
-    """The share that copies in one direction and streamed updates both keep when they share that direction.
+    def of_link(way: int, beside: list[int]) -> float:
+        """The share that copies in one direction and streamed updates both keep when they share that direction.
 
-    ``beside`` are the other lanes that run, the copies in the other direction among them.
-    """
-    known = _measured if hardware.knows_contention else _shared
-    alone = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
-    ceiling = min(known(hardware, host_adam_gbps, way, beside), hardware.bidirectional_gbps / sum(alone.values()))
-    return ceiling * alone[way] / (alone[way] + streamed_gbps[0 if way == UP else 1])
+        ``beside`` are the other lanes that run, the copies in the other direction among them. Beside streamed updates
+        the link is full in both directions, and each gets a share in proportion to what it would transfer alone.
+        """
+        ceiling = min(known(way, beside), both_ways)
+        return ceiling * alone_gbps[way] / (alone_gbps[way] + streamed_gbps[0 if way == UP else 1])
 
+    def kept(lane: int, beside: list[int]) -> float:
+        """The share that ``lane`` keeps beside those lanes, without limits."""
+        if STREAM not in (lane, *beside):
+            return known(lane, beside)
+        without = [other for other in beside if other != STREAM]
+        copies = [other for other in without if other in alone_gbps]
+        no_copies = [other for other in without if other not in copies]
+        if lane == STREAM:
+            share = hardware.host_dram_gbps / (host_adam_gbps + sum(streamed_gbps)) if HOST in beside else 1.0
+            if knows_streamed:
+                share = measured(lane, without)
+            return min([share, *(of_link(way, [*no_copies, _OTHER_WAY[way]]) for way in copies)])
+        busy = [*no_copies, *(way for way in alone_gbps if way != lane)]
+        if lane in alone_gbps:
+            return of_link(lane, busy)
+        with_copies = known(lane, busy)
+        if not knows_streamed:
+            return with_copies
+        return min(known(lane, beside), with_copies) if copies else known(lane, beside)
 
-def _measured(hardware: HardwareProfile, _: float, lane: int, beside: list[int]) -> float:
-    return hardware.share(_ACTIVITIES[lane], [_ACTIVITIES[other] for other in beside])
-
-
-def _shared(hardware: HardwareProfile, host_adam_gbps: float, lane: int, beside: list[int]) -> float:
-    """Copies in both directions share the link; copies and the host optimizer share the host's DRAM."""
-    copies = {UP: hardware.h2d_gbps, DOWN: hardware.d2h_gbps}
-    both_ways = min(1.0, hardware.bidirectional_gbps / sum(copies.values()))
-    if lane == GPU:
-        return 1.0
-    if lane == HOST:
-        taken = sum(copies[other] for other in beside if other in copies)
-        return (hardware.host_dram_gbps - taken) / host_adam_gbps
-    slower = both_ways if UP in beside or DOWN in beside else 1.0
-    wanted = copies[lane] * slower + (host_adam_gbps if HOST in beside else 0.0)
-    return slower * max(0.5, min(1.0, hardware.host_dram_gbps / wanted))
+    found = np.empty((2,) * (CONTENDING - 1) + (CONTENDING,))
+    for *present, lane in np.ndindex(found.shape):
+        found[*present, lane] = max(_LEAST, min(1.0, kept(lane, list(compress(OTHERS[lane], present)))))
+    return found

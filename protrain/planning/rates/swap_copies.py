@@ -14,6 +14,7 @@ large tensors direct copies are as fast, and where computing hides the copies th
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
@@ -42,13 +43,13 @@ class SwapCopies(NamedTuple):
         return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms + self.unpack_ms)
 
 
-def direct_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile) -> SwapCopies:
-    """The copies if each storage is copied by itself. ``n_calls`` are the block's calls in one forward."""
-    return SwapCopies(*_link_ms(block.saved_bytes / n_calls, block.saved_tensors / n_calls, hardware))
+def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> SwapCopies:
+    """The copies if everything is packed into one buffer, or if each storage is copied by itself.
 
-
-def packed_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile) -> SwapCopies:
-    """The copies if everything is packed into one buffer."""
+    ``n_calls`` are the block's calls in one forward.
+    """
+    if not packed:
+        return SwapCopies(*_link_ms(block.saved_bytes / n_calls, block.saved_tensors / n_calls, hardware))
     gbps = hardware.pack_gbps or hardware.device_copy_gbps  # the rate of packing is close to that of a copy
     read_and_written = block.saved_bytes + block.packed_bytes
     expanded = block.saved_bool_bytes * 9 / 8
@@ -59,11 +60,6 @@ def packed_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile) -
     )
 
 
-def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> SwapCopies:
-    """The copies, packed or direct."""
-    return (packed_copies if packed else direct_copies)(block, n_calls, hardware)
-
-
 def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[bool, ...]:
     """By block, whether a row of such blocks takes clearly less time with packing. Empty if no block is packed.
 
@@ -72,21 +68,18 @@ def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[boo
     if hardware.device_type == "cpu":
         return ()
     times = compute_times(profile, hardware)
-    packs = []
-    for index, (block, n_calls) in enumerate(zip(profile.blocks, _calls(profile), strict=True)):
-        computing_ms = times.forward[index] / n_calls, times.backward[index] / n_calls
-        direct, packed = direct_copies(block, n_calls, hardware), packed_copies(block, n_calls, hardware)
-        packs.append(packed.in_a_row_ms(*computing_ms) < (1 - _LEAST_GAIN) * direct.in_a_row_ms(*computing_ms))
-    return tuple(packs) if any(packs) else ()
+    n_calls = Counter(profile.units[unit].block for unit in profile.calls)
 
+    def row_ms(index: int, *, packed: bool) -> float:
+        calls = max(1, n_calls[index])
+        copies = swap_copies(profile.blocks[index], calls, hardware, packed=packed)
+        return copies.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
 
-def _calls(profile: ModelProfile) -> list[int]:
-    """By block, its calls in one forward, but at least 1."""
-    counts = [0] * len(profile.blocks)
-    for unit in profile.calls:
-        if (block := profile.units[unit].block) is not None:
-            counts[block] += 1
-    return [max(1, count) for count in counts]
+    packs = tuple(
+        row_ms(index, packed=True) < (1 - _LEAST_GAIN) * row_ms(index, packed=False)
+        for index in range(len(profile.blocks))
+    )
+    return packs if any(packs) else ()
 
 
 def _link_ms(size_bytes: float, n_copies: float, hardware: HardwareProfile) -> tuple[float, float]:

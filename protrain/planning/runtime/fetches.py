@@ -49,7 +49,6 @@ class Fetches:
             schedule.position = position
             self._upcoming.append(schedule.upcoming())
             self._next_use.append([schedule.next_use(chunk) for chunk in range(len(layout.chunks))])
-        self._known: dict[tuple[int, int], list[tuple[Fetch, ...]]] = {}
 
     def of(self, n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
         """Per visit its fetches in the order of issue. Fetches before the first visit belong to the first visit.
@@ -58,17 +57,14 @@ class Fetches:
         buffers that are empty or whose content is needed later than the chunk that is fetched, until there is no such
         buffer. The update makes the weights of trainable chunks in buffers stale.
         """
-        known = self._known.get((n_persist, n_buffer))
-        if known is None:
-            rooms = n_buffer, self._n_large[n_persist]
-            present: Present = ({}, {})
-            if not all(self._trainable[n_persist:]):  # only frozen chunks are still valid after the step before
-                self._cycle(present, n_persist, rooms)
-                for kind in present:
-                    for chunk in [chunk for chunk in kind if self._trainable[chunk]]:
-                        del kind[chunk]
-            known = self._known[n_persist, n_buffer] = self._cycle(present, n_persist, rooms)
-        return known
+        rooms = n_buffer, self._n_large[n_persist]
+        present: Present = ({}, {})
+        if not all(self._trainable[n_persist:]):  # only frozen chunks are still valid after the step before
+            self._cycle(present, n_persist, rooms)
+            for kind in present:
+                for chunk in [chunk for chunk in kind if self._trainable[chunk]]:
+                    del kind[chunk]
+        return self._cycle(present, n_persist, rooms)
 
     def _cycle(self, present: Present, n_persist: int, rooms: tuple[int, int]) -> list[tuple[Fetch, ...]]:
         """The fetches of one step that begins with ``present``, which is changed to what the step ends with."""

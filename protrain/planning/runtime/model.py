@@ -12,13 +12,10 @@ know the norm the host reads all accumulators once more.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from itertools import accumulate
 from math import inf
-from typing import Any, TypeVar
-
-from typing_extensions import override
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory.model import MemoryModel
@@ -27,7 +24,6 @@ from protrain.planning.rates.contention import OTHERS
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.run import FirstPasses
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
@@ -37,37 +33,33 @@ from protrain.planning.timeline import HOST, STREAM, Timeline
 
 Modes = tuple[BlockMode, ...]
 
-_T = TypeVar("_T")
-# Sizes of caches, by number of entries. They may be small, as a search asks about similar plans soon after each other.
-_KEPT_FIRST_PASSES = 100
-_KEPT_WORK = 200
+_KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks about similar plans soon after each other
 
 
 class RuntimeModel(Durations):
     """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so.
 
-    Args:
-        memory: the memory model.
-        only_adds: predict a forward and backward without updates, whose gradients are only added to the accumulators.
+    The arguments are those of :class:`Durations`.
     """
 
-    def __init__(self, memory: MemoryModel, *, only_adds: bool = False) -> None:
-        super().__init__(memory, only_adds=only_adds)
+    def __init__(
+        self, memory: MemoryModel, hardware: HardwareProfile | None = None, *, only_adds: bool = False
+    ) -> None:
+        super().__init__(memory, hardware, only_adds=only_adds)
+        self._slowdowns = Slowdowns(self._rates)
+        self._host_kept = float(self._rates[*(int(lane == STREAM) for lane in OTHERS[HOST]), HOST])
         # The forwards and backwards before the last one of a step: see [Note: several batches].
         self._n_before = 0 if only_adds else memory.profile.accumulation - 1
-        self._before = RuntimeModel(memory, only_adds=True) if self._n_before else None
+        self._before = RuntimeModel(memory, hardware, only_adds=True) if self._n_before else None
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(self._needed) - 1, -1, -1) for chunk in self._needed[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
         used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload))]
         fetch_ms = [upload + gather for upload, gather in zip(self._upload, self._gather, strict=True)]
-        # By chunk, the least time from its update to the end of forward: its fetch, and all computing from its first
-        # use on.
-        self._after_ms = [fetch + starts[-1] - used for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         # By chunk, when its fetch must begin, from the begin of forward on.
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
-        self._work: dict[Modes, tuple[list[Work], list[float]]] = {}
-        self._first_passes: dict[tuple[Modes, int, int], FirstPasses] = {}
+        self._work_for = lru_cache(_KEPT_WORK)(self._work_of)
+        self._fetched = cache(self._fetched_under)
         # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
         calls, units = memory.profile.calls, enumerate(memory.profile.units)
         self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
@@ -76,19 +68,6 @@ class RuntimeModel(Durations):
             ((compute_ms, 0.0, ()), (compute_ms + self._recompute_ms[unit], 0.0, ()))
             for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
         ]
-
-    @override
-    def _set_host(self, hardware: HardwareProfile) -> None:
-        super()._set_host(hardware)
-        self._slowdowns = Slowdowns(self._rates)
-        self._host_kept = self._rates[HOST][tuple(lane == STREAM for lane in OTHERS[HOST])]
-
-    def on_host(self, hardware: HardwareProfile) -> RuntimeModel:
-        """A copy for ``hardware``, which differs only in how fast its host updates. The copies share their caches."""
-        other = copy.copy(self)
-        other._set_host(hardware)
-        other._before = self._before.on_host(hardware) if self._before else None
-        return other
 
     def step_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
         """Predicted milliseconds of one step in steady state, or some number of at least ``limit_ms`` if it is no less.
@@ -105,13 +84,7 @@ class RuntimeModel(Durations):
         step = self._step(modes, counts)
         if self._hardware.device_type == "cpu":
             return before_ms + sum(stages_ms(step))
-        first_passes = None
-        if not step.awaited_updates:
-            placed = modes, counts.n_persist, counts.n_buffer
-            first_passes = self._first_passes.get(placed)
-            if first_passes is None:
-                first_passes = _remember(self._first_passes, placed, FirstPasses.of(step), _KEPT_FIRST_PASSES)
-        return before_ms + simulate(step, self._slowdowns, limit_ms=limit_ms - before_ms, first_passes=first_passes)
+        return before_ms + simulate(step, self._slowdowns, limit_ms=limit_ms - before_ms)
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
@@ -165,11 +138,12 @@ class RuntimeModel(Durations):
             streamed_ms=self._streamed_ms(n_persist + counts.n_speculate),
             host_kept=self._host_kept,
             needed_ms=self.sharing(n_persist).needed_ms,
-            after_ms=self._after_ms,
             awaited_updates=awaited_updates,
         )
 
-    def _fetched(self, n_persist: int, n_buffer: int) -> tuple[Sequence[Sequence[Fetch]], Sequence[Sequence[Fetch]]]:
+    def _fetched_under(
+        self, n_persist: int, n_buffer: int
+    ) -> tuple[Sequence[Sequence[Fetch]], Sequence[Sequence[Fetch]]]:
         """By visit, what is uploaded from host memory, and what ranks gather.
 
         One rank gathers nothing. Several ranks gather every chunk that comes into a buffer. Their shards of persistent
@@ -197,12 +171,6 @@ class RuntimeModel(Durations):
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
         staging = staging_bytes(self._layout.usual_shard_elements)
         return Sharing(needed_ms, *self._update_gparams, self._host_kept, staging)
-
-    def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
-        known = self._work.get(modes)
-        if known is None:
-            known = _remember(self._work, modes, self._work_of(modes), _KEPT_WORK)
-        return known
 
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
@@ -237,11 +205,3 @@ class RuntimeModel(Durations):
             fetched = earlier if ahead else -1
             work.append(of_unit)
         return work, [back for _, back in swap]
-
-
-def _remember(known: dict[Any, Any], key: object, value: _T, most: int) -> _T:
-    """Add ``value`` to the cache ``known``, in place of its oldest entry if it has ``most`` entries already."""
-    if len(known) >= most:
-        del known[next(iter(known))]
-    known[key] = value
-    return value

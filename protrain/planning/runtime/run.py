@@ -16,22 +16,17 @@ offloaded. The norm is known when all gradients are reduced.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice, repeat
+from collections.abc import Iterator, Sequence
+from itertools import repeat
 from math import inf
-from operator import mul, sub
 from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.step import Gradient, Step
-from protrain.planning.runtime.streamed import updated_by_gpu
+from protrain.planning.runtime.update_queue import Updates
+from protrain.planning.sharing import Waiting, first_late
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP
-
-ROUNDED = 1 + 1e-9  # sums of the same times in another order differ by less than this factor
-_BY_CHUNK_OR_UNIT = ("_updated", "_deferred", "_released", "_loaded", "offloaded", "_swapped_out", "_back")
-_BY_STAGING = ("_drained", "_sent")
 
 
 class Choices(NamedTuple):
@@ -41,43 +36,17 @@ class Choices(NamedTuple):
     by_gpu: tuple[int, ...]  # the chunks in host memory that the GPU updates, in its order
 
 
-class FirstPasses:
-    """The first forward and backward of a run at full rates, which wait for no update. Many steps share them.
-
-    They depend neither on how many updates are speculative nor on how fast the host is, as long as no gradient waits
-    for an update.
-    """
-
-    def __init__(self, run: Run, n_forward: list[int]) -> None:
-        self.run = run
-        self.n_forward = n_forward  # by lane: the number of its operations in forward
-        starts, ends = (times[GPU][n_forward[GPU] :] for times in (run.starts, run.ends))
-        self.computing = list(map(sub, ends, starts))  # milliseconds of each operation of the GPU in backward
-        self.computing_ms = sum(self.computing)
-
-    @classmethod
-    def of(cls, step: Step) -> FirstPasses:
-        """The first forward and backward of ``step``."""
-        run = Run(step, [repeat(1.0)] * len(LANES), 0.0)
-        run.forward()
-        n_forward = list(map(len, run.starts))
-        run.backward()
-        return cls(run, n_forward)
-
-
 class Run:
     """Two steps, the second of them in steady state.
 
-    The search spends most of its time here. So the inner loops work on local variables and call no function for an
-    operation.
+    The search spends most of its time here. So the loops over visits keep what the GPU does in local variables.
 
     Args:
         step: what each of the two steps does.
         factors: by lane, the factor on the duration of one operation after the other.
-        start_ms: when all lanes are free, and all that was issued before the run is done.
     """
 
-    def __init__(self, step: Step, factors: list[Iterator[float]], start_ms: float) -> None:
+    def __init__(self, step: Step, factors: list[Iterator[float]]) -> None:
         self.step = step
         self._factors = factors
         self.choices: Choices | None = None  # the first step makes them
@@ -87,91 +56,45 @@ class Run:
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
         self.starts: list[list[float]] = [[] for _ in LANES]
         self.ends: list[list[float]] = [[] for _ in LANES]
-        self.free = [start_ms] * len(LANES)
+        self.free = [0.0] * len(LANES)
         n_chunks = len(step.upload_ms)
-        self._updated = [start_ms] * n_chunks  # by chunk: when its weight in host memory is updated
-        self._all_updated = start_ms  # when all weights are, deferred updates of states aside
-        self._deferred = [start_ms] * n_chunks  # by chunk: when its deferred update is done
+        self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
+        self._all_updated = 0.0  # when all weights are, deferred updates of states aside
+        self._deferred = [0.0] * n_chunks  # by chunk: when its deferred update is done
         # By chunk: when the GPU has read its buffer. The last (index -1) is an empty buffer, which always is free.
-        self._released = [start_ms] * (n_chunks + 1)
+        self._released = [0.0] * (n_chunks + 1)
         # By chunk: when its weight is in its buffer. A frozen chunk may never be fetched.
-        self._loaded = [start_ms] * n_chunks
-        self.offloaded = [start_ms] * n_chunks  # by chunk: when its gradient is in host memory
-        self._drained = [start_ms] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been offloaded
-        self._sent = [start_ms] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been reduced
-        self._swapped_out = [start_ms] * len(step.swap_in_ms)  # by unit: when its activations are in host memory
-        self._back = [start_ms] * len(step.swap_in_ms)  # by unit: when its activations are on the device again
-        self._last_swap_out = start_ms  # when the last swap out ends, whose device memory the next visit gives up
+        self._loaded = [0.0] * n_chunks
+        self.offloaded = [0.0] * n_chunks  # by chunk: when its gradient is in host memory
+        self._drained = [0.0] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been offloaded
+        self._sent = [0.0] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been reduced
+        self._swapped_out = [0.0] * len(step.swap_in_ms)  # by unit: when its activations are in host memory
+        self._back = [0.0] * len(step.swap_in_ms)  # by unit: when its activations are on the device again
+        self._last_swap_out = 0.0  # when the last swap out ends, whose device memory the next visit gives up
 
     @classmethod
-    def of(
-        cls,
-        step: Step,
-        factors: list[list[float]] | None = None,
-        choices: Choices | None = None,
-        *,
-        first_passes: FirstPasses | None = None,
-        limit_ms: float = inf,
-    ) -> Run:
-        """The run of ``step``. It ends early once it shows that a step takes at least ``limit_ms``.
+    def of(cls, step: Step, factors: list[list[float]] | None = None, choices: Choices | None = None) -> Run:
+        """The run of ``step``.
 
         ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``choices``
         are that run's. Without ``factors`` this is a full-rate run.
         """
-        first_passes = first_passes or FirstPasses.of(step)
-        if factors is None:
-            run, backward_ms = first_passes.run._continued(step), first_passes.computing_ms
-        else:
-            run = cls(step, [iter(of_lane) for of_lane in factors], 0.0)
-            run.choices = choices
-            run.forward()
-            run.backward()
-            in_backward = islice(factors[GPU], len(factors[GPU]) // 2 + first_passes.n_forward[GPU], None)
-            backward_ms = sum(map(mul, first_passes.computing, in_backward))
+        run = cls(step, [repeat(1.0)] * len(LANES) if factors is None else list(map(iter, factors)))
+        run.choices = choices
+        run.forward()
+        run.backward()
         run.update()
         run.begin_ms = run.free[GPU]
         run.forward()
         run.forward_end_ms = run.free[GPU]
-        run.step_ms = run.forward_end_ms + backward_ms - run.begin_ms  # at least: as if backward waited for nothing
-        if run.step_ms >= limit_ms * ROUNDED and (factors is not None or run.is_at_least(limit_ms * ROUNDED)):
-            return run
         run.backward()
         run.backward_end_ms = run.free[GPU]
         run.update()
         run.step_ms = run.free[GPU] - run.begin_ms
-        if run.step.host.n_weight_only:  # deferred updates may pile up from step to step
+        if step.host.n_weight_only:  # deferred updates may pile up from step to step
             half = len(run.starts[HOST]) // 2
             run.step_ms = max(run.step_ms, sum(run.ends[HOST][half:]) - sum(run.starts[HOST][half:]))
         return run
-
-    def is_at_least(self, limit_ms: float) -> bool:
-        """Whether this full-rate run shows that a step takes ``limit_ms`` with contention. See :func:`simulate`."""
-        return self.step_ms - self.beyond_ms >= limit_ms and not self.reordered
-
-    def _continued(self, step: Step) -> Run:
-        """A copy with lists of its own, which goes on with ``step``."""
-        run = copy.copy(self)
-        run.step = step
-        run.starts, run.ends = [times.copy() for times in self.starts], [times.copy() for times in self.ends]
-        for name in ("free", *_BY_CHUNK_OR_UNIT, *_BY_STAGING):
-            setattr(run, name, getattr(self, name).copy())
-        return run
-
-    @classmethod
-    def backward_ms(
-        cls, step: Step, first_passes: FirstPasses, factors: list[list[float]], deferred: Mapping[int, float]
-    ) -> float:
-        """How long the second backward takes if only deferred updates are still to be done when it begins.
-
-        ``deferred`` says by chunk when its deferred update ends, in milliseconds from the begin of backward.
-        """
-        at = [len(of_lane) // 2 + before for of_lane, before in zip(factors, first_passes.n_forward, strict=True)]
-        run = cls(step, [islice(of_lane, first, None) for of_lane, first in zip(factors, at, strict=True)], -inf)
-        run.free[GPU] = 0.0
-        for chunk, done in deferred.items():
-            run._deferred[chunk] = done
-        run.backward()
-        return run.free[GPU]
 
     @property
     def is_gpu_alone(self) -> bool:
@@ -187,32 +110,11 @@ class Run:
         self.ends[lane].append(end)
         return end
 
-    def _do_all(self, lane: int, operations: Iterable[tuple[float, float]]) -> float:
-        """Run (earliest start, duration) of each, one after the other. Returns the end of the last."""
-        free, factors, starts, ends = self.free[lane], self._factors[lane], self.starts[lane], self.ends[lane]
-        for earliest, duration in operations:
-            if earliest > free:
-                free = earliest
-            starts.append(free)
-            free += duration * next(factors)
-            ends.append(free)
-        self.free[lane] = free
-        return free
-
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Upload weights, each as soon as it is updated and its buffer is given up."""
-        up, factors, starts, ends = self.free[UP], self._factors[UP], self.starts[UP], self.ends[UP]
-        updated, released, loaded, upload_ms = self._updated, self._released, self._loaded, self.step.upload_ms
         for chunk, victim in fetches:
-            start = up
-            if updated[chunk] > start:
-                start = updated[chunk]
-            if released[victim] > start:
-                start = released[victim]
-            up = loaded[chunk] = start + upload_ms[chunk] * next(factors)
-            starts.append(start)
-            ends.append(up)
-        self.free[UP] = up
+            there = max(self._updated[chunk], self._released[victim])
+            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk])
 
     def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
         """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.
@@ -298,35 +200,21 @@ class Run:
     def backward(self) -> None:
         """The GPU computes and flattens beside fetches and offloads, and updates that gradients wait for are made."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
-        down, factors_down = self.free[DOWN], self._factors[DOWN]
-        starts_down, ends_down = self.starts[DOWN], self.ends[DOWN]
-        up, factors_up, starts_up, ends_up = self.free[UP], self._factors[UP], self.starts[UP], self.ends[UP]
-        updated, released, loaded = self._updated, self._released, self._loaded
-        swapped_out, back = self._swapped_out, self._back
+        released, loaded, swapped_out, back = self._released, self._loaded, self._swapped_out, self._back
         drained, all_offloaded, deferred, step = self._drained, self.offloaded, self._deferred, self.step
-        upload_ms, swap_in_ms, awaited_updates = step.upload_ms, step.swap_in_ms, step.awaited_updates
-        reductions = step.reductions
+        swap_in_ms, awaited_updates, reductions = step.swap_in_ms, step.awaited_updates, step.reductions
         if self._last_swap_out > gpu:
             gpu = self._last_swap_out
         for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in zip(
             step.backward, step.backward_work, step.backward_fetches, step.backward_gathers, strict=True
         ):
-            for chunk, victim in fetches:  # as in _fetch
-                start = up
-                if updated[chunk] > start:
-                    start = updated[chunk]
-                if released[victim] > start:
-                    start = released[victim]
-                up = loaded[chunk] = start + upload_ms[chunk] * next(factors_up)
-                starts_up.append(start)
-                ends_up.append(up)
+            if fetches:
+                self._fetch(fetches)
             if gathers:
                 self._gather(gathers)
             for unit in swap_in:
-                start = max(up, gpu, swapped_out[unit])  # device memory is allocated when the visit begins
-                up = back[unit] = start + swap_in_ms[unit] * next(factors_up)
-                starts_up.append(start)
-                ends_up.append(up)
+                # Device memory is allocated when the visit begins.
+                back[unit] = self._do(UP, max(gpu, swapped_out[unit]), swap_in_ms[unit])
             start = gpu
             chunks = visit.chunks
             for chunk in chunks:
@@ -340,9 +228,7 @@ class Run:
             for chunk in chunks:
                 released[chunk] = gpu
             if reductions:
-                self.free[UP], self.free[DOWN] = up, down
                 gpu = self._reduce(visit.gradients, gpu)
-                up, down = self.free[UP], self.free[DOWN]
                 continue
             for index, chunk, flatten_ms, offload_ms, staging in visit.gradients:
                 start = gpu
@@ -356,16 +242,12 @@ class Run:
                     if index in awaited_updates:
                         before, duration = awaited_updates[index]
                         ready = self._do(HOST, all_offloaded[before], duration)
-                    if ready > up:
-                        up = ready  # until then the engine issues no upload
+                    if ready > self.free[UP]:
+                        self.free[UP] = ready  # until then the engine issues no upload
                     if ready > gpu:
                         gpu = ready
-                    start = down if down > gpu else gpu
-                    down = start + offload_ms * next(factors_down)
-                    starts_down.append(start)
-                    ends_down.append(down)
-                    drained[staging] = all_offloaded[chunk] = down
-        self.free[GPU], self.free[UP], self.free[DOWN] = max(gpu, self.free[REDUCE]), up, down
+                    drained[staging] = all_offloaded[chunk] = self._do(DOWN, gpu, offload_ms)
+        self.free[GPU] = max(gpu, self.free[REDUCE])
 
     def update(self) -> None:
         """Make all updates that no gradient waited for. In the first step, choose when and where they are made."""
@@ -377,24 +259,60 @@ class Run:
         updates, updated, offloaded = step.host.ordered(n_in_time), self._updated, self.offloaded
         in_backward, after = updates[:n_in_time], updates[n_in_time:]
         # Updates inside backward take effect when the norm is known and none of them runs any more.
-        settled = max(over, self._do_all(HOST, [(offloaded[chunk], duration) for chunk, duration in in_backward]))
+        for chunk, duration in in_backward:
+            self._do(HOST, offloaded[chunk], duration)
+        settled = max(over, self.free[HOST])
         self.beyond_ms = self.beyond_ms or (settled - over)
         for chunk, _ in in_backward:
             updated[chunk] = settled
         for update in step.awaited_updates.values():
             updated[update.chunk] = settled
         if self.choices is None:
-            self.choices = Choices(n_in_time, updated_by_gpu(step, after, self.free[HOST] - over))
+            self.choices = Choices(n_in_time, _updated_by_gpu(step, after, self.free[HOST] - over))
         by_gpu = self.choices.by_gpu
         for lane in (HOST, STREAM):
             of_lane = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu] if by_gpu else after
             if lane == STREAM:
                 of_lane = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
-            self._do_all(lane, [(max(over, offloaded[chunk]), duration) for chunk, duration in of_lane])
-            for (chunk, _), end in zip(of_lane, self.ends[lane][-len(of_lane) :] if of_lane else (), strict=True):
-                updated[chunk] = end
+            for chunk, duration in of_lane:
+                updated[chunk] = self._do(lane, max(over, offloaded[chunk]), duration)
         self._all_updated = max(over, self.free[HOST], self.free[STREAM])
         for chunk, duration in step.host.deferred(n_in_time):
             self._deferred[chunk] = self._do(HOST, over, duration)
         for chunk, duration in step.device_update_ms:
             updated[chunk] = self._do(GPU, 0.0, duration)
+
+
+def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
+    """The chunks that the GPU updates of those in ``updates``, in its order, as the engine chooses them.
+
+    Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later.
+    """
+    host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
+    if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
+        return ()
+    chunks = [chunk for chunk, _ in updates]
+    waiting = [Waiting(ms, step.streamed_ms.get(chunk, inf), step.needed_ms[chunk]) for chunk, ms in updates]
+    found = []
+    while waiting:
+        if host_free_ms <= gpu_free_ms:
+            host_free_ms += waiting.pop(0).host_ms
+            del chunks[0]
+            continue
+        index = first_late(waiting, gpu_free_ms, host_free_ms, step.host_kept)
+        if index is None:
+            gpu_free_ms = host_free_ms  # when the GPU looks again
+        else:
+            gpu_free_ms += waiting.pop(index).device_ms
+            found.append(chunks.pop(index))
+    return tuple(found)
+
+
+def _is_late(step: Step, updates: Updates, host_free_ms: float) -> bool:
+    """Whether the host alone would be late with any of ``updates``."""
+    end_ms, needed_ms = host_free_ms, step.needed_ms
+    for chunk, duration in updates:
+        end_ms += duration
+        if end_ms > needed_ms[chunk]:
+            return True
+    return False

@@ -17,71 +17,31 @@ operations of other lanes (:mod:`protrain.planning.runtime.slowdowns`).
 
 from __future__ import annotations
 
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, zip_longest
 from math import inf
-from operator import mul, sub
 
-from protrain.planning.runtime.run import ROUNDED, Choices, FirstPasses, Run
+from protrain.planning.runtime.run import Choices, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import Step
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
 
-def simulate(
-    step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf, first_passes: FirstPasses | None = None
-) -> float:
+def simulate(step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
     """Milliseconds of one step in steady state, or some number of at least ``limit_ms`` once it cannot be less.
 
     Contention only makes operations longer. So the full-rate run bounds the second run from below, with two
     exceptions: where uploads went in an order that depends on how long they and the updates take, and by the time that
-    updates inside backward go on after backward, since a longer backward hides that time. :func:`_least_ms` is a lower
-    bound too, in any order. A run ends after its second forward if even a backward that waits for nothing would take
-    the step to the limit.
-
-    ``first_passes`` are those of ``step``, if the caller knows them.
+    updates inside backward go on after backward, since a longer backward hides that time. Computing alone is a bound
+    that takes no run.
     """
-    first_passes = first_passes or FirstPasses.of(step)
-    full_rate = Run.of(step, first_passes=first_passes, limit_ms=limit_ms)
-    if full_rate.is_at_least(limit_ms) or full_rate.is_gpu_alone:
+    computing_ms = sum(compute_ms for compute_ms, _, _ in (*step.forward_work, *step.backward_work))
+    if computing_ms >= limit_ms:
+        return computing_ms
+    full_rate = Run.of(step)
+    is_at_least = full_rate.step_ms - full_rate.beyond_ms >= limit_ms and not full_rate.reordered
+    if is_at_least or full_rate.is_gpu_alone:
         return full_rate.step_ms
-    factors = slowdowns.of(full_rate.starts, full_rate.ends)
-    if limit_ms < inf and _least_ms(step, first_passes, full_rate, factors) >= limit_ms * ROUNDED:
-        return limit_ms
-    return Run.of(step, factors, full_rate.choices, first_passes=first_passes, limit_ms=limit_ms).step_ms
-
-
-def _least_ms(step: Step, first_passes: FirstPasses, full_rate: Run, factors: list[list[float]]) -> float:
-    """A lower bound of the second run's step time, for a quarter of that run's work. 0 if no update follows the norm.
-
-    From the norm of the first step to the norm of the second there are at least: the updates that wait for the norm,
-    on the host or by the GPU; what follows the last of them in forward; and backward, if every upload and copy issued
-    before it were done when it begins. Deferred updates follow the updates that wait for the norm, whatever forward
-    does meanwhile. All operations have their durations of the second run. If one of them started later than assumed
-    here, the step would only end later. Updates of persistent chunks come after either norm.
-    """
-    assert full_rate.choices is not None
-    n_in_time, by_gpu = full_rate.choices
-    host, streamed = (
-        list(map(mul, map(sub, full_rate.ends[lane], full_rate.starts[lane]), factors[lane][: len(factors[lane]) // 2]))
-        for lane in (HOST, STREAM)
-    )
-    after = [chunk for chunk, _ in step.host.ordered(n_in_time)[n_in_time:]]
-    n_updates = len(step.host.updates) - len(by_gpu)
-    host_ms = sum(host[n_in_time:n_updates])
-    by_lane = (([chunk for chunk in after if chunk not in by_gpu], host_ms), (by_gpu, sum(streamed)))
-    after_norm = [updates_ms + step.after_ms[chunks[-1]] for chunks, updates_ms in by_lane if chunks]
-    if step.host.n_in_backward == len(step.host.updates) or not after_norm:
-        return 0.0
-    forward_end_ms = max(after_norm)  # from the norm on
-    done = accumulate(host[n_updates:], initial=host_ms - forward_end_ms)
-    deferred = zip((chunk for chunk, _ in step.host.deferred(n_in_time)), islice(done, 1, None), strict=True)
-    n_gpu, n_device = len(factors[GPU]) // 2, len(step.device_update_ms)
-    second_ms, first_ms = (
-        sum(duration * factors[GPU][at] for at, (_, duration) in enumerate(step.device_update_ms, end - n_device))
-        for end in (2 * n_gpu, n_gpu)
-    )
-    backward_ms = Run.backward_ms(step, first_passes, factors, dict(deferred))
-    return forward_end_ms + backward_ms + second_ms - first_ms
+    return Run.of(step, slowdowns.of(full_rate.starts, full_rate.ends), full_rate.choices).step_ms
 
 
 def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:

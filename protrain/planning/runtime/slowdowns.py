@@ -9,12 +9,12 @@ within that time.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain, pairwise, product
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from protrain.planning.rates.contention import CONTENDING, Rates
+from protrain.planning.rates.contention import CONTENDING
 from protrain.planning.timeline import STREAM
 
 Times = NDArray[np.float64]
@@ -25,12 +25,13 @@ class Slowdowns:
     """The slowdowns of operations on one machine.
 
     Args:
-        rates: by lane, the share of its rate that it keeps beside others.
+        rates: of :func:`protrain.planning.rates.contention.rates`.
     """
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Times) -> None:
         # By the number of lanes that are looked at: shares of a lane's rate, as [set of other lanes that run, lane].
-        self._kept = {n_lanes: _kept(rates, n_lanes) for n_lanes in (STREAM, CONTENDING)}
+        # Of every lane before it, the lane of streamed updates is the last other one.
+        self._kept = {STREAM: rates[..., 0, :STREAM].reshape(-1, STREAM), CONTENDING: rates.reshape(-1, CONTENDING)}
 
     def of(self, lane_starts: list[list[float]], lane_ends: list[list[float]]) -> list[list[float]]:
         """By lane, the factor on the duration of each of its operations. See [Note: contention].
@@ -86,10 +87,3 @@ class Slowdowns:
         idle: list[list[float]] = [[]] * (CONTENDING - n_lanes)
         collectives = [[1.0] * len(of_lane) for of_lane in lane_starts[CONTENDING:]]
         return [*(factors[lane.start + 1 : lane.stop] for lane in lanes), *idle, *collectives]
-
-
-def _kept(rates: Rates, n_lanes: int) -> Times:
-    """The share of its rate that a lane keeps, as [set of the other lanes that run, lane], for ``n_lanes`` lanes."""
-    idle = (False,) * (CONTENDING - n_lanes)
-    sets = product((False, True), repeat=n_lanes - 1)
-    return np.array([[of_lane[*present, *idle] for of_lane in rates[:n_lanes]] for present in sets])
