@@ -116,7 +116,7 @@ def test_a_long_stage_says_that_it_began_and_what_it_does(
     with progress.Progress(enabled=True).stage("profiling the model") as show:
         wait_for(heard("protrain: profiling the model ..."))
         show("forward of layers.3")
-        wait_for(heard("0 s so far ... forward of layers.3"))
+        wait_for(heard("0 s: forward of layers.3"))
     said += capsys.readouterr().err
     assert re.search(r"protrain: profiling the model: \d\.\d s\n$", said)
     assert ("\r" in said) is live

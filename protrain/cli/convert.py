@@ -10,7 +10,7 @@ from protrain.cli.options import Parser
 from protrain.common.progress import Progress
 
 _EXAMPLE = """example:
-  protrain convert runs/mine/checkpoints dcp    # the newest checkpoint, for torch.distributed.checkpoint.load
+  protrain convert runs/mine/checkpoints dcp    # of the newest checkpoint
   protrain convert dcp runs/other/checkpoints   # and back
 """
 

@@ -64,7 +64,8 @@ class ExampleMaker:
             return self._with_text("text")
         raise ValueError(
             f"none of the columns {', '.join(columns)} is text, messages, conversations, prompt with completion or "
-            "instruction with output: name the one to train on with --column"
+            "instruction with output: name the one to train on with --column, or rename a question and its answer to "
+            "prompt and completion"
         )
 
     def _with_text(self, column: str) -> _Make:

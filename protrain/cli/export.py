@@ -36,7 +36,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write the model")
     parser.add_argument("--model", default=None, help="the model that was trained (default: that of the run)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of the weights (default: that of the training)")
-    parser.add_argument("--lora", type=lora_text, help="the --lora of the training (default: that of the run)")
+    parser.add_argument(
+        "--lora", type=lora_text, metavar="NAME=VALUE,...", help="the --lora of the training (default: that of the run)"
+    )
     parser.add_argument(
         "--merge", action="store_true", default=False, help="of a run with --lora, the whole model, adapter added"
     )

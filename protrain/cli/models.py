@@ -13,7 +13,7 @@ import protrain
 from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
 from protrain.cli.data import Batch
 from protrain.cli.run_files import MODEL_FOLDER
-from protrain.cli.shapes import SHAPES, shape_config
+from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
 from protrain.common.errors import not_downloaded
 from protrain.profiler.blocks import find_blocks
 
@@ -37,8 +37,9 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Architecture):
-    """A model that can be trained: if it has a folder, that holds weights, and text can become its tokens."""
+    """A model that can be trained: its weights are known, and text can become its tokens."""
 
+    weights: Path | None  # the folder that holds them; None if they are random
     codec: Codec
     tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
 
@@ -85,20 +86,26 @@ def describe(name: str, *, layers: int | None = None) -> str:
         return ""
 
 
-def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
+def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 
     Parameters:
         name: A named shape, or a folder.
         layers: Another number of layers for a named shape.
+        from_scratch: Whether the weights are random whatever the folder holds.
 
     Raises:
         ValueError: As :func:`read_architecture`; or the folder lacks weights, or its tokenizer does not fit.
     """
     architecture = read_architecture(name, layers=layers)
     folder = architecture.folder
-    if folder is not None and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
+    if folder is not None and from_scratch:
+        architecture = replace(architecture, learning_rate=SCRATCH_LEARNING_RATE)
+    elif folder is not None and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} holds no safetensors: save the weights with save_pretrained first, or give --from-scratch for "
+            "random ones"
+        )
     codec, tokenizer = (byte_codec(), None) if folder is None else read_tokenizer(folder)
     if folder is not None and codec.vocabulary > architecture.config.vocab_size:
         raise ValueError(
@@ -106,7 +113,7 @@ def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
             + (": it has no tokenizer, so text is read as bytes" if tokenizer is None else "")
         )
     parts = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
-    return LoadedModel(**parts, codec=codec, tokenizer=tokenizer)
+    return LoadedModel(**parts, weights=None if from_scratch else folder, codec=codec, tokenizer=tokenizer)
 
 
 def fit_positions(loaded: Architecture, sequence: int) -> None:

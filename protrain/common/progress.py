@@ -130,8 +130,9 @@ class Progress:
             pauses = itertools.repeat(_BLINK_S) if live else iter(_pauses())
             while not done.wait(next(pauses)):
                 past_s = time.perf_counter() - start
-                said = f"{what} ..." if past_s < _LONG_S else f"{what}, {past_s:.0f} s so far ..."
-                line = f"protrain: {said} {doing if past_s >= _LONG_S else ''}".rstrip()
+                line = f"protrain: {what} ..."
+                if past_s >= _LONG_S:  # fits into 80 columns with the path of a layer
+                    line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
                 if live:
                     line = f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}"
                 say(line, end="" if live else "\n")

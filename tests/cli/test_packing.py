@@ -221,7 +221,13 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
     torch.manual_seed(0)
     model = models()[name]().eval()
     loaded = LoadedModel(
-        model=model, folder=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+        model=model,
+        folder=None,
+        weights=None,
+        sequence=SEQUENCE,
+        learning_rate=0.1,
+        codec=byte_codec(),
+        tokenizer=None,
     )
     tokens = make_tokens(tmp_path, some_rows(12))
     batch = example_batch(tokens, seed=0, batch=2, sequence=SEQUENCE)

@@ -107,6 +107,8 @@ class Explanation(Record):
         rows = [["one more or less", "step time", *slower, "device", "host", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
+            if at + change.step < 0:
+                continue
             name = f"{change.knob} {at} -> {at + change.step}"
             if change.step_ms is None or change.slower_ms is None:
                 rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
