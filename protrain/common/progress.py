@@ -56,8 +56,13 @@ class StandardError(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self._stream is not None and self._stream.isatty()
+        """Whether the stream is a terminal where a line can be written over.
+
+        Under a display of rich, as Lightning's Trainer has one, it is none: rich puts each piece on a line of its own.
+        """
+        if self._stream is None or hasattr(self._stream, "rich_proxied_file"):
+            return False
+        return bool(self._stream.isatty())
 
     def write(self, text: str) -> int:
         """Write ``text``, or drop it if nobody reads it."""
