@@ -96,7 +96,10 @@ class ExampleMaker:
     def _chat(self, parts: Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]) -> _Make:
         """A maker of conversations. ``parts`` gives the messages whose answers do not count, and those that follow."""
         if self.tokenizer is None:
-            raise ValueError("conversations need a tokenizer with a chat template, and --model has no tokenizer")
+            raise ValueError(
+                "conversations need a tokenizer with a chat template, and --model has no tokenizer: give the folder of "
+                "a model that has one"
+            )
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "conversations need a chat template, and the tokenizer of --model has none: give --chat-template FILE"

@@ -65,15 +65,16 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
     Raises:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
     """
+    folder = None if name in SHAPES else _folder_of(name)
     transformers = _transformers()
-    if name in SHAPES:
+    if folder is None:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
         return Architecture(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
     if layers is not None:
         raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
-    return _from_folder(name, transformers)
+    return _from_folder(folder, transformers)
 
 
 def describe(name: str, *, layers: int | None = None) -> str:
@@ -145,7 +146,8 @@ def attention_flops_per_token(config: Any, sequence: int) -> int:
     return 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * head * sequence // 2
 
 
-def _from_folder(name: str, transformers: Any) -> Architecture:
+def _folder_of(name: str) -> Path:
+    """The folder ``name``. ValueError if it holds no model, which is found without transformers and so in no time."""
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(
@@ -161,6 +163,10 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
                 "`protrain export RUN FOLDER --merge` does"
             )
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
+    return folder
+
+
+def _from_folder(folder: Path, transformers: Any) -> Architecture:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

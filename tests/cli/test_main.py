@@ -145,6 +145,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureF
         ),
         (["train", "--model", "tiny", "--device", "cpu", "--trace", "folder"], "--trace: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--folder", "file.txt"], "--folder: file.txt is a file"),
+        (["export", "folder", "out"], "folder holds no checkpoint; give the folder that save_checkpoint wrote to"),
         (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),
     ],
 )

@@ -118,6 +118,15 @@ def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workpla
     assert sum(losses) / len(losses) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
 
 
+def test_a_run_is_converted_as_its_checkpoints_are(finished: Path, tmp_path: Path) -> None:
+    for name, source in (("run", finished), ("saves", finished / "checkpoints")):
+        assert main(["convert", str(source), str(tmp_path / name)]) == 0
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.distcp")} for name in ("run", "saves")
+    ]
+    assert written[0] == written[1] != {}
+
+
 def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, workplace: Path) -> None:
     folder = workplace / "interrupted"
     killed = start_process(arguments(workplace, folder))
