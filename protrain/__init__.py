@@ -1,42 +1,28 @@
-"""ProTrain: trains models far bigger than the GPU's memory, with the results of the plain loop and nothing to tune."""
+"""ProTrain: trains models far bigger than the GPU's memory, with the results of the plain loop and nothing to tune.
 
-from protrain.common import interrupt  # noqa: F401  # first: torch takes seconds to import, and Ctrl-C may come meanwhile
+Importing torch takes seconds. So the package imports it with the first use of one of its names, and the command line
+answers `--help` without it.
+"""
 
-# isort: split
-from protrain.averaging import AveragedWeights
-from protrain.checkpoint.export import export
-from protrain.checkpoint.loading import load_checkpoint
-from protrain.checkpoint.saving import async_save, save_checkpoint
-from protrain.common.errors import BudgetError, CheckpointError, MisuseError, PlanError
-from protrain.engine.states.empty import empty_parameters
-from protrain.engine.weights.state_hooks import full_parameters, full_state_dict
-from protrain.hardware import HardwareProfile, calibrate
-from protrain.planning import Plan, search
-from protrain.profiler import ModelProfile, profile
-from protrain.tracing import trace
-from protrain.wrap import wrap
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from protrain.common import interrupt  # noqa: F401  # first: Ctrl-C may come while torch is imported
+
+if TYPE_CHECKING:
+    from protrain.public import *  # noqa: F403
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AveragedWeights",
-    "BudgetError",
-    "CheckpointError",
-    "HardwareProfile",
-    "MisuseError",
-    "ModelProfile",
-    "Plan",
-    "PlanError",
-    "async_save",
-    "calibrate",
-    "empty_parameters",
-    "export",
-    "full_parameters",
-    "full_state_dict",
-    "load_checkpoint",
-    "profile",
-    "save_checkpoint",
-    "search",
-    "trace",
-    "wrap",
-]
+
+def __getattr__(name: str) -> Any:
+    """Import all names of the package, or the subpackage ``name``."""
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    public = import_module("protrain.public")
+
+    globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+    try:
+        return globals()[name]  # a subpackage is here once it is imported
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

@@ -115,9 +115,9 @@ def test_a_save_of_a_newer_version_is_not_to_be_deleted(tmp_path: Path) -> None:
     model, optimizer, _ = make_run(0)
     for _ in range(2):
         save_checkpoint(tmp_path, model, optimizer)
-    (list_saves(tmp_path)[-1] / MANIFEST).write_text('{"format": 3}')
+    (list_saves(tmp_path)[-1] / MANIFEST).write_text('{"format": 4}')
     words = (
-        "has format 3, and this version of ProTrain reads formats up to 2: load it with the version that wrote it, or a"
+        "has format 4, and this version of ProTrain reads formats up to 3: load it with the version that wrote it, or a"
     )
     with pytest.raises(CheckpointError, match=words) as raised:
         load_checkpoint(tmp_path, model, optimizer)

@@ -134,7 +134,7 @@ def test_imports_go_one_way() -> None:
         ("protrain.hardware.detect", "from protrain.profiler import model_profile"),
         ("protrain.profiler.trace", "def late():\n    from protrain.planning import plan"),
         ("protrain.engine.core", "from protrain.planning import search"),
-        ("protrain.wrap", "import protrain.cli"),
+        ("protrain.wrapping", "import protrain.cli"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import io
 import os
 import re
@@ -18,11 +17,11 @@ import pytest
 from torch import Tensor, nn
 
 import protrain
+from protrain import wrapping
 from protrain.common import progress
 from tests.engine.harness import adamw
 
 BAR = re.compile(r"moving model states into place \[[#.]+\] +(\d+)% (\S+)")
-wrapping = importlib.import_module("protrain.wrap")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 contestants  who takes part, in which variants, by name
 task         model, batch and steps that all of them get, and the tokens
 models       the same model for all: weights, compiled and checkpointed blocks
+low_precision
+             4-bit weights of a frozen base, and products in float8
 trainers     ProTrain, the compute-only floor, resident weights
 fsdp2        FSDP2
 peers        DeepSpeed, torchao

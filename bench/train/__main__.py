@@ -29,22 +29,21 @@ import torch
 
 from bench.calibrated import calibrate_once, host_adam_threads
 from bench.dram_load import DramLoad, Load
-from bench.train.contestants import KINDS, WITH_LORA, Contestant, default, parse_all
+from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
-from bench.train.models import replace_loss
+from bench.train.models import build_model, replace_loss
 from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
 from protrain.cli.lora import lora_text
-from protrain.cli.models import fit_positions, load_model
 from protrain.cli.options import Parser, memory, number, whole
 from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions
-from protrain.cli.trained import choose_trained
 
 _EXAMPLE = """examples:
   python -m bench.train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out bench/results/h100
+  python -m bench.train --model llama2-13b --batch 4 --lora r=16 --quantised nf4 --device-memory 16GiB
   python -m bench.train --gpus 2 --contestants protrain,floor,fsdp2-resident,fsdp2-gathered-resident-checkpointed8
 """
 
@@ -58,9 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         contestants = parse_all(args.contestants or default(on_gpu=on_gpu, gpus=args.gpus, lora=args.lora is not None))
         task = _task(args, on_gpu=on_gpu)
-        unable = [one.name for one in contestants if task.lora is not None and one.kind not in WITH_LORA]
-        if unable:
-            raise ValueError(f"--lora: {unable[0]} trains whole models here; {', '.join(WITH_LORA)} train adapters")
+        for option, kinds in (("lora", WITH_LORA), ("float8", WITH_FLOAT8)):
+            unable = [one.name for one in contestants if getattr(task, option) and one.kind not in kinds]
+            if unable:
+                raise ValueError(f"--{option}: {unable[0]} cannot here; {', '.join(kinds)} can")
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -95,6 +95,18 @@ def _parser() -> Parser:
         default=None,
         metavar="NAME=VALUE,...",
         help="train an adapter of peft, as with `protrain train`: protrain, floor and resident (peft's own way) can",
+    )
+    parser.add_argument(
+        "--quantised",
+        choices=("nf4",),
+        default=None,
+        help="with --lora: the frozen blocks have 4-bit weights of bitsandbytes (QLoRA)",
+    )
+    parser.add_argument(
+        "--float8",
+        action="store_true",
+        default=False,
+        help="the blocks multiply in float8, by torchao: protrain, floor, resident and fsdp2 can",
     )
     parser.add_argument("--clip", type=number(0, open_ended=True), default=1.0, help="norm to clip to (default: 1)")
     parser.add_argument(
@@ -160,6 +172,8 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         raise ValueError("--host-rate needs a GPU: on a CPU the device that trains is the host itself")
     if on_gpu and args.gpus > max(1, torch.cuda.device_count()):
         raise ValueError(f"--gpus {args.gpus}: this machine has {torch.cuda.device_count()}")
+    if args.quantised and (args.lora is None or args.float8):
+        raise ValueError("--quantised is for frozen weights: add --lora r=16, and leave out --float8")
     device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
         model=args.model or ("llama-7b" if on_gpu else "tiny"),
@@ -175,10 +189,10 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         host_share=args.host_rate,
         gpus=args.gpus,
         lora=args.lora,
+        quantised=args.quantised,
+        float8=args.float8,
     )
-    loaded = choose_trained(load_model(task.model, layers=task.layers), task.lora, ())
-    fit_positions(loaded, task.sequence)
-    replace_loss(loaded.model, task, device)  # of a copy: to see that it can be
+    replace_loss(build_model(task), task, device)  # of a copy: to see that all of it can be
     return task
 
 

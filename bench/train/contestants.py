@@ -53,6 +53,7 @@ KINDS = {
     "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),
 }
 WITH_LORA = ("protrain", "floor", "resident")  # the kinds that also train an adapter
+WITH_FLOAT8 = (*WITH_LORA, "fsdp2")  # the kinds whose layers also multiply in float8
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from bench.train.low_precision import multiply_in_float8, quantise_later, quantised
 from bench.train.task import Task
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.trained import choose_trained
+from protrain.common.parameters import is_managed
 from protrain.engine.states.empty import values_of
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.compilation import compile_blocks
@@ -26,7 +28,12 @@ def build_model(task: Task) -> Any:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        loaded = choose_trained(load_model(task.model, layers=task.layers), task.lora, ())
+        loaded = load_model(task.model, layers=task.layers)
+        if task.quantised is not None:
+            quantise_later(loaded.model)
+        loaded = choose_trained(loaded, task.lora, ())
+    if task.float8:
+        multiply_in_float8(loaded.model, emulate=not torch.cuda.is_available())
     fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
     return loaded.model.train()
@@ -46,16 +53,26 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [model.get_submodule(path) for path in find_blocks(model)]
 
 
-def fill(module: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Give the meta parameters of ``module`` memory on ``device`` and their start values, those that wrap makes."""
+def fill(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    chosen: Callable[[nn.Parameter], bool] = lambda parameter: True,
+) -> None:
+    """Give the ``chosen`` meta parameters of ``module`` memory on ``device`` and the start values that wrap makes."""
     made: dict[int, nn.Parameter] = {}  # a tied parameter is made once
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
-            if parameter is None or not parameter.is_meta:
+            if parameter is None or not parameter.is_meta or not chosen(parameter):
                 continue
             if id(parameter) not in made:
                 values = values_of(parameter, device).to(dtype)
-                made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                made[id(parameter)] = (
+                    nn.Parameter(values, requires_grad=parameter.requires_grad)
+                    if is_managed(parameter)
+                    else quantised(parameter, values)
+                )
             owner._parameters[name] = made[id(parameter)]
 
 

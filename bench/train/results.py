@@ -168,6 +168,8 @@ class Comparison(Record):
         loss = "chunked loss" if self.task.chunked_loss else "whole logits"
         several = f"{self.task.gpus} x " if self.task.gpus > 1 else ""
         size += "" if self.task.lora is None else f"an adapter ({self.task.lora}) trained, "
+        size += "" if self.task.quantised is None else f"{self.task.quantised} base, "
+        size += "float8 products, " if self.task.float8 else ""
         return (
             f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
             f"{self.task.clip_norm:g}, {several}{self.device}" + (f"; {self.dram_load}" if self.dram_load else "")

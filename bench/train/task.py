@@ -38,6 +38,8 @@ class Task(Record):
     host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
     gpus: int = 1  # a process each, with a batch of its own
     lora: str | None = None  # an adapter of peft, as for `protrain train --lora`; the model itself is frozen
+    quantised: str | None = None  # "nf4": the linear layers of the frozen blocks have 4-bit weights
+    float8: bool = False  # the linear layers of the blocks multiply in float8
 
     @property
     def tokens_per_step(self) -> int:
@@ -52,7 +54,8 @@ class Task(Record):
         host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
         gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
         adapter = "" if self.lora is None else "-lora"
-        return f"{self.model}{depth}{adapter}-{self.batch}x{self.sequence}{within}{host}{gpus}"
+        precision = f"-{self.quantised}" if self.quantised else "-float8" if self.float8 else ""
+        return f"{self.model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{within}{host}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from bench.train.contestants import Contestant
 from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
+from protrain.common.parameters import is_managed
 from protrain.engine.report import Report
 from protrain.planning import Plan
 
@@ -47,7 +48,7 @@ def adamw_options(task: Task) -> dict[str, Any]:
 
 
 def count(model: nn.Module) -> int:
-    """Parameters, tied ones once."""
+    """Parameters, tied ones once. Before any of them is quantised: two 4-bit weights are one element."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -56,6 +57,7 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     task, contestant = job.task, job.contestant
     model = build_model(task)
     parameters = count(model)
+    fill(model, device=device, dtype=weight_dtype(device), chosen=lambda parameter: not is_managed(parameter))
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
     chosen: dict[str, Any] = {
         "device_memory": task.device_memory,
@@ -119,6 +121,7 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
     same.
     """
     model = build_model(task)
+    parameters = count(model)
     replace_loss(model, task, device)
     checkpointed = [mode.recomputes for mode in plan.block_modes]
     fill(model, device=device, dtype=weight_dtype(device))
@@ -134,7 +137,7 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
 
     return Trainer(
         step=step,
-        parameters=count(model),
+        parameters=parameters,
         config={
             **model_config(model, task),
             "weights": str(weight_dtype(device)),
@@ -189,6 +192,7 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     """Everything on the device, no offloading at all."""
     task, contestant = job.task, job.contestant
     model = build_model(task)
+    parameters = count(model)
     replace_loss(model, task, device)
     fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
@@ -205,7 +209,7 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
 
     return Trainer(
         step=step,
-        parameters=count(model),
+        parameters=parameters,
         config={
             **model_config(model, task),
             **block_config(contestant),
@@ -220,6 +224,8 @@ def model_config(model: Any, task: Task) -> dict[str, Any]:
     return {
         "chunked_loss": task.chunked_loss,
         **({"liger-kernel": version("liger-kernel")} if task.chunked_loss else {}),
+        **({"quantised": task.quantised, "bitsandbytes": version("bitsandbytes")} if task.quantised else {}),
+        **({"float8": "tensorwise, dynamic scales", "torchao": version("torchao")} if task.float8 else {}),
         "max_position_embeddings": getattr(model.config, "max_position_embeddings", None),
     }
 

@@ -1,15 +1,30 @@
-"""A model to which peft has added an adapter is exported as the adapter alone, or with the adapter merged in."""
+"""Models to which peft has added an adapter: what is saved and exported of them.
+
+They are exported as the adapter alone, or with the adapter merged in. A checkpoint may leave out the weights that the
+adapter was added to (:class:`Base`): they do not change, and are most of the model.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from protrain.checkpoint.tensor_files import file_crc32
 from protrain.common.adapters import adapted_layers, adapter_names, base_name, in_peft_model
+from protrain.common.errors import CheckpointError
+from protrain.common.records import Record
+from protrain.distributed.agreement import raised_on_all
+from protrain.distributed.ranks import Ranks
+from protrain.engine.states.stored_tensors import reading, weight_files
+from protrain.engine.states.weight_files import weight_sources
 
 ADAPTER_FILE = "adapter_model"
 
@@ -17,6 +32,61 @@ ADAPTER_FILE = "adapter_model"
 def has_adapter(model: nn.Module) -> bool:
     """Whether peft has added an adapter to ``model``."""
     return bool(getattr(model, "peft_config", None)) and bool(adapter_names(model))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base(Record):
+    """The model that an adapter was added to, as a checkpoint without its weights refers to it."""
+
+    folder: str  # where it was; another folder with the same files is the same base
+    files: dict[str, int]  # its files of weights, with their CRC-32
+
+    @classmethod
+    def of(cls, folder: Path, ranks: Ranks) -> Base:
+        """The base in ``folder``. All ranks must call it, and each reads a share of the files.
+
+        Raises:
+            ValueError, OSError: a file is missing or cannot be read. It is raised on all ranks.
+        """
+        own: dict[str, int] = {}
+        with raised_on_all(ranks), ThreadPoolExecutor(max_workers=4) as pool:
+            files = weight_files(folder)[ranks.rank :: ranks.size]
+            own = {file.name: crc32 for file, crc32 in zip(files, pool.map(file_crc32, files), strict=True)}
+        every = ranks.all_values(own, "the checksums of the model's files")
+        return cls(folder=str(folder.absolute()), files={name: part[name] for part in every for name in part})
+
+
+def base_weights(model: nn.Module) -> set[str]:
+    """The names of the parameters of the base: those that are not trained, and that no adapter has added."""
+    own = adapter_names(model)
+    return {name for name, p in model.named_parameters() if not p.requires_grad and name not in own}
+
+
+def check_base(save: Path, manifest: dict[str, Any], base: Base | None) -> None:
+    """Raise a CheckpointError unless ``base`` is the one that ``save`` refers to, if it refers to one."""
+    if "base" not in manifest:
+        return
+    saved = Base.from_dict(manifest["base"])
+    if base is None:
+        raise CheckpointError(
+            f"{save} holds an adapter and not the weights of {saved.folder}: give that model, and base= to load it"
+        )
+    for name in sorted({*saved.files, *base.files}):
+        if saved.files.get(name) != base.files.get(name):
+            how = "differs" if name in saved.files and name in base.files else "is in one of them alone"
+            raise CheckpointError(
+                f"{save} holds an adapter for the weights of {saved.folder}, and those of {base.folder} are others: "
+                f"{name} {how}; give the model that the adapter was trained for"
+            )
+
+
+@contextmanager
+def reading_base(model: nn.Module, folder: Path, dtype: torch.dtype) -> Iterator[Callable[[str], Tensor]]:
+    """A function that reads a weight of the base of ``model`` from ``folder``, as training had it in ``dtype``."""
+    sources = weight_sources(model, folder).sources
+    by_name = {name: source for source in sources for name in source.names}
+    with reading(tensor for source in sources for tensor in source.stored) as read:
+        yield lambda name: by_name[name].values(read)[name].to(dtype)
 
 
 def adapter_weights(

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from protrain.checkpoint.adapters import (
     adapter_weights,
     has_adapter,
     merged_weights,
+    reading_base,
     write_adapter_config,
 )
 from protrain.checkpoint.manifest import verify_bytes
@@ -27,6 +29,7 @@ from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
 from protrain.common.adapters import base_name, within_peft
 from protrain.common.errors import CheckpointError
+from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.values import read_weight
@@ -82,8 +85,12 @@ def export_save(
     dtype: torch.dtype,
     tokenizer: Any = None,
     merge: bool = False,
+    base: Path | None = None,
 ) -> None:
     """Do what :func:`export` does with the weights of ``save`` in ``dtype``. ``model`` may be on the meta device.
+
+    If the save has no weights of the model that its adapter was added to, ``merge`` reads them from the folder
+    ``base``.
 
     Raises:
         CheckpointError: a file of the save is damaged, or it is of another model.
@@ -97,14 +104,23 @@ def export_save(
             if found != shape:
                 raise CheckpointError(f"{save} is of another model: {name} is {[*found]} there and {[*shape]} here")
 
-    def read(name: str) -> Tensor:
-        return weight_of(parameters[name], dtype)
+    whole = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
+    names = whole if merge else list(parameters)
+    with ExitStack() as stack:
+        read_base = None
+        if merge and "base" in manifest and base is not None:
+            read_base = stack.enter_context(reading_base(model, base, DTYPES[manifest["dtype"]]))
 
-    with open_tensors(save / BUFFERS) as buffers:
-        names = set(unmanaged(model))
-        compare_names(save, "buffer", names & set(buffers.keys()), names)
-        others = {name: buffers.get_tensor(name) for name in names}
-        _write(folder, model, parameters, read, others, dtype, tokenizer, Ranks(None), merge)
+        def read(name: str) -> Tensor:
+            if read_base is None or name in parameters:
+                return weight_of(parameters[name], dtype)
+            return read_base(name).to(dtype)
+
+        buffers = stack.enter_context(open_tensors(save / BUFFERS))
+        others = set(unmanaged(model))
+        compare_names(save, "buffer", others & set(buffers.keys()), others)
+        tensors = {name: buffers.get_tensor(name) for name in others}
+        _write(folder, model, names, read, tensors, dtype, tokenizer, Ranks(None), merge)
 
 
 def weight_of(states: dict[str, SavedTensor], dtype: torch.dtype) -> Tensor:

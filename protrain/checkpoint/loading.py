@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from protrain.checkpoint.adapters import Base, base_weights, check_base
 from protrain.checkpoint.json_values import decode
 from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes
 from protrain.checkpoint.parameter_files import check_parameters, load_parameters
@@ -38,6 +39,7 @@ def load_checkpoint(
     optimizer: ProTrainOptimizer,
     *,
     scheduler: LRScheduler | None = None,
+    base: Base | None = None,
 ) -> Any:
     """Load the newest save in ``folder``, or ``folder`` itself if it is a save. Returns the ``extra`` of the save.
 
@@ -45,6 +47,8 @@ def load_checkpoint(
     become those of the save. Before anything is changed, every file is checked against its recorded size and CRC-32,
     and its contents against ``model``, ``optimizer`` and ``scheduler``. If the model was wrapped without an example
     batch and was not called yet, the states of its parameters are read in its first call, so ``folder`` must stay.
+
+    A save that was made with a ``base`` needs the same base, whose weights ``model`` has.
 
     With several ranks all of them must call it. The number of ranks may be another than that of the save. Then rank r
     takes the random states that rank r had, and one that the save does not have keeps its own, with a warning.
@@ -70,7 +74,7 @@ def load_checkpoint(
     save = root / name
     files, modules = manifest["files"], with_extra_state(model)
     with raised_on_all(ranks):
-        _check(save, manifest, model, optimizer.parameter_names())
+        _check(save, manifest, model, optimizer.parameter_names(), base)
         verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
         scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
         _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
@@ -100,7 +104,7 @@ def load_checkpoint(
     return extra
 
 
-def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
+def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module, base: Base | None = None) -> Any:
     """Raise early what :func:`load_checkpoint` would refuse, as far as that takes no time.
 
     Returns the save's ``extra``.
@@ -114,15 +118,17 @@ def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module) -> Any:
     managed = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
     save = find_save(Path(folder))
     manifest = read_manifest(save)
-    _check(save, manifest, model, managed)
+    _check(save, manifest, model, managed, base)
     return decode(manifest["extra"])
 
 
-def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str]) -> None:
+def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str], base: Base | None) -> None:
     """Raise a CheckpointError unless the files are those of ``manifest``, and of a model with these parameters."""
     check_files(save, manifest)
+    check_base(save, manifest, base)
+    left_out = base_weights(model) if "base" in manifest else set()
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
-    compare_names(save, "parameter", saved_names, set(names))
+    compare_names(save, "parameter", saved_names, set(names) - left_out)
     compare_names(save, "extra state of module", set(manifest.get("modules", {})), set(with_extra_state(model)))
 
 

@@ -14,7 +14,8 @@ from typing import Any
 from protrain.checkpoint.tensor_files import file_crc32, open_tensors
 from protrain.common.errors import CheckpointError
 
-FORMAT = 2  # of saves in which files have parts of parameters; all others have 1
+# Saves without the weights of a base have format 3, those with parts of parameters in files 2, and all others 1.
+FORMAT = 3
 MANIFEST = "checkpoint.json"
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 
@@ -39,7 +40,7 @@ def find_save(folder: Path) -> Path:
 def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk."""
     has_parts = any("parts" in entry for entry in manifest["files"].values())
-    whole = {"format": FORMAT if has_parts else 1, **manifest}
+    whole = {"format": FORMAT if "base" in manifest else 2 if has_parts else 1, **manifest}
     with open(save / MANIFEST, "w") as file:
         json.dump({**whole, "crc32": _own_crc32(whole)}, file)
         file.flush()
@@ -62,7 +63,7 @@ def read_manifest(save: Path) -> dict[str, Any]:
             f"{save / MANIFEST} has format {found}, and this version of ProTrain reads formats up to {FORMAT}: "
             "load it with the version that wrote it, or a newer one"
         )
-    if found not in (1, FORMAT):
+    if found not in range(1, FORMAT + 1):
         raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}")
     crc32 = manifest.pop("crc32", None)  # the first saves of this format have no checksum
     if crc32 not in (None, _own_crc32(manifest)):

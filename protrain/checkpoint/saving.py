@@ -42,6 +42,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from protrain.checkpoint.adapters import Base, base_weights
 from protrain.checkpoint.json_values import encode
 from protrain.checkpoint.manifest import list_saves, write_manifest
 from protrain.checkpoint.parameter_files import write_parameters
@@ -71,6 +72,7 @@ def save_checkpoint(
     scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
+    base: Base | None = None,
 ) -> Path:
     """Save the training state atomically as a new numbered save in ``folder``. Returns the path of the save.
 
@@ -84,6 +86,7 @@ def save_checkpoint(
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
         extra: Anything JSON can hold; :func:`load_checkpoint` returns it.
         keep: How many saves stay, this one included. Older ones are deleted once it is complete.
+        base: The model that an adapter was added to. Its weights are then left out, and a load needs the same base.
 
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
@@ -95,8 +98,8 @@ def save_checkpoint(
     """
     check_wrapped(model, optimizer)
     optimizer.ranks.meet("save_checkpoint()")
-    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep)
-    parts = ((name, optimizer.export_part(name)) for name in optimizer.parameter_names())
+    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep, base)
+    parts = ((name, optimizer.export_part(name)) for name in _saved_names(model, optimizer, base))
     return _finish(save, parts, optimizer.ranks)
 
 
@@ -108,6 +111,7 @@ def async_save(
     scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
+    base: Base | None = None,
 ) -> Future[Path]:
     """Do what :func:`save_checkpoint` does, and train on while a thread writes a copy of the state.
 
@@ -127,9 +131,10 @@ def async_save(
     ranks.meet("async_save()")
     wait_for_async_save(optimizer)
     with raised_on_all(ranks):
-        _refuse_without_room(optimizer)
-        parts = [(name, optimizer.export_part(name)) for name in optimizer.parameter_names()]
-    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep)
+        names = _saved_names(model, optimizer, base)
+        _refuse_without_room(optimizer, names)
+        parts = [(name, optimizer.export_part(name)) for name in names]
+    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep, base)
     aside = Aside(ranks, ranks.of_first(f"async_save {uuid4()}"))
     thread = ThreadPoolExecutor(1, "protrain async_save")
     saved = thread.submit(_finish, save, _given_up(parts), aside)
@@ -146,8 +151,14 @@ def wait_for_async_save(optimizer: ProTrainOptimizer) -> None:
         wait([saved])
 
 
-def _refuse_without_room(optimizer: ProTrainOptimizer) -> None:
-    needed_bytes, free_bytes = optimizer.export_bytes(), optimizer.free_host_bytes
+def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | None) -> list[str]:
+    """The names of the parameters that a save holds: all but those of ``base``."""
+    left_out = set() if base is None else base_weights(model)
+    return [name for name in optimizer.parameter_names() if name not in left_out]
+
+
+def _refuse_without_room(optimizer: ProTrainOptimizer, names: list[str]) -> None:
+    needed_bytes, free_bytes = optimizer.export_bytes(names), optimizer.free_host_bytes
     if needed_bytes > free_bytes:
         raise BudgetError(
             f"async_save needs {format_bytes(needed_bytes)} of host memory for a copy of the state, and the plan "
@@ -187,7 +198,13 @@ class _Save:
 
 
 def _begin(
-    root: Path, model: nn.Module, optimizer: ProTrainOptimizer, scheduler: LRScheduler | None, extra: Any, keep: int
+    root: Path,
+    model: nn.Module,
+    optimizer: ProTrainOptimizer,
+    scheduler: LRScheduler | None,
+    extra: Any,
+    keep: int,
+    base: Base | None,
 ) -> _Save:
     """Make the hidden folder of a new save and write everything but parameters to it."""
     if keep < 1:
@@ -201,6 +218,7 @@ def _begin(
             if first:
                 tensors: dict[str, torch.Tensor] = {}
                 save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
+                save.manifest |= {} if base is None else {"base": base.to_dict()}
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
                 save.older, save.serial = new_save(root)
                 save.manifest["files"] = write_others(save.scratch, unmanaged_tensors(model), tensors)

@@ -107,11 +107,11 @@ class _ForwardingParser(Parser):
         return found, []
 
 
-def add_command(commands: Any) -> None:
-    """Add `bench` to the subparsers ``commands``."""
+def add_command(commands: Any, summary: str) -> None:
+    """Add `bench` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser(
         "bench",
-        help="measure parts of ProTrain against their peers",
+        help=summary,
         description="Measure parts of ProTrain against their peers. Needs a checkout of the repository.",
         epilog="example:\n  protrain bench kernels --quick --out results\n",
     )

@@ -32,11 +32,9 @@ The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/pro
 machine then use it. Close other programs first."""
 
 
-def add_command(commands: Any) -> None:
-    """Add `calibrate` to the subparsers ``commands``."""
-    parser: Parser = commands.add_parser(
-        "calibrate", help="measure this machine", description=_DESCRIPTION, epilog=_EXAMPLE
-    )
+def add_command(commands: Any, summary: str) -> None:
+    """Add `calibrate` to the subparsers ``commands``, whose help has the line ``summary``."""
+    parser: Parser = commands.add_parser("calibrate", help=summary, description=_DESCRIPTION, epilog=_EXAMPLE)
     add_gpus_option(parser, "measure")
     parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
     parser.add_argument(

@@ -24,6 +24,10 @@ class Codec:
     separator: int | None  # the token after every document
     vocabulary: int  # all token ids are smaller
     any_bytes: bool  # whether text in other encodings than UTF-8 can be converted
+    tokenizer: Any = None  # of transformers; None if tokens are bytes
+
+    def __reduce__(self) -> Any:
+        return (byte_codec, ()) if self.tokenizer is None else (tokenizer_codec, (self.tokenizer,))
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -83,4 +87,5 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
         separator=tokenizer.eos_token_id,
         vocabulary=len(tokenizer),
         any_bytes=False,
+        tokenizer=tokenizer,
     )

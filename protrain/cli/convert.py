@@ -16,11 +16,11 @@ _EXAMPLE = """example:
 """
 
 
-def add_command(commands: Any) -> None:
-    """Add `convert` to the subparsers ``commands``."""
+def add_command(commands: Any, summary: str) -> None:
+    """Add `convert` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser(
         "convert",
-        help="write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
+        help=summary,
         description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
         epilog=_EXAMPLE,
     )

@@ -7,12 +7,13 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from protrain.cli.data import Tokens, map_tokens, writing
-from protrain.cli.examples import Example, ExampleMaker
+from protrain.cli.examples import Example, ExampleMaker, RowMaker
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import ProgressLine
 from protrain.cli.models import LoadedModel
@@ -21,9 +22,13 @@ from protrain.cli.rows import read_rows
 from protrain.cli.run_files import UNFINISHED_DATA
 from protrain.cli.sources import find_source
 from protrain.cli.text import tokenize
+from protrain.cli.workers import in_order
 from protrain.distributed.ranks import Ranks
+from protrain.hardware.memory import usable_cores
 
 _TELL_S = 10.0  # the time between two signs of life while data is read
+_LARGE_BYTES = 32 * 2**20  # of rows; for less it would take longer to start processes than to make the tokens
+_MOST_PROCESSES = 16  # more wait for the one that reads the rows and writes the tokens
 
 
 def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, *, sequence: int) -> Tokens:
@@ -67,7 +72,13 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
                 all_tokens=job.loss_on == "all",
             )
             tokens = tokenize_rows(
-                source.paths, examples, target, held_out=job.held_out, sequence=sequence, progress=progress
+                source.paths,
+                examples,
+                target,
+                held_out=job.held_out,
+                sequence=sequence,
+                processes=min(usable_cores(), _MOST_PROCESSES) if size > _LARGE_BYTES else 1,
+                progress=progress,
             )
         line.update(total, "", plain=False)
     return ranks.of_first(tokens)
@@ -80,6 +91,7 @@ def tokenize_rows(
     *,
     held_out: float,
     sequence: int,
+    processes: int = 1,
     progress: Callable[[float], None] = lambda count: None,
 ) -> Tokens:
     """Write the rows of ``paths`` as packed token arrays to ``folder`` and map them into memory.
@@ -90,6 +102,7 @@ def tokenize_rows(
         folder: Gets the arrays.
         held_out: The share of rows that is kept for evaluation, evenly spread.
         sequence: The tokens of a packed sequence.
+        processes: How many make tokens. Their number changes nothing of the result.
         progress: Called with the bytes that each row took.
 
     Raises:
@@ -104,7 +117,7 @@ def tokenize_rows(
             opened.enter_context(PackedWriter(folder, part, codec.dtype, sequence=sequence))
             for part in ("train", "held_out")
         )
-        for ids, counted in _examples(paths, examples, progress):
+        for ids, counted in _examples(paths, examples, processes, progress):
             part = evaluation if int((rows + 1) * held_out) > int(rows * held_out) else train
             rows += 1
             counted[:1] = False  # nothing before it belongs to the row
@@ -131,18 +144,23 @@ def tokenize_rows(
     return map_tokens(folder, codec.dtype, marked=True, counts=counts, documents=rows, crc32=crc32)
 
 
-def _examples(paths: list[Path], examples: ExampleMaker, progress: Callable[[float], None]) -> Iterator[Example]:
+def _examples(
+    paths: list[Path], examples: ExampleMaker, processes: int, progress: Callable[[float], None]
+) -> Iterator[Example]:
     """The examples of all rows. Errors name the row."""
     for path in paths:
-        size, share, make = _size_bytes(path), 0.0, None
-        for row in read_rows(path):
-            try:
-                make = make or examples.maker(row.values)
-                yield make(row.values)
-            except ValueError as error:
-                raise ValueError(f"--data: {row.place}: {error}") from None
-            progress((row.share - share) * size)
-            share = row.share
+        size, done, rows = _size_bytes(path), 0.0, read_rows(path)
+        first = next(rows, None)
+        if first is None:
+            continue
+        try:
+            make = RowMaker(examples, first.values)
+        except ValueError as error:
+            raise ValueError(f"--data: {first.place}: {error}") from None
+        for example, share in in_order(make, chain([first], rows), processes):
+            yield example
+            progress((share - done) * size)
+            done = share
 
 
 def _size_bytes(path: Path) -> int:

@@ -130,12 +130,7 @@ def training_batch(
     if part.marks is not None:
         number = step * micro_batches + micro_batch
         return _rows(part, _in_order(len(part) // sequence, seed, number * batch, batch), sequence)
-    # numpy would round a list with a seed of 2**63 or more to floats.
-    key = np.array([seed, step], np.uint64)
-    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, micro_batch]))
-    starts = generator.integers(0, len(part) - sequence, size=batch, endpoint=True)
-    ids = _windows(part.tokens, starts, sequence)
-    return {"input_ids": ids, "labels": ids}
+    return _text(part, seed=seed, step=step, micro_batch=micro_batch, batch=batch, sequence=sequence)
 
 
 def counted_tokens(tokens: Tokens, *, seed: int, step: int, batch: int, sequence: int, micro_batches: int) -> int:
@@ -153,13 +148,19 @@ def counted_in(batch: Batch) -> int:
     return int((batch["labels"][:, 1:] != IGNORED).sum())
 
 
-def example_batch(tokens: Tokens, *, seed: int, batch: int, sequence: int) -> Batch:
+def example_batch(part: Part, *, seed: int, batch: int, sequence: int) -> Batch:
     """A batch to plan for. Of rows it has the sequences with most of them, as only several rows need a mask."""
-    part = tokens.train
     if part.marks is None:
-        return training_batch(tokens, seed=seed, step=0, micro_batch=0, batch=batch, sequence=sequence)
+        return _text(part, seed=seed, step=0, micro_batch=0, batch=batch, sequence=sequence)
     rows = [np.count_nonzero(part.marks[start : start + sequence] & BEGINS) for start in range(0, len(part), sequence)]
     return _rows(part, np.resize(np.argsort(rows, kind="stable")[::-1], batch), sequence)
+
+
+def stand_in(sequence: int, *, rows: bool) -> Part:
+    """One sequence of text, or of two ``rows``, for a plan that is made without the data."""
+    tokens, marks = np.zeros(sequence, np.uint16), np.full(sequence, COUNTED, np.uint8)
+    marks[[0, sequence // 2]] = BEGINS
+    return Part(tokens=tokens, marks=marks if rows else None)
 
 
 def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[Batch]:
@@ -204,6 +205,15 @@ def _rows(part: Part, chosen: NDArray[np.int64], sequence: int) -> Batch:
     begins = torch.where(marks & BEGINS != 0, places, 0).cummax(dim=1).values
     labels = torch.where(marks & COUNTED != 0, ids, IGNORED)
     return {"input_ids": ids, "labels": labels, "position_ids": places - begins}
+
+
+def _text(part: Part, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int) -> Batch:
+    # numpy would round a list with a seed of 2**63 or more to floats.
+    key = np.array([seed, step], np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, micro_batch]))
+    starts = generator.integers(0, len(part) - sequence, size=batch, endpoint=True)
+    ids = _windows(part.tokens, starts, sequence)
+    return {"input_ids": ids, "labels": ids}
 
 
 def _windows(array: NDArray[Any], starts: NDArray[np.int64], sequence: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protrain.cli.codec import Codec
+from protrain.cli.rows import Row
 
 Example = tuple[NDArray[np.int64], NDArray[np.bool_]]  # the ids, and which of them the loss counts
 _Make = Callable[[dict[str, Any]], Example]
@@ -152,6 +153,30 @@ class ExampleMaker:
             return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **options)
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses it: {error}") from None
+
+
+@dataclass
+class RowMaker:
+    """Makes the examples of one file, whose columns are those of its first row. Other processes can be sent one.
+
+    They need not import torch, which this file and what it imports do without.
+    """
+
+    examples: ExampleMaker
+    columns: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self._make = self.examples.maker(self.columns)
+
+    def __reduce__(self) -> Any:
+        return RowMaker, (self.examples, self.columns)
+
+    def __call__(self, row: Row) -> tuple[Example, float]:
+        """The example of ``row``, and the share of the file that is read with it. Errors name the row."""
+        try:
+            return self._make(row.values), row.share
+        except ValueError as error:
+            raise ValueError(f"--data: {row.place}: {error}") from None
 
 
 @lru_cache(maxsize=4)

@@ -9,25 +9,36 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import TextIO
 
 import protrain
-import protrain_kernels
-from protrain.cli import bench, calibrate, convert, export, plan, train
 from protrain.cli.options import Parser, in_options
 from protrain.cli.signals import InterruptedRun
 from protrain.common.errors import MisuseError
 from protrain.common.progress import StandardError, say, silence
 
+COMMANDS = {
+    "calibrate": "measure this machine",
+    "plan": "show the plan for a model",
+    "train": "train a causal language model",
+    "export": "write a checkpoint as a Hugging Face folder",
+    "convert": "write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
+    "bench": "measure parts of ProTrain against their peers",
+}
 
-def build_parser() -> Parser:
-    """The parser of `protrain` and all its commands."""
+
+def build_parser(command: str) -> Parser:
+    """The parser of `protrain`, with the options of ``command``, whose module alone is imported."""
     parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
     parser.add_argument("--version", action="version", version=f"protrain {protrain.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for module in (calibrate, plan, train, export, convert, bench):
-        module.add_command(commands)
+    for name, summary in COMMANDS.items():
+        if name == command:
+            import_module(f"protrain.cli.{name}").add_command(commands, summary)
+        else:
+            commands.add_parser(name, help=summary)
     return parser
 
 
@@ -67,7 +78,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
-        return build_parser().parse_args(words, argparse.Namespace(words=words))
+        return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
     except SystemExit:
         StandardError().flush()
         if sys.stdout is not None:
@@ -78,7 +89,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
 @contextmanager
 def own_warnings_as_lines() -> Iterator[None]:
     """Print ProTrain's own warnings like its other lines, without the place in the code that raised them."""
-    ours = [Path(package.__file__ or "").parent for package in (protrain, protrain_kernels)]
+    package = Path(protrain.__file__).parent
+    ours = (package, package.with_name("protrain_kernels"))
     with warnings.catch_warnings():
         shown = warnings.showwarning
 

@@ -34,15 +34,6 @@ class Architecture:
         """The transformers configuration."""
         return self.model.config
 
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel(Architecture):
-    """A model that can be trained: its weights are known, and text can become its tokens."""
-
-    weights: Path | None  # the folder that holds them; None if they are random
-    codec: Codec
-    tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
-
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """The arguments of the model for ``batch``.
 
@@ -53,6 +44,15 @@ class LoadedModel(Architecture):
         if "position_ids" in batch and {"position_ids", "use_cache"} <= taken.keys():
             return {**batch, "use_cache": False}
         return {name: value for name, value in batch.items() if name != "position_ids"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel(Architecture):
+    """A model that can be trained: its weights are known, and text can become its tokens."""
+
+    weights: Path | None  # the folder that holds them; None if they are random
+    codec: Codec
+    tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
 
 
 def read_architecture(name: str, *, layers: int | None = None) -> Architecture:

@@ -1,51 +1,25 @@
-"""`protrain plan`: what would be done with a model on a machine, without doing it."""
+"""`protrain plan`: its options. What it does is in ``plan_run.py``, which imports torch."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-
-import protrain
-from protrain.cli.job import DTYPES
 from protrain.cli.lora import add_training_options
-from protrain.cli.models import describe, fit_positions, read_architecture
 from protrain.cli.options import (
+    DTYPES,
+    MOMENT_DTYPES,
     Parser,
     add_compile_option,
     add_loss_option,
+    add_memory_options,
     add_output_options,
     add_sequence_option,
-    emit,
-    in_options,
+    number,
     whole,
     writable_file,
-    write_record,
 )
-from protrain.cli.plan_answer import Answer, Machine
-from protrain.cli.plan_machine import add_machine_options, machine_of, machines_of
-from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
-from protrain.cli.plan_text import summary_text, timeline_text
-from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
-from protrain.cli.trained import choose_trained
-from protrain.common.errors import PlanError
-from protrain.common.progress import COUNTED, Progress
-from protrain.common.tables import format_ms, wrapped
-from protrain.forwards import change_forwards
-from protrain.hardware import HardwareProfile
-from protrain.planning import Explanation, compare, frontier, largest
-from protrain.planning.explain.explanation import explain
-from protrain.planning.plan import MOMENT_DTYPES
-from protrain.planning.predict import predict
-from protrain.planning.timeline import Timeline
-from protrain.profiler import ModelProfile
-from protrain.profiler.cache import cached_profile, counted_profile
 
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
@@ -62,11 +36,11 @@ what more or less memory would do, and how deep such a model could be there:
 """
 
 
-def add_command(commands: Any) -> None:
-    """Add `plan` to the subparsers ``commands``."""
+def add_command(commands: Any, summary: str) -> None:
+    """Add `plan` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser(
         "plan",
-        help="show the plan for a model",
+        help=summary,
         usage="%(prog)s MODEL [--hardware NAME] [--batch N] [OPTION ...]",
         description="Profile a model and search the plan for a machine.",
         epilog=_EXAMPLE,
@@ -78,6 +52,12 @@ def add_command(commands: Any) -> None:
         "--batch", type=whole(1), metavar="N", default=8, help="sequences in a batch, on each GPU (default: 8)"
     )
     add_sequence_option(parser, default="of the model")
+    parser.add_argument(
+        "--data",
+        metavar="PATH",
+        default=None,
+        help="the data of the training: rows of it are packed, for which attention needs a mask (default: text)",
+    )
     parser.add_argument("--accumulation", type=whole(1), metavar="N", default=1, help="batches in a step (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
     parser.add_argument(
@@ -111,7 +91,7 @@ def add_command(commands: Any) -> None:
         default=False,
         help="also say what every integer of the plan and more memory would change, and what is assumed of the machine",
     )
-    add_machine_options(parser)
+    _add_machine_options(parser)
     add_output_options(parser)
     parser.add_argument(
         "--picture",
@@ -125,187 +105,36 @@ def add_command(commands: Any) -> None:
 
 def run_command(args: argparse.Namespace) -> None:
     """Run `protrain plan`."""
-    if args.picture is not None:
-        if args.max_model or args.compare:
-            raise ValueError("--picture goes with a plan or --frontier: --max-model and --compare draw nothing")
-        check_picture(args.picture)
-    if args.compare is not None:
-        _compare(args)
-        return
-    hardware = machine_of(args)
-    if args.max_model:
-        _max_model(args, hardware)
-        return
-    say = Progress(enabled=True)
-    with say.stage("profiling the model") as show:
-        profile = _profile(args, hardware, show=show)
-    if args.frontier:
-        with say.stage("planning under every limit"):
-            found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
-        if args.picture is not None:
-            draw_frontier(found, args.picture)
-        title = wrapped(f"{Machine.of(hardware)}\n{_title(profile, hardware.world_size)}", indent="  ")
-        emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, hardware)}")
-        return
-    inside = args.step_during_backward
-    try:
-        with say.stage("planning"):
-            plan = protrain.search(profile, hardware, step_during_backward=inside)
-            timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
-    except PlanError as error:
-        if args.json:
-            print(in_options(Answer.of(profile, hardware, error).to_json()), flush=True)
-        raise
-    if args.picture is not None:
-        draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    with say.stage("explaining"):
-        why = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
-    answer = Answer.of(profile, hardware, why)
-    print(answer.to_json() if args.json else _text(args, profile, hardware, why, timeline, answer.verdict), flush=True)
-    write_record(plan, args)
+    from protrain.cli.plan_run import run  # imported here, so that --help does not wait for torch
+
+    run(args)
 
 
-def _text(
-    args: argparse.Namespace,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    why: Explanation,
-    timeline: Timeline,
-    verdict: str,
-) -> str:
-    """The verdict and one step; with --explain what would change it, and the machine."""
-    answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
-    details = [("one step", timeline_text(timeline))]
-    if args.explain:
-        details += [
-            ("the prediction, and what would change it", why.table()),
-            ("the machine, as far as it is known", hardware.table()),
-        ]
-    sections = [f"{title.upper()}\n{table}" for title, table in details]
-    sections += [] if args.explain else ["--explain says what would change it, and what is assumed of the machine."]
-    title = wrapped(f"{verdict}\n{_title(profile, hardware.world_size)}", indent="  ")
-    return "\n\n".join([f"{title}\n{answer}{_about_loss(args, hardware)}", *sections])
-
-
-def _profile(
-    args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
-) -> ModelProfile:
-    """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    profile = None
-    if not (args.hardware or args.compare):
-        with suppress(torch.OutOfMemoryError):
-            profile = _traced(args, hardware, layers, elsewhere=False, show=show)
-        if profile is None:
-            Progress(enabled=True).note(COUNTED)
-    if profile is None:
-        make = partial(_traced, args, hardware, layers, elsewhere=True, show=show)
-        profile = counted_profile(_description(args, hardware, layers), make)
-    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
-
-
-def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None) -> dict[str, Any]:
-    """All that decides what is counted. Building the model would take longer than planning for it."""
-    device = torch.device(hardware.device_type)
-    return {
-        "model": describe(args.model, layers=layers),
-        "batch": (args.batch, getattr(args, "sequence", None)),
-        "dtype": str(choose_dtype(args.dtype, device)),
-        "trained": (getattr(args, "lora", None), getattr(args, "freeze", ())),
-        "compiled": choose_compile(getattr(args, "compile", None), device),
-        "chunked_loss": choose_loss(getattr(args, "chunked_loss", None), device),
-    }
-
-
-def _traced(
-    args: argparse.Namespace,
-    hardware: HardwareProfile,
-    layers: int | None,
-    *,
-    elsewhere: bool,
-    show: Callable[[str], None],
-) -> ModelProfile:
-    loaded = choose_trained(
-        read_architecture(args.model, layers=layers), getattr(args, "lora", None), getattr(args, "freeze", ())
+def _add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`protrain.cli.plan_machine.machine_of` reads."""
+    machine = parser.add_argument_group("machine")
+    machine.add_argument(
+        "--hardware",
+        metavar="FILE|NAME",
+        default=None,
+        help="a profile of `protrain calibrate`, or a shipped one by its name, like h100; a wrong name lists them",
     )
-    sequence = getattr(args, "sequence", loaded.sequence)
-    fit_positions(loaded, sequence)
-    ids = torch.zeros(args.batch, sequence, dtype=torch.int64)
-    device = torch.device(hardware.device_type)
-    compiled = choose_compile(getattr(args, "compile", None), device)
-    if compiled and elsewhere:
-        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
-    change_forwards(
-        loaded.model,
-        device,
-        compile=compiled,
-        chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
-        on_meta=elsewhere,
+    machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
+    machine.add_argument(
+        "--gpus",
+        type=whole(1),
+        metavar="N",
+        default=1,
+        help="GPUs of the machine that train together and share its host memory (default: 1)",
     )
-    return cached_profile(
-        loaded.model,
-        {"input_ids": ids, "labels": ids},
-        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
-        # Another machine's times cannot be measured here: they follow from counted operations.
-        device=torch.device("meta") if elsewhere else device,
-        dtype=choose_dtype(args.dtype, device),
-        show=show,
-        device_bytes=hardware.device_bytes,
+    machine.add_argument(
+        "--nodes", type=whole(1), metavar="M", default=1, help="equal machines with --gpus each (default: 1)"
     )
-
-
-def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
-    if args.model not in SHAPES:
-        raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
-    with Progress(enabled=True).stage("looking for the largest depth") as show:
-        found = largest(
-            lambda layers: _profile(args, hardware, layers, show=lambda part: show(f"{layers} layers: {part}")),
-            hardware,
-            step_during_backward=args.step_during_backward,
-        )
-    how = f"{_loss(found.plan.chunked_loss)}{_moments(found.plan.moment_dtype)}"
-    title = wrapped(f"{Machine.of(hardware)}\nthe largest model of the width of {args.model}, {how}", indent="  ")
-    emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
-
-
-def _compare(args: argparse.Namespace) -> None:
-    machines = machines_of(args)
-    first = next(iter(machines.values()))
-    say = Progress(enabled=True)
-    with say.stage("profiling the model") as show:
-        profile = _profile(args, first, show=show)
-    with say.stage("planning for every machine"):
-        found = compare(profile, machines, step_during_backward=args.step_during_backward)
-    lines = [_title(profile, 1, " and GPU"), *(f"{name}: {Machine.of(machine)}" for name, machine in machines.items())]
-    title = "\n".join(wrapped(line, indent="  ") for line in lines)
-    emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, first)}")
-
-
-def _title(profile: ModelProfile, n_gpus: int, each: str = "") -> str:
-    tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step{each}"
-    blocks = "compiled" if profile.compiled else "eager"
-    how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
-    return f"{profile.model}, {profile.n_parameters:,} parameters{_trained(profile)}, {tokens}, {how}"
-
-
-def _trained(profile: ModelProfile) -> str:
-    """How many parameters are trained, if not all are."""
-    return "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
-
-
-def _loss(chunked: bool) -> str:
-    return "chunked loss" if chunked else "whole logits"
-
-
-def _moments(dtype: str) -> str:
-    return f", moments in {dtype}" if dtype != "float32" else ""
-
-
-def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
-    """What chunked loss would need, where only its absence here decided against it."""
-    device = torch.device(hardware.device_type)
-    if device.type != "cuda" or hasattr(args, "chunked_loss") or choose_loss(None, device):
-        return ""
-    return "\n\n" + wrapped(
-        "Planned with whole logits, as training here would go without liger-kernel: --chunked-loss plans for where it "
-        "is installed."
+    machine.add_argument(
+        "--network-gbps",
+        type=number(1e-3),
+        metavar="GB/s",
+        default=None,
+        help="what the GPUs of a node together receive from other nodes (default: as assumed for the name)",
     )
+    add_memory_options(machine)

@@ -9,42 +9,11 @@ from typing import Any
 
 import torch
 
-from protrain.cli.options import add_memory_options, number, whole
 from protrain.cli.prepare import choose_device, parse_device
 from protrain.common.quantities import parse_memory
 from protrain.hardware import HardwareProfile, detect, of_machine, shipped_names
 
 _SPEC = re.compile(rf"({'|'.join(shipped_names())}|.+\.json)x(\d+)(?:x(\d+))?")
-
-
-def add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`machine_of` reads."""
-    machine = parser.add_argument_group("machine")
-    machine.add_argument(
-        "--hardware",
-        metavar="FILE|NAME",
-        default=None,
-        help=f"a profile of `protrain calibrate`, or one of {', '.join(shipped_names())}",
-    )
-    machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
-    machine.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="N",
-        default=1,
-        help="GPUs of the machine that train together and share its host memory (default: 1)",
-    )
-    machine.add_argument(
-        "--nodes", type=whole(1), metavar="M", default=1, help="equal machines with --gpus each (default: 1)"
-    )
-    machine.add_argument(
-        "--network-gbps",
-        type=number(1e-3),
-        metavar="GB/s",
-        default=None,
-        help="what the GPUs of a node together receive from other nodes (default: as assumed for the name)",
-    )
-    add_memory_options(machine)
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:

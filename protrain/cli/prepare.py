@@ -15,6 +15,7 @@ from torch import nn
 
 import protrain
 from protrain import validate
+from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.loading import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
@@ -73,11 +74,14 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     refuse_early(loaded, device, chunked=chunked)
     if job.plan is not None:
         check_plan(job.plan, loaded.model, plain, dtype, batch=job.batch, sequence=sequence)
-    saved = None
+    base = saved = None
+    if job.lora is not None and loaded.folder is not None:
+        with Progress(enabled=ranks.rank == 0).stage("reading the model's files, to which checkpoints refer"):
+            base = Base.of(loaded.folder, ranks)
     if resume:
         _refuse_lost_saves(job, folder)
         if list_saves(folder / CHECKPOINTS):
-            saved = check_checkpoint(folder / CHECKPOINTS, loaded.model)
+            saved = check_checkpoint(folder / CHECKPOINTS, loaded.model, base)
         if job.data is not None and not Path(job.data).exists():
             raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
     if loaded.folder is not None and loaded.tokenizer is None:
@@ -92,7 +96,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     torch.manual_seed(job.seed)
-    example = example_batch(tokens, seed=job.seed, batch=job.batch, sequence=sequence)
+    example = example_batch(tokens.train, seed=job.seed, batch=job.batch, sequence=sequence)
     model, optimizer = protrain.wrap(
         loaded.model,
         plain,
@@ -114,7 +118,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     step = 0
     if saved is not None:
         with Progress(enabled=True).stage("loading the checkpoint"):
-            step = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler)["step"]
+            step = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler, base=base)["step"]
         # The saved rate of the next step is that of a run with the steps which the run had then.
         for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):
             group["lr"] = peak * scheduler.lr_lambdas[0](step)
@@ -136,6 +140,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         trained_parameters=trained,
         ranks=ranks,
         metrics=MetricsFile(folder, resumed_step=step, log=log),
+        base=base,
         step=step,
     )
 

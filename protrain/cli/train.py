@@ -57,11 +57,11 @@ on four GPUs, each of which runs one of the four batches of a step:
 """
 
 
-def add_command(commands: Any) -> None:
-    """Add `train` to the subparsers ``commands``."""
+def add_command(commands: Any, summary: str) -> None:
+    """Add `train` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser(
         "train",
-        help="train a causal language model",
+        help=summary,
         usage="%(prog)s --model MODEL [--data PATH] [--folder FOLDER] [OPTION ...]\n"
         "       %(prog)s --resume --folder FOLDER [--steps N] [OPTION ...]",
         description="Train a causal language model on text, or on rows of data such as conversations.",

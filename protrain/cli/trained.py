@@ -76,10 +76,10 @@ def _add_adapter(loaded: Architecture, lora: Lora) -> None:
 
 def _refuse_other_than_linear(model: nn.Module) -> None:
     """Raise a ValueError for an adapter that could not be merged."""
-    from peft.tuners.lora import Linear
+    from transformers.pytorch_utils import Conv1D
 
     for path, module in adapted_layers(model):
-        if not isinstance(module, Linear):
+        if not isinstance(module.base_layer, nn.Linear | Conv1D):
             raise ValueError(
                 f"--lora: {path} is no linear layer, and only such get adapters: give targets that leave it out, like "
                 "targets=q_proj+k_proj+v_proj+o_proj"

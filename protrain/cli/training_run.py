@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.cli.data import Batch, Tokens, counted_in, evaluation_batches
 from protrain.cli.job import TrainJob
@@ -35,6 +36,7 @@ class Run:
     trained_parameters: int
     ranks: Ranks
     metrics: MetricsFile
+    base: Base | None  # whose weights the checkpoints leave out
     step: int  # the number of steps done
 
     @property
@@ -117,4 +119,5 @@ class Run:
             scheduler=self.scheduler,
             extra={"step": self.step, "data_crc32": self.tokens.crc32},
             keep=self.job.keep,
+            base=self.base,
         )

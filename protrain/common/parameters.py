@@ -115,6 +115,12 @@ def unmanaged_memory(model: nn.Module) -> list[Tensor]:
     return plain_tensors((*model.buffers(), *parameters))
 
 
+def unmanaged_bytes(model: nn.Module, device: torch.device) -> int:
+    """The bytes that the buffers of ``model`` and its unmanaged parameters take on ``device`` now."""
+    storages = [tensor.untyped_storage() for tensor in unmanaged_memory(model) if tensor.device == device]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
 def plain_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """The plain tensors that make up ``tensors`` and that lie in their attributes."""
     return [part for tensor in tensors for part in (*made_of(tensor).values(), *kept_beside(tensor).values())]

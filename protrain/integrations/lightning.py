@@ -25,7 +25,7 @@ from torch import nn
 from protrain.distributed.processes import local_processes
 from protrain.engine.weights.state_hooks import full_state_dict
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.wrap import wrap
+from protrain.wrapping import wrap
 
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 

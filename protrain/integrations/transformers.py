@@ -25,7 +25,7 @@ from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.integrations.longest import longest_row
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.wrap import wrap
+from protrain.wrapping import wrap
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -53,6 +53,7 @@ class ProTrainMixin(_Base):
 
     model: Any  # the Trainer's, as is the next
     optimizer: Any
+    ref_model: Any  # TRL's
 
     def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrap_arguments = dict(protrain or {})
@@ -143,6 +144,16 @@ class ProTrainMixin(_Base):
         elif self.optimizer is None:
             super()._move_model_to_device(self.model, self.args.device)
         return super().evaluation_loop(*args, **kwargs)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what TRL's DPO compares with, which it does when the trainer is made.
+
+        Without a reference model the model computes it before it is trained. It need not fit the device whole, so it is
+        wrapped before.
+        """
+        if self.ref_model is None:
+            self.create_optimizer()
+        return super()._precompute_ref_logps(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model. All ranks come here, and the first one writes."""

@@ -7,7 +7,7 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -340,9 +340,9 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with self._engine.quiet():
             return export_part(self._by_name[name], self._engine.step.updates.steps)
 
-    def export_bytes(self) -> int:
-        """The host memory that :meth:`export_part` of all parameters takes on this rank."""
-        members = self._engine.members
+    def export_bytes(self, names: Iterable[str]) -> int:
+        """The host memory that :meth:`export_part` of the parameters ``names`` takes on this rank."""
+        members = [self._by_name[name] for name in names]
         return sum(
             (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
             for member, own in ((member, own_elements(member)) for member in members)

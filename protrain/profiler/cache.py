@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from protrain.common import batch as batches
+from protrain.common.parameters import is_managed
 from protrain.forward.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.model_profile import ModelProfile
@@ -33,7 +34,7 @@ from protrain.profiler.trace import profile
 from protrain_kernels.cache_folder import cache_folder, keeps_measurements, say_unwritable
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
-_LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel")
+_LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
 _KEPT = 64  # the number of profiles kept; the oldest are deleted first
 
 
@@ -131,6 +132,7 @@ def fingerprint(
                 str(tensor.dtype),
                 tensor.requires_grad,
                 groups.get(id(tensor)),
+                {} if is_managed(tensor) else _quantisation(tensor),
             )
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
@@ -163,17 +165,24 @@ def _name(what: Any) -> str:
 
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:
-    """The attributes that have a plain form: sizes, probabilities, names, and collections of these."""
+    """The attributes that have a plain form: sizes, probabilities, names, collections, frozen dataclasses."""
 
     def form(value: Any) -> str | None:
         if isinstance(value, _PLAIN):
             return repr(value)
         if isinstance(value, tuple | list) and all(isinstance(part, _PLAIN) for part in value):
             return repr(value)
+        if getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False):
+            return repr(value)  # a configuration, such as that of float8 products
         return getattr(value, "__qualname__", None)  # an activation function
 
     found = {name: form(value) for name, value in attributes.items() if name not in ("_parameters", "_buffers")}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _quantisation(tensor: torch.Tensor) -> dict[str, str]:
+    """How ``tensor`` is quantised. What is None is left out, as a first forward may move tensors elsewhere."""
+    return _plain({name: value for name, value in vars(tensor).items() if value is not None})
 
 
 def _user_code() -> str:

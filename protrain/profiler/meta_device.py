@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.dispatch import RuntimeMode
 from protrain.profiler.storages import memory_in, storage_key
 
@@ -23,9 +24,9 @@ _USUAL = F.scaled_dot_product_attention
 
 
 @contextmanager
-def as_if_on_gpu() -> Iterator[None]:
-    """Inside, meta tensors run fused attention and answer ``bool(tensor)``."""
-    with _Values(), FusedAttention():
+def as_if_on_gpu(known: KnownIntegers | None = None) -> Iterator[None]:
+    """Inside, meta tensors run fused attention and answer ``bool(tensor)``, truly where that follows from ``known``."""
+    with _Values(known or KnownIntegers()), FusedAttention():
         yield
 
 
@@ -86,11 +87,58 @@ def _fused(
     return result
 
 
-class _Values(RuntimeMode):
-    """Answers questions about tensors without data as if all values were regular: all() is true and any() is false."""
+class KnownIntegers:
+    """The values of meta tensors of integers that follow from those of a batch.
+
+    A model may ask for them to decide what it computes. From positions that begin anew, as in packed rows, those of
+    transformers see that attention needs a mask.
+    """
 
     def __init__(self) -> None:
+        self._values = WeakIdKeyDictionary()
+        self._most = 0  # elements of a tensor that is followed: twice as many as the batch's largest, and so no mask
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """``tensor``, which a batch has, on the meta device."""
+        on_meta = tensor.to("meta")
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
+            self._values[on_meta] = tensor.cpu()
+            self._most = max(self._most, 2 * tensor.numel())
+        return on_meta
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The values of ``tensor``, or None."""
+        value: Tensor | None = self._values.get(tensor)
+        return value
+
+    def follow(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note the values of the ``result`` of ``func``, if they follow from those that are known."""
+        if not self._values or getattr(func, "namespace", "") != "aten":
+            return
+        if func._schema.is_mutable:  # a tensor that is changed may have views
+            if any(tensor in self._values for tensor in tensors_in((args, kwargs))):
+                self._values.clear()
+        elif isinstance(result, Tensor) and not result.is_floating_point() and result.numel() <= self._most:
+            given = tensors_in((args, kwargs))
+            if given and all(tensor in self._values for tensor in given):
+                args, kwargs = map_leaves(self._on_cpu, (args, kwargs))
+                self._values[result] = func(*args, **kwargs)
+
+    def _on_cpu(self, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return self._values[leaf]
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+
+class _Values(RuntimeMode):
+    """Answers questions about tensors without data.
+
+    What does not follow from the batch is answered as if all values were regular: all() is true and any() is false.
+    """
+
+    def __init__(self, known: KnownIntegers) -> None:
         super().__init__()
+        self._known = known
         self._results = _Results()
         self._any_results = WeakIdKeyDictionary()  # results of any()
 
@@ -99,10 +147,14 @@ class _Values(RuntimeMode):
     ) -> Any:
         """Run ``func``, unless it asks for a value."""
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+            value = self._known.of(args[0])
+            if value is not None:
+                return value.item()
             return args[0] not in self._any_results if args[0].dtype == torch.bool else 1
         result = self._results.of(func, args, kwargs or {})
         if func._overloadpacket is torch.ops.aten.any:
             self._any_results[result] = True
+        self._known.follow(func, args, kwargs or {}, result)
         return result
 
 

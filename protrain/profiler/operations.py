@@ -18,6 +18,8 @@ from protrain.forward.dispatch import are_wrappers
 from protrain.profiler.attention_calls import AttentionCall, attention_call
 from protrain.profiler.storages import memory_in, storage_key
 
+_FOUR_BIT = "gemm_4bit"  # of bitsandbytes: activations [..., K] times a packed weight, whose own shape is (N, K)
+
 
 class Operations(TorchDispatchMode):
     """Counts the flops of products, convolutions and attention, and the bytes that other operators read and write.
@@ -89,7 +91,7 @@ def _bytes_by_storage(tree: Any) -> dict[StorageWeakRef, int]:
 def is_product(func: Any) -> bool:
     """Whether ``func`` is a matrix product, a convolution or attention, which a compiler leaves to a library."""
     packet = getattr(func, "_overloadpacket", func)  # an operator that takes other operators has no packet
-    return packet in flop_registry or packet.__name__.startswith("_scaled_dot_product")
+    return packet in flop_registry or packet.__name__.startswith(("_scaled_dot_product", _FOUR_BIT))
 
 
 def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
@@ -99,6 +101,9 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     packet = getattr(func, "_overloadpacket", func)
     if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
         return _attention_flops(args[0], args[1], args[2], causal=bool(_argument(func, "is_causal", args, kwargs)))
+    if packet.__name__ == _FOUR_BIT:
+        activations, _, (outputs, _), *_ = args
+        return 2 * activations.numel() * int(outputs)
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 

@@ -23,6 +23,7 @@ from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
+from protrain.profiler.meta_device import KnownIntegers
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.restored_model import restored
 from protrain.profiler.segments import Segment, finish
@@ -111,16 +112,18 @@ def _traced(
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         modules = {path: BlockModules(model.get_submodule(path), nn.Parameter) for path in blocks}
         parts = (model, owned, modules, weights, device)
+        known = KnownIntegers()
+        moved = known.moved if device.type == "meta" else partial(torch.Tensor.to, device=device)
 
         def inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
             """Inputs for one step, as copies that the step may write to."""
-            args, kwargs = batches.arguments(batches.to_device(batches.own_copy(example_batch), device))
+            args, kwargs = batches.arguments(batches.move(batches.own_copy(example_batch), device, moved))
             return batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
         def tell(what: str) -> Callable[[str], None]:
             return lambda part: show(f"{what}, {part}") if show is not None else None
 
-        step = Step(*parts, measure=True, show=tell("measuring memory"))
+        step = Step(*parts, measure=True, show=tell("measuring memory"), known=known)
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]

@@ -36,7 +36,7 @@ from protrain.profiler.block_forward import BlockUse, measure_block, run_apart
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.meta_device import FusedAttention, as_if_on_gpu, fused_attention_in_graphs
+from protrain.profiler.meta_device import FusedAttention, KnownIntegers, as_if_on_gpu, fused_attention_in_graphs
 from protrain.profiler.parameter_uses import Uses
 from protrain.profiler.segments import Segment, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
@@ -64,6 +64,7 @@ class Step:
             the counting.
         show: called with a line on what is being done.
         differentiating: the attribute of that name that the measured step found.
+        known: on the meta device, the values of the batch's integers.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Step:
         measure: bool,
         show: Callable[[str], None],
         differentiating: Iterable[str] = (),
+        known: KnownIntegers | None = None,
     ) -> None:
         self.segments: list[Segment] = []
         self.calls: list[str] = []  # paths of units in the order in which one forward calls them
@@ -88,6 +90,7 @@ class Step:
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
         self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in modules)
+        self._known = known
         self._model = model
         self._owned = owned
         self._modules = modules
@@ -116,7 +119,7 @@ class Step:
             if self._device.type == "meta":
                 if self.compiled:
                     stack.enter_context(fused_attention_in_graphs())
-                stack.enter_context(as_if_on_gpu())
+                stack.enter_context(as_if_on_gpu(self._known))
             if self._measure:
                 self._meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
                 self._weights.measured_by(self._meter)

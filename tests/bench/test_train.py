@@ -33,6 +33,9 @@ def test_other_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -
         (["--model", "llama-8t"], "there is no model 'llama-8t'"),
         (["--model", "gpt2", "--sequence", "2048"], "--sequence 2048 is longer than the 1024 positions"),
         (["--model", "opt-13b", "--sequence", "4096"], "--sequence 4096 is longer than the 2048 positions"),
+        (["--quantised", "nf4"], "--quantised is for frozen weights: add --lora r=16"),
+        (["--float8", "--contestants", "zero3"], "--float8: zero3 cannot here; protrain, floor, resident, fsdp2 can"),
+        (["--lora", "r=4", "--contestants", "fsdp2"], "--lora: fsdp2 cannot here; protrain, floor, resident can"),
         (["--steps", "2"], "--steps: must be at least 3"),
         (["--host-rate", "170%"], "--host-rate: must be a share of the host's rate such as 70%, not '170%'"),
     ):

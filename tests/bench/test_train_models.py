@@ -19,6 +19,7 @@ from bench.train.models import blocks_of, build_model, fill, parameter_groups, s
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task, make_tokens
 from bench.train.trainers import MasterAdamW, floor_trainer, protrain_trainer, resident_trainer
+from bench.train.worker import BUILDERS
 from protrain.planning import Plan
 from protrain.planning.plan import BlockMode
 
@@ -176,6 +177,48 @@ def test_an_adapter_is_all_that_everyone_trains() -> None:
     changed = {name for name in start if not torch.equal(found[1][name], start[name])}
     assert changed == set(before) - frozen
     assert [name for name in start if not torch.allclose(found[0][name], found[1][name], atol=1e-6)] == []
+
+
+def test_a_4bit_base_is_the_same_for_everyone_and_an_adapter_trains_beside_it() -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    task = replace(TASK, lora="r=4", quantised="nf4")
+    job = Job(task=task, contestant=parse("resident-eager"), tokens="", planned_by=None, until=inf)
+    ids = torch.arange(16).view(1, 16)
+    resident, ours = resident_trainer(job, CPU, ids), protrain_trainer(job, CPU, ids)
+    plain = build_model(replace(TASK, lora="r=4"))
+    assert resident.parameters == ours.parameters == sum(parameter.numel() for parameter in plain.parameters())
+    fill(plain, device=CPU, dtype=torch.float32)
+    bases = {name: value for name, value in plain.named_parameters() if name.endswith("base_layer.weight")}
+    assert len(bases) == 3 * 7
+    for trainer in (resident, ours):
+        for name, value in bases.items():
+            found = _model_of(trainer.step).get_parameter(name)
+            expected, _ = bitsandbytes.functional.quantize_4bit(value.data, quant_type="nf4", compress_statistics=True)
+            assert torch.equal(found, expected)
+    losses = []
+    for _ in range(3):
+        torch.testing.assert_close(*(results := [trainer.step(ids) for trainer in (resident, ours)]))  # loss and norm
+        losses.append(results[0][0].item())
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_float8_products_are_the_same_for_everyone(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    task, ids = replace(TASK, float8=True), torch.arange(16).view(1, 16)
+    found = {}
+    for name in ("resident-eager", "protrain-eager", "fsdp2-eager", "floor-eager"):
+        job = Job(task=task, contestant=parse(name), tokens="", planned_by=_planned(tmp_path), until=inf)
+        trainer = BUILDERS[job.contestant.kind](job, CPU, ids)
+        found[name] = [trainer.step(ids)[0].item() for _ in range(3)]
+        kinds = Counter(type(module).__name__ for module in _model_of(trainer.step).modules())
+        assert kinds["Float8Linear"] == 3 * 7
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    first, *later = zip(*(found[name] for name in ("resident-eager", "protrain-eager", "fsdp2-eager")), strict=True)
+    assert len({*first, found["floor-eager"][0]}) == 1
+    for losses in later:  # a weight that differs in its last bit may be rounded to the next number in float8
+        assert list(losses) == pytest.approx([losses[0]] * 3, rel=3e-3)
 
 
 def test_masters_keep_what_16_bit_weights_cannot() -> None:

@@ -109,7 +109,7 @@ def test_it_ends_the_exit_of_python(run: Callable[..., subprocess.CompletedProce
 
 
 def test_where_it_is_ignored_it_stays_so(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    ended = run("--version", pressed="at_import('torch.nn', press)", handler=signal.SIG_IGN)
+    ended = run("--version", pressed="at_import('protrain.cli.options', press)", handler=signal.SIG_IGN)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

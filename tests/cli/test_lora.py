@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.checkpoint.manifest import list_saves
+from protrain.checkpoint.manifest import list_saves, read_manifest
 from protrain.cli.codec import byte_codec
 from protrain.cli.data import evaluation_batches
 from protrain.cli.lora import Lora, parse_lora
@@ -20,6 +20,7 @@ from protrain.cli.main import main
 from protrain.cli.models import read_architecture
 from protrain.cli.text import tokenize
 from protrain.cli.trained import choose_trained
+from protrain.common.adapters import adapter_names
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -117,6 +118,54 @@ def test_a_resumed_run_has_the_same_adapter(finished: Path, tmp_path: Path) -> N
     assert main(["train", "--resume", "--folder", str(folder), "--device-memory", "4MiB"]) == 0
     name = "model/adapter_model.safetensors"
     assert (folder / name).read_bytes() == (finished / name).read_bytes()
+
+
+def saved_names(folder: Path) -> set[str]:
+    """The names of the parameters in the newest checkpoint of a run."""
+    files = read_manifest(list_saves(folder / "checkpoints")[-1])["files"]
+    return {name for entry in files.values() for name in entry["parameters"]}
+
+
+def test_a_checkpoint_holds_the_adapter_alone(finished: Path) -> None:
+    with protrain.empty_parameters():
+        model = choose_trained(read_architecture("tiny"), "r=4", ()).model
+    layers = {name.split(".", 3)[3] for name in adapter_names(model)}
+    assert saved_names(finished) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in layers}
+
+
+def test_a_resumed_adapter_needs_the_model_that_it_was_trained_for(
+    finished: Path, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, moved = tmp_path / "resumed", tmp_path / "moved"
+    shutil.copytree(finished, folder)
+    shutil.copytree(workplace / "source", moved)
+    for path in (folder / "summary.json", *(folder / "model").iterdir()):
+        path.unlink()
+    job = json.loads((folder / "job.json").read_text())
+    (folder / "job.json").write_text(json.dumps(job | {"model": str(moved)}))
+    weights = moved / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    for command in (
+        ["train", "--resume", "--folder", str(folder)],
+        ["export", str(folder), str(moved / "x"), "--merge"],
+    ):
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert f"those of {moved} are others: model.safetensors differs; give the model" in said
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert main(["train", "--resume", "--folder", str(folder)]) == 0, "a base may be moved"
+    name = "model/adapter_model.safetensors"
+    assert (folder / name).read_bytes() == (finished / name).read_bytes()
+
+
+def test_the_random_base_of_a_shape_is_in_its_checkpoints(workplace: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    more = ("--lora", "r=2", "--model", "tiny", "--no-model", "--steps", "1")
+    assert main([*arguments(workplace, folder, *more)]) == 0
+    assert "model.embed_tokens.weight" in saved_names(folder), "nothing else holds it"
 
 
 @pytest.mark.parametrize("how", ["run", "export"])

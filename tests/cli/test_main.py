@@ -16,9 +16,11 @@ import torch
 
 from protrain.cli.job import MAY_DIFFER, option
 from protrain.cli.main import build_parser, main
-from protrain.cli.options import in_options
+from protrain.cli.options import DTYPES, MOMENT_DTYPES, in_options
+from protrain.common import parameters
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import Plan
+from protrain.planning import plan as plans
 from protrain_kernels.cache_folder import say_unwritable
 
 
@@ -60,7 +62,7 @@ def test_a_help_text_fits_into_80_columns(
 
 
 def test_a_learning_rate_has_two_spellings() -> None:
-    found = [build_parser().parse_args(["train", option, "1e-3"]) for option in ("--lr", "--learning-rate")]
+    found = [build_parser("train").parse_args(["train", option, "1e-3"]) for option in ("--lr", "--learning-rate")]
     assert found[0] == found[1]
     assert found[0].learning_rate == 1e-3
 
@@ -77,6 +79,21 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureF
     status, _, err = run(capsys, "train", "--folder", str(tmp_path / "mine"), "--steps", "9")
     assert status == 2
     assert f"--folder {tmp_path}/mine holds no run to go on with: for a new one give --model" in err
+
+
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
+def test_help_does_not_wait_for_torch(words: list[str]) -> None:
+    code = (
+        f"import sys, protrain.cli.main as command\ntry:\n  command.main({words})\n"
+        "finally:\n  print('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == "False"
+
+
+def test_options_offer_the_types_of_the_library() -> None:
+    assert set(DTYPES) == set(parameters.DTYPES)
+    assert MOMENT_DTYPES == plans.MOMENT_DTYPES
 
 
 @pytest.mark.parametrize(

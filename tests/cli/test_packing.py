@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,21 +13,26 @@ import numpy as np
 import pytest
 import torch
 
-from protrain.cli.codec import byte_codec
+import protrain
+from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
 from protrain.cli.corpus import tokenize_rows
 from protrain.cli.data import (
     Batch,
+    Part,
     Tokens,
     check_length,
     counted_in,
     counted_tokens,
     evaluation_batches,
     example_batch,
+    stand_in,
     training_batch,
 )
 from protrain.cli.examples import ExampleMaker
+from protrain.cli.main import main
 from protrain.cli.models import LoadedModel
 from protrain.cli.packing import pack
+from protrain.cli.workers import in_order
 
 SEQUENCE = 16
 
@@ -39,12 +44,15 @@ def make_tokens(
     held_out: float = 0.0,
     sequence: int = SEQUENCE,
     all_tokens: bool = False,
+    processes: int = 1,
+    codec: Codec | None = None,
 ) -> Tokens:
     """Pairs of a prompt and a completion, as bytes."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
-    examples = ExampleMaker(codec=byte_codec(), tokenizer=None, column=None, all_tokens=False)
-    return tokenize_rows([file], examples, folder / "data", held_out=held_out, sequence=sequence)
+    examples = ExampleMaker(codec=codec or byte_codec(), tokenizer=None, column=None, all_tokens=False)
+    target = folder / f"data-{processes}"
+    return tokenize_rows([file], examples, target, held_out=held_out, sequence=sequence, processes=processes)
 
 
 def some_rows(count: int) -> list[tuple[str, str]]:
@@ -230,7 +238,7 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         tokenizer=None,
     )
     tokens = make_tokens(tmp_path, some_rows(12))
-    batch = example_batch(tokens, seed=0, batch=2, sequence=SEQUENCE)
+    batch = example_batch(tokens.train, seed=0, batch=2, sequence=SEQUENCE)
     rows = split(batch)
     assert len(rows) > 2
     packed = model(**loaded.arguments(batch)).loss * counted_in(batch)
@@ -242,3 +250,76 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         alone += model(input_ids=ids, labels=labels).loss * counted_in({"labels": labels})
     close = packed.item() == pytest.approx(alone.item(), rel=1e-5)
     assert close == (name != "bloom"), "Bloom's forward takes no positions"
+
+
+def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
+    model = models()["llama"]()
+    loaded = LoadedModel(
+        model=model, folder=None, weights=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+    )
+
+    def counted(part: Part) -> protrain.ModelProfile:
+        example = loaded.arguments(example_batch(part, seed=0, batch=2, sequence=SEQUENCE))
+        return protrain.profile(model, example, device="meta")
+
+    rows, text = counted(make_tokens(tmp_path, some_rows(12)).train), counted(stand_in(SEQUENCE, rows=False))
+    assert counted(stand_in(SEQUENCE, rows=True)) == rows
+    mask_bytes, positions_bytes = 2 * SEQUENCE * SEQUENCE, 2 * SEQUENCE * 8
+    live = [(one.live_bytes, other.live_bytes) for one, other in zip(rows.segments, text.segments, strict=True)]
+    between = [one - other for one, other in live[2:-2]]
+    assert min(between) >= mask_bytes + positions_bytes, "all blocks share a mask"
+
+
+def test_plan_takes_the_data_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    (tmp_path / "text.txt").write_text("a text")
+    found = {}
+    for name in ("rows.jsonl", "text.txt"):
+        command = ["plan", "tiny", "--hardware", "h100", "--no-compile", "--no-chunked-loss", "--json"]
+        assert main([*command, "--data", str(tmp_path / name)]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    more = found["rows.jsonl"]["plan"]["device_bytes"] - found["text.txt"]["plan"]["device_bytes"]
+    assert more >= 8 * 256 * 256, "a mask"
+    assert main([*command, "--data", str(tmp_path / "nothing")]) == 2
+    assert "--data: " in capsys.readouterr().err
+
+
+def small_tokenizer() -> Any:
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = {word: number for number, word in enumerate(("?", "!", "</s>", *map(str, range(10))))}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(words, [], unk_token="?"))
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "tokenizer"])
+def test_several_processes_make_the_same_tokens(kind: str, tmp_path: Path) -> None:
+    codec = byte_codec() if kind == "bytes" else tokenizer_codec(small_tokenizer())
+    one, two = (
+        make_tokens(tmp_path, some_rows(700), held_out=0.1, processes=processes, codec=codec) for processes in (1, 2)
+    )
+    assert (two.crc32, two.documents, two.unigram_entropy) == (one.crc32, one.documents, one.unigram_entropy)
+    for part in ("train.bin", "train.marks.bin", "held_out.bin", "held_out.marks.bin"):
+        data = (one.folder / part).read_bytes()
+        assert data == (two.folder / part).read_bytes(), part
+        assert data
+
+
+def test_a_wrong_row_is_named_by_several_processes_too(tmp_path: Path) -> None:
+    rows: list[Any] = [*some_rows(600), ("a", 5), *some_rows(100)]
+    with pytest.raises(ValueError, match=r"^--data: .*rows.jsonl, line 601: column completion is no text, but int$"):
+        make_tokens(tmp_path, rows, processes=2)
+
+
+def test_processes_are_given_no_more_than_they_soon_need() -> None:
+    given = 0
+
+    def items() -> Iterator[int]:
+        nonlocal given
+        for item in range(-20_000, 0):
+            given += 1
+            yield item
+
+    found = in_order(abs, items(), 2)
+    assert next(found) == 20_000
+    assert given <= 5 * 256, "two pieces of 256 for each process, and one that is done"
+    assert list(found) == list(range(19_999, 0, -1))

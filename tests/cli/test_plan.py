@@ -315,7 +315,7 @@ def test_no_chunked_loss_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 
 def test_a_sequence_has_two_spellings() -> None:
     for command in (["plan", "tiny"], ["train", "--model", "tiny"]):
-        found = [build_parser().parse_args([*command, option, "48"]) for option in ("--seq", "--sequence")]
+        found = [build_parser(command[0]).parse_args([*command, option, "48"]) for option in ("--seq", "--sequence")]
         assert found[0] == found[1]
         assert found[0].sequence == 48
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain import wrapping
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import fingerprint
 
@@ -44,5 +44,5 @@ def _profile_of_wrap(model: nn.Module, example_batch: Any, **how: Any) -> ModelP
 
 def share_profiles(patch: pytest.MonkeyPatch) -> None:
     """Let wrap find the profile of any model that is alike, as in its cache."""
-    patch.setattr(sys.modules["protrain.wrap"], "cached_profile", _profile_of_wrap)
+    patch.setattr(wrapping, "cached_profile", _profile_of_wrap)
     patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.cli import plan
+from protrain import wrapping
+from protrain.cli import plan_run
 from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.forward.chunked_loss import is_chunked
@@ -28,7 +28,7 @@ def _runs_out(*_: Any, **__: Any) -> None:
 
 @pytest.fixture
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", _runs_out)
+    monkeypatch.setattr(wrapping, "cached_profile", _runs_out)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -79,7 +79,7 @@ def test_what_is_changed_of_forwards_is_so_after_counting_too(
         found.append((isinstance(block.forward, CompiledForward), is_chunked(model)))
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "build_engine", build)
+    monkeypatch.setattr(wrapping, "build_engine", build)
     model = tiny_model("llama")
     refused(model, adamw(model), tiny_batch(), "far enough", RuntimeError, **{option: True})
     assert found == [(option == "compile", option == "chunked_loss")]
@@ -119,14 +119,14 @@ def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> 
 
 
 def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = plan.cached_profile
+    profile = plan_run.cached_profile
     devices = []
 
     def first_runs_out(*args: Any, **options: Any) -> Any:
         devices.append(str(options["device"]))
         return _runs_out() if devices[-1] == "cpu" else profile(*args, **options)
 
-    monkeypatch.setattr(plan, "cached_profile", first_runs_out)
+    monkeypatch.setattr(plan_run, "cached_profile", first_runs_out)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
     assert devices == ["cpu", "meta"]
     told = capsys.readouterr()
@@ -153,7 +153,7 @@ def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
     batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", protrain.profile)
+    monkeypatch.setattr(wrapping, "cached_profile", protrain.profile)
     with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
         protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
     smaller: Any = (batch[0][:2000],)

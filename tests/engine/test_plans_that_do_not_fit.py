@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain import wrapping
 from protrain.common.errors import PlanError
 from protrain.common.quantities import parse_bytes
 from protrain.engine.states.arena import Arena
@@ -35,7 +35,7 @@ def no_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("memory was taken before the plan was known to fit")
 
     monkeypatch.setattr(Arena, "reserve", take)
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "build_engine", take)  # protrain.wrap itself is the function
+    monkeypatch.setattr(wrapping, "build_engine", take)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_plan_of_other_parameters_is_refused_before_the_model_runs(
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran, which takes minutes where it is large")
 
-    monkeypatch.setattr(sys.modules["protrain.wrap"], "cached_profile", profile)
+    monkeypatch.setattr(wrapping, "cached_profile", profile)
     model: Any = tiny_model("llama")
     one_group = torch.optim.AdamW(model.parameters())
     shallow: Any = tiny_model("llama")

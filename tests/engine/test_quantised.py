@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,17 @@ def test_profiles_of_another_device_count_the_bytes_and_leave_the_model(kind: Ca
         profile = protrain.profile(model, residual.batches(1)[0], device=device, dtype=torch.float32)
         assert profile.buffer_bytes == 3 * WIDTH * WIDTH + scales
     assert [(id(p), id(vars(p).get("scale")), p.device) for p in model.parameters()] == before
+
+
+def test_a_base_that_is_on_the_device_already_needs_no_room_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is free on the device leaves it out, and the plan counts it."""
+    monkeypatch.setattr(sys.modules["protrain.hardware.detect"], "available_host_bytes", lambda: 2 * 1024**3)
+    for limit, expected in ((None, 1024**3 + 3 * (WIDTH * WIDTH + 4)), ("1GiB", 1024**3)):
+        model = Adapted(Int8)
+        _, optimizer = protrain.wrap(
+            model, adamw(model), example_batch=residual.batches(1)[0], device="cpu", device_memory=limit, progress=False
+        )
+        assert optimizer.hardware.device_bytes == expected
 
 
 class Carried(nn.Parameter):

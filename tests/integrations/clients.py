@@ -122,7 +122,7 @@ def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 
 
 def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
-    """With a reference model of its own, or with that of the model without adapters."""
+    """With a reference model of its own, or that of the model without adapters, or computed before the training."""
     from trl import DPOConfig, DPOTrainer
 
     from protrain.integrations.transformers import ProTrainMixin
@@ -132,7 +132,7 @@ def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
     data = texts("prompt", "chosen", "rejected")
     return (DPO if ours else DPOTrainer)(
         model=llama(),
-        ref_model=None if adapters else llama(),
+        ref_model=None if adapters or arguments.get("precompute_ref_log_probs") else llama(),
         args=DPOConfig(bf16=False, **arguments),
         train_dataset=data,
         eval_dataset=data.select(range(4)),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, prepare, train, train_on_rank
 
@@ -55,6 +56,24 @@ def test_two_processes(client: str, tmp_path: Path) -> None:
     ours = two(client, tmp_path / "ours", on_protrain=True)
     assert_same_weights(ours[0], ours[1])
     assert_close(ours[0], plain[0])
+
+
+def test_a_reference_without_a_model_is_computed_by_the_wrapped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain run with a reference model compares. One that computes the reference too would share a cache of it."""
+    trl = pytest.importorskip("trl")
+    compute, wrapped = trl.DPOTrainer.compute_ref_log_probs, []
+
+    def watched(trainer: Any, model: Any, inputs: Any) -> Any:
+        wrapped.append(isinstance(getattr(trainer.optimizer, "optimizer", trainer.optimizer), ProTrainOptimizer))
+        return compute(trainer, model, inputs)
+
+    monkeypatch.setattr(trl.DPOTrainer, "compute_ref_log_probs", watched)
+    ours = train("DPO", tmp_path / "ours", on_protrain=True, precompute_ref_log_probs=True, save_strategy="no")
+    assert wrapped
+    assert all(wrapped)
+    assert_close(ours, train("DPO", tmp_path / "plain", on_protrain=False, save_strategy="no"))
 
 
 def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:

@@ -152,14 +152,14 @@ def test_the_parts_of_device_memory_by_hand() -> None:
         "persistent chunks": 2 * N * 14,
         "chunk buffers": 4 * N * 2,
         "gradient staging": 2 * N * 2 + 4 * 6 * 512,
-        "the model's buffers": 0,
+        "buffers and quantised weights": 0,
         "staging for streamed updates": 128 * MIB,
     }
     assert two == {
         "persistent chunks": 2 * N * 14 // 2,
         "chunk buffers": 4 * N * 2,
         "gradient staging": 3 * N * 2 + 2 * N // 2 * 2 + 2 * 4 * 6 * 512,
-        "the model's buffers": 0,
+        "buffers and quantised weights": 0,
         "staging for streamed updates": 128 * MIB,
         "NCCL and its contexts": 600 * MIB,
     }
@@ -169,7 +169,7 @@ def test_the_parts_of_device_memory_by_hand() -> None:
         "persistent chunks": 2 * padded * 14 // 3,
         "chunk buffers": 4 * padded * 2,
         "gradient staging": 3 * padded * 2 + 2 * (padded // 3) * 2 + 2 * (4 * 6 * 512 + 2 * 16384 * 2 * 6),
-        "the model's buffers": 0,
+        "buffers and quantised weights": 0,
         "staging for streamed updates": 2 * 18 * (padded // 3),
         "NCCL and its contexts": 600 * MIB,
     }

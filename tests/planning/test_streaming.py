@@ -42,33 +42,49 @@ def waiting(*updates: tuple[float, float, float]) -> list[Waiting]:
 
 
 def test_a_host_in_time_gets_no_help() -> None:
-    assert first_late([], 0.0, 0.0) is None
-    assert first_late(waiting((10, 1, 10), (10, 1, 20), (10, 1, 30)), 0.0, 0.0) is None
+    assert first_late([], 0.0, 0.0, 1.0) is None
+    assert first_late(waiting((10, 1, 10), (10, 1, 20), (10, 1, 30)), 0.0, 0.0, 1.0) is None
 
 
 def test_the_gpu_takes_the_first_late_update_that_it_finishes_sooner() -> None:
-    # The host ends at 10, 20, 30, 40. The second update is late, and the GPU would be no sooner with it.
-    updates = waiting((10, 25, 10), (10, 20, 15), (10, 25, 25), (10, 25, 35))
-    assert first_late(updates, 0.0, 0.0) == 2
-    assert first_late(updates[:2], 0.0, 0.0) is None
-    assert first_late(waiting((10, 25, 10), (10, 19, 15)), 0.0, 0.0) == 1
-    assert first_late(waiting((10, 9, 9.0)), 0.0, 0.0) == 0
+    # The host ends at 10, 20, 30, 40. The GPU would be no sooner with the second, and has the third done after 25.
+    updates = waiting((10, 25, 10), (10, 20, 20), (10, 25, 25), (10, 25, 25))
+    assert first_late(updates, 0.0, 0.0, 1.0) == 2
+    assert first_late(updates[:2], 0.0, 0.0, 1.0) is None
+    assert first_late(waiting((10, 25, 10), (10, 17, 15)), 0.0, 0.0, 1.0) == 1
+    assert first_late(waiting((10, 7, 5)), 0.0, 0.0, 1.0) == 0
+
+
+def test_the_gpu_takes_nothing_that_spares_forward_less_than_a_fifth_of_the_hosts_time() -> None:
+    assert first_late(waiting((10, 8.5, 5)), 0.0, 0.0, 1.0) is None
+    assert first_late(waiting((10, 7.5, 5)), 0.0, 0.0, 1.0) == 0
+    # Forward waits for the first update until 10 in any case, 5 more than it would, and for the second 5 more, too.
+    assert first_late(waiting((10, inf, 5), (10, 5, 15)), 0.0, 0.0, 1.0) is None
+    assert first_late(waiting((10, inf, 5), (10, 5, 12)), 0.0, 0.0, 1.0) == 1
+
+
+def test_a_host_that_the_gpu_slows_down_makes_others_later() -> None:
+    # The last update is late by 10. On the GPU it is late by 5, and the host does the others meanwhile: at 90% of its
+    # rate they are late by 3.3, and at 75% by 8.75.
+    updates = waiting((10, inf, 10), (10, inf, 20), (10, inf, 30), (10, 35, 30))
+    assert first_late(updates, 0.0, 0.0, 0.9) == 3
+    assert first_late(updates, 0.0, 0.0, 0.75) is None
 
 
 def test_updates_that_the_gpu_cannot_do_are_passed_over_and_take_the_host_their_time() -> None:
-    assert first_late(waiting((10, inf, 0), (10, inf, 0), (10, 25, 0)), 0.0, 0.0) == 2
-    assert first_late(waiting((10, inf, 0), (10, inf, 0)), 0.0, 0.0) is None
+    assert first_late(waiting((10, inf, 5), (10, inf, 5), (10, 20, 5)), 0.0, 0.0, 1.0) == 2
+    assert first_late(waiting((10, inf, 0), (10, inf, 0)), 0.0, 0.0, 1.0) is None
 
 
 def test_lateness_counts_from_when_the_host_is_free_and_not_from_the_past() -> None:
     updates = waiting((10, 5, 20), (10, 5, 30))
-    assert first_late(updates, 0.0, 10.0) is None
-    assert first_late(updates, 0.0, 11.0) == 0
-    assert first_late(updates, 10.0, 0.0) is None
-    assert first_late(updates, 11.0, 0.0) == 0
+    assert first_late(updates, 0.0, 10.0, 1.0) is None
+    assert first_late(updates, 0.0, 13.0, 1.0) == 0
+    assert first_late(updates, 10.0, 0.0, 1.0) is None
+    assert first_late(updates, 13.0, 0.0, 1.0) == 0
     # The GPU begins now and not when the host is free.
-    assert first_late(waiting((10, 30, 20)), 0.0, 21.0) == 0
-    assert first_late(waiting((10, 30, 20)), 1.0, 21.0) is None
+    assert first_late(waiting((10, 30, 20)), 0.0, 23.0, 1.0) == 0
+    assert first_late(waiting((10, 30, 20)), 3.0, 23.0, 1.0) is None
 
 
 # -- the runtime model -------------------------------------------------------------------------------------------------

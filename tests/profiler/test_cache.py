@@ -6,6 +6,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,21 @@ from protrain.profiler.blocks import find_blocks
 BATCH = (torch.randn(2, 8),)
 
 
+@dataclass(frozen=True)
+class _Config:
+    rounds: int = 1
+
+
 class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
         self.dropout = nn.Dropout(0.1)
         self.scale = 1.0
+        self.config = _Config()
+        numbers: Any = nn.Parameter(torch.ones(8, dtype=torch.int8), requires_grad=False)
+        numbers.quant_type = "nf4"
+        self.numbers = numbers
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.dropout(self.linear(x)) * self.scale
@@ -68,6 +78,14 @@ def _shared(model: Any) -> None:
     model[2].linear = model[0].linear
 
 
+def _configured(model: Any) -> None:
+    model[1].config = _Config(rounds=2)
+
+
+def _quantised_otherwise(model: Any) -> None:
+    model[1].numbers.quant_type = "fp4"
+
+
 def _evaluated(model: Any) -> None:
     model[1].eval()
 
@@ -76,7 +94,13 @@ def _compiled(model: Any) -> None:
     compile_blocks([model.get_submodule(path) for path in find_blocks(model)])
 
 
-@pytest.mark.parametrize("change", [_rescaled, _denser, _frozen, _tied, _shared, _evaluated, _compiled])
+_CHANGES = (
+    *(_rescaled, _denser, _configured, _frozen, _quantised_otherwise),
+    *(_tied, _shared, _evaluated, _compiled),
+)
+
+
+@pytest.mark.parametrize("change", _CHANGES)
 def test_a_change_of_the_model_changes_the_key(change: Callable[[Any], None]) -> None:
     model = _model()
     change(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler import meta_device, profile
 from protrain.profiler.blocks import find_blocks
-from protrain.profiler.meta_device import as_if_on_gpu
+from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.storages import storage_key
 
 BFLOAT = torch.bfloat16
@@ -139,3 +139,25 @@ def test_the_profile_is_that_of_a_trace_which_remembers_nothing(
         undo()
     assert found[0] == found[1]
     torch._dynamo.reset()
+
+
+PACKED, ALONE = torch.tensor([[0, 1, 2, 0, 1], [0, 1, 2, 3, 4]]), torch.arange(5)[None]
+
+
+@pytest.mark.parametrize(("positions", "packed"), [(PACKED, True), (ALONE, False)], ids=["packed", "alone"])
+def test_questions_about_a_batch_s_integers_have_true_answers(positions: Tensor, packed: bool) -> None:
+    masking = pytest.importorskip("transformers.masking_utils")
+    known = KnownIntegers()
+    moved = known.moved(positions)
+    with as_if_on_gpu(known):
+        assert (masking.find_packed_sequence_indices(moved) is not None) is packed
+
+
+def test_a_changed_tensor_is_not_known_any_more() -> None:
+    known = KnownIntegers()
+    moved = known.moved(torch.zeros(4, dtype=torch.int64))
+    with as_if_on_gpu(known):
+        last = moved[-1:]
+        assert not bool((last == 1).all()), "it follows from the batch"
+        moved.add_(1)
+        assert bool((last == 1).all()), "nothing is known, and values are taken for regular"

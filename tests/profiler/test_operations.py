@@ -49,6 +49,17 @@ def test_a_causal_mask_leaves_half_of_attentions_products(causal: bool) -> None:
     assert found.flops == 2 * (2 * 4 * ROWS) * (ROWS // (2 if causal else 1)) * (8 + 8)
 
 
+@pytest.mark.parametrize("double", [False, True])
+def test_a_product_with_a_4bit_weight_is_a_product(double: bool) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    layer = bitsandbytes.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, compress_statistics=double)
+    layer.to("cpu")
+    x = torch.randn(2, ROWS, 64, requires_grad=True)
+    with Operations() as found:
+        layer(x)
+    assert (found.flops, found.traffic_bytes) == (2 * (2 * ROWS) * 64 * 128, 0)
+
+
 def test_views_move_nothing_and_what_is_expanded_little() -> None:
     x, row = torch.randn(ROWS, WIDTH), torch.randn(WIDTH)
     with Operations() as found:

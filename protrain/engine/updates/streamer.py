@@ -75,6 +75,7 @@ class Streaming:
         self.streamer = streamer
         self.worker = worker
         self._needed_ms = sharing.needed_ms
+        self._host_kept = sharing.host_kept
         self.host_rate = host_rate
 
     def share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
@@ -96,7 +97,7 @@ class Streaming:
             now_ms = (time.perf_counter() - begin) * 1e3
             running = [update for update in updates if update.job.begun and not update.job.done]  # by the host
             free_ms = now_ms + sum(self._host_ms(update) for update in running)
-            index = first_late([self._waiting(update) for update in left], now_ms, free_ms)
+            index = first_late([self._waiting(update) for update in left], now_ms, free_ms, self._host_kept)
             if index is None:
                 (running or left)[0].job.end()  # then the host's rate and what it has done are known anew
                 continue

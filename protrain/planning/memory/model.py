@@ -183,7 +183,7 @@ class MemoryModel:
         parts |= {
             "chunk buffers": n_buffer * self._buffer_bytes[n_persist] + self._large_bytes[n_persist],
             "gradient staging": self._staging_bytes[n_persist] + self._exchange_bytes,
-            "the model's buffers": self.profile.buffer_bytes,
+            "buffers and quantised weights": self.profile.buffer_bytes,
         }
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes

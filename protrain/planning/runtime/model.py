@@ -23,6 +23,7 @@ from typing_extensions import override
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts
+from protrain.planning.rates.contention import OTHERS
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
@@ -32,7 +33,7 @@ from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
 from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
-from protrain.planning.timeline import Timeline
+from protrain.planning.timeline import HOST, STREAM, Timeline
 
 Modes = tuple[BlockMode, ...]
 
@@ -80,6 +81,7 @@ class RuntimeModel(Durations):
     def _set_host(self, hardware: HardwareProfile) -> None:
         super()._set_host(hardware)
         self._slowdowns = Slowdowns(self._rates)
+        self._host_kept = self._rates[HOST][tuple(lane == STREAM for lane in OTHERS[HOST])]
 
     def on_host(self, hardware: HardwareProfile) -> RuntimeModel:
         """A copy for ``hardware``, which differs only in how fast its host updates. The copies share their caches."""
@@ -161,6 +163,7 @@ class RuntimeModel(Durations):
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(n_persist + counts.n_speculate),
+            host_kept=self._host_kept,
             needed_ms=self.sharing(n_persist).needed_ms,
             after_ms=self._after_ms,
             awaited_updates=awaited_updates,
@@ -192,7 +195,8 @@ class RuntimeModel(Durations):
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
-        return Sharing(needed_ms, *self._update_gparams, staging_bytes(self._layout.usual_shard_elements))
+        staging = staging_bytes(self._layout.usual_shard_elements)
+        return Sharing(needed_ms, *self._update_gparams, self._host_kept, staging)
 
     def _work_for(self, modes: Modes) -> tuple[list[Work], list[float]]:
         known = self._work.get(modes)

@@ -64,6 +64,7 @@ class Step(NamedTuple):
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
+    host_kept: float  # the share of its rate that the host keeps meanwhile
     needed_ms: Sequence[float]  # by chunk: from the norm until forward needs its update, if forward waits for none
     after_ms: Sequence[float]  # by chunk: the least time from its update to the end of the next forward
     awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for

@@ -25,7 +25,7 @@ def updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[i
             host_free_ms += waiting.pop(0).host_ms
             del chunks[0]
             continue
-        index = first_late(waiting, gpu_free_ms, host_free_ms)
+        index = first_late(waiting, gpu_free_ms, host_free_ms, step.host_kept)
         if index is None:
             gpu_free_ms = host_free_ms  # when the GPU looks again
         else:

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from protrain.common import batch as batches
 from protrain.common import tables
 from protrain.common.errors import MisuseError, PlanError
-from protrain.common.parameters import is_managed
+from protrain.common.parameters import is_managed, unmanaged_bytes
 from protrain.common.progress import COUNTED, Progress
 from protrain.consensus import largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
@@ -241,7 +241,10 @@ def _begin(
     """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of :func:`wrap`."""
     target, inside = checked.device, wrapped.step_during_backward
     gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
-    hardware = of_all(ranks, detect(target, device_memory=device_memory, host_memory=host_memory), target)
+    hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
+    if device_memory is None:  # what is free leaves out a quantised base that is there already, and stays
+        hardware = replace(hardware, device_bytes=hardware.device_bytes + unmanaged_bytes(model, target))
+    hardware = of_all(ranks, hardware, target)
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         stages.note(_NOT_CALIBRATED)

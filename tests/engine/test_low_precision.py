@@ -1,0 +1,222 @@
+"""Language models with a 4-bit base (bitsandbytes) and with float8 products (torchao) train as in the plain loop.
+
+Without these packages the tests are skipped; test_quantised.py has layers of such kinds that are made by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+import protrain
+from protrain.common.parameters import plain_tensors
+from protrain.forward.compilation import compile_blocks
+from protrain.profiler.blocks import find_blocks
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    check_equal_to_plain,
+    plain_run,
+    states,
+    wrap_under,
+)
+
+SPECS = (
+    Spec("all", "least", (NONE,)),
+    Spec("none", "least", (CKPT,), speculate=True),
+    Spec("some", "least", (SWAP, CKPT_SWAP, NONE), small=True),
+)
+LOOP = Loop(max_norm=0.5)
+CPU = torch.device("cpu")
+MakeBatch = Callable[..., dict[str, Tensor]]
+Make = Callable[[], nn.Module]
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Traced and partitioned as ever, but without code of its own, which takes long on a CPU."""
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=256,
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    )
+    folder = tmp_path_factory.mktemp("model")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def load_4bit(saved_model: Path) -> Make:
+    """The model with NF4 weights, as transformers loads it, without an adapter."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("bitsandbytes")
+    how = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return functools.partial(load, saved_model, quantization_config=how, device_map="cpu", dtype=torch.float32)
+
+
+@pytest.fixture
+def qlora(load_4bit: Make) -> Make:
+    """The model with NF4 weights and an adapter."""
+    peft = pytest.importorskip("peft")
+
+    def make() -> nn.Module:
+        config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(1)
+            model: nn.Module = peft.get_peft_model(load_4bit(), config)
+        return model.train()
+
+    return make
+
+
+@pytest.fixture
+def float8(tiny_model: Callable[[str], nn.Module]) -> Callable[[str], nn.Module]:
+    """LLaMA whose blocks multiply in float8, by one of torchao's recipes."""
+    torchao = pytest.importorskip("torchao.float8")
+
+    def make(recipe: str) -> nn.Module:
+        config = dataclasses.replace(torchao.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+        model = tiny_model("llama")
+        for path in find_blocks(model):
+            torchao.convert_to_float8_training(model.get_submodule(path), config=config)
+        assert any(type(module).__name__ == "Float8Linear" for module in model.modules())
+        return model
+
+    return make
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    state = model.state_dict()
+    return {name: state[name].clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_an_adapter_beside_a_4bit_base_trains_as_in_the_plain_loop(qlora: Make, tiny_batch: MakeBatch) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(3)]
+    check_equal_to_plain(qlora, batches, device=CPU, loop=LOOP, specs=SPECS)
+
+
+def test_a_4bit_base_counts_with_its_own_bytes(qlora: Make, tiny_batch: MakeBatch) -> None:
+    model: Any = qlora()
+    base = [parameter for parameter in model.parameters() if type(parameter).__name__ == "Params4bit"]
+    numbers = 3 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert sum(parameter.nbytes for parameter in base) == numbers // 2
+    # Besides, each layer has the scale of every 64 weights in a byte, and two tables.
+    beside = sum(tensor.nbytes for tensor in plain_tensors(base)) - numbers // 2
+    assert beside == pytest.approx(numbers / 64 + len(base) * 4 * (16 + 256), rel=0.01)
+    tables = sum(buffer.nbytes for buffer in model.buffers())
+    profiles = [protrain.profile(model, tiny_batch(), device=name, dtype=torch.float32) for name in ("cpu", "meta")]
+    assert [found.buffer_bytes for found in profiles] == [numbers // 2 + beside + tables] * 2
+    for found in profiles:
+        assert not any("base_layer" in record.name for record in found.parameters)
+        wrapped = sum(parameter.numel() for parameter in model.parameters()) - numbers // 2
+        assert found.n_parameters == wrapped
+    # Forward multiplies by all of the weights that are not there as such, and by the adapter's.
+    block = profiles[1].blocks[1]
+    adapter = sum(p.numel() for name, p in model.named_parameters() if "layers.1." in name and "lora" in name)
+    assert block.forward_flops - block.attention_flops == 2 * profiles[1].tokens * (numbers // 3 + adapter)
+
+
+def test_compiled_blocks_with_a_4bit_base_have_the_same_bits_under_every_plan(
+    qlora: Make, tiny_batch: MakeBatch, compiler: None
+) -> None:
+    batches, found = [tiny_batch(seed=seed) for seed in range(2)], []
+    for spec in SPECS:
+        model = qlora()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=CPU, tight=True, compile=True)
+        found.append((LOOP.run(wrapped, optimizer, batches), _trained(wrapped)))
+        assert found[-1][0] == found[0][0], str(spec)
+        assert_same(found[-1][1], found[0][1])
+    # One for the first block, whose input needs no gradient, and one for all others.
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_a_4bit_base_is_saved_with_the_adapter_and_exports_leave_it_out(
+    qlora: Make, load_4bit: Make, tiny_batch: MakeBatch, tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    batches = [tiny_batch(seed=seed) for seed in range(2)]
+    model = qlora()
+    wrapped, optimizer = wrap_under(SPECS[1], model, adamw(model), batches[0], device=CPU)
+    LOOP.run(wrapped, optimizer, batches)
+    protrain.save_checkpoint(tmp_path / "saves", wrapped, optimizer)
+    protrain.export(wrapped, tmp_path / "adapter")
+    exported = peft.PeftModel.from_pretrained(load_4bit(), tmp_path / "adapter")
+    with torch.no_grad():  # there is no dropout, and some CPUs pack 4-bit weights for good in evaluation mode
+        assert torch.equal(exported.train()(**batches[0]).loss, wrapped(**batches[0]).loss)
+    with pytest.raises(ValueError, match=r"merge with peft's merge_and_unload"):
+        protrain.export(wrapped, tmp_path / "merged", merge=True)
+    expected = LOOP.run(wrapped, optimizer, batches)
+    model = qlora()
+    wrapped, optimizer = wrap_under(SPECS[2], model, adamw(model), batches[0], device=CPU)
+    protrain.load_checkpoint(tmp_path / "saves", wrapped, optimizer)
+    assert LOOP.run(wrapped, optimizer, batches) == expected
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"), [("tensorwise", torch.float32), ("tensorwise", torch.bfloat16), ("rowwise", torch.bfloat16)]
+)
+def test_float8_products_have_the_bits_of_the_plain_loop(
+    float8: Callable[[str], nn.Module], tiny_batch: MakeBatch, recipe: str, dtype: torch.dtype
+) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(3)]
+    make = functools.partial(float8, recipe)
+    check_equal_to_plain(make, batches, device=CPU, loop=LOOP, dtype=dtype, specs=SPECS)
+
+
+def test_compiled_float8_blocks_have_the_bits_of_a_compiled_plain_model(
+    float8: Callable[[str], nn.Module], tiny_batch: MakeBatch, compiler: None
+) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(3)]
+
+    def compiled() -> nn.Module:
+        model = float8("tensorwise")
+        compile_blocks([model.get_submodule(path) for path in find_blocks(model)])
+        return model
+
+    expected, final = plain_run(compiled, batches, loop=LOOP, device=CPU, dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    counters.clear()
+    for spec in SPECS:
+        model = float8("tensorwise")
+        wrapped, optimizer = wrap_under(
+            spec, model, adamw(model), batches[0], device=CPU, dtype=torch.bfloat16, compile=True
+        )
+        assert LOOP.run(wrapped, optimizer, batches) == expected, str(spec)
+        assert_same(states(wrapped, optimizer), final)
+    assert counters["stats"]["unique_graphs"] == 1
