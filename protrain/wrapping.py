@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from protrain.common import batch as batches
+from protrain.common import tables
 from protrain.common.errors import MisuseError, PlanError
 from protrain.common.parameters import is_managed, unmanaged_bytes
 from protrain.common.progress import COUNTED, Progress
@@ -56,7 +57,7 @@ def wrap(
     model: Model,
     optimizer: torch.optim.Optimizer,
     *,
-    example_batch: Mapping[str, Any] | tuple[Any, ...] | None = None,
+    example_batch: Any = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     device_memory: int | str | None = None,
@@ -78,9 +79,9 @@ def wrap(
         model: any module, on the CPU, on a GPU, or built under :func:`protrain.empty_parameters`. It is trained as it
             is in training mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
-        example_batch: a mapping (``model(**batch)``) or a tuple (``model(*batch)``). Every dimension must be as long as
-            in any batch of the training. Without it the model is profiled and planned in its first call, which must be
-            one of the training, with the arguments that it is given there.
+        example_batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``), or the one argument of the model.
+            Every dimension must be as long as in any batch of the training. Without it the model is profiled and
+            planned in its first call, which must be one of the training, with the arguments that it is given there.
         device: "cuda", "cuda:1" or "cpu". The default is the current GPU, or the CPU if there is none.
         dtype: the type of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or
             float32 (default on the CPU). Parameters and the model's fp32 inputs are cast, buffers are not. In bfloat16
@@ -120,6 +121,7 @@ def wrap(
         PlanError: no plan fits the memory. It is raised before any memory is taken.
     """
     check_group(process_group)
+    example_batch = batches.of_one(example_batch)
     ranks = join(process_group)
     with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
         checked = check_arguments(
@@ -267,7 +269,7 @@ def _begin(
                 ranks, partial(_plan, checked.plan, model_profile, hardware, step_during_backward=inside)
             )
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
-        stages.note(f"the plan: {chosen}")
+        stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
         with stages.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
                 model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import re
 import sys
@@ -115,10 +116,24 @@ def test_a_long_stage_says_that_it_began_and_what_it_does(
     with progress.Progress(enabled=True).stage("profiling the model") as show:
         wait_for(heard("protrain: profiling the model ..."))
         show("forward of layers.3")
-        wait_for(heard("0 s so far ... forward of layers.3"))
+        wait_for(heard("0 s: forward of layers.3"))
     said += capsys.readouterr().err
     assert re.search(r"protrain: profiling the model: \d\.\d s\n$", said)
     assert ("\r" in said) is live
+
+
+def test_a_stage_under_a_display_of_rich_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the first step of Lightning's Trainer, whose progress bar takes over standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    screen = io.StringIO()
+    with Progress(console=Console(file=screen, force_terminal=True, width=80)):
+        for begin in (progress.Progress(enabled=True).stage, progress.Progress(enabled=True).bar):
+            with begin("planning"):
+                pass
+    assert screen.getvalue().count("planning") == 2
 
 
 def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureFixture[str]) -> None:

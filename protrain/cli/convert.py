@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from protrain.cli.options import Parser
+from protrain.cli.run_files import saves_of
 from protrain.common.progress import Progress
 
 _EXAMPLE = """example:
-  protrain convert runs/mine/checkpoints dcp    # the newest checkpoint, for torch.distributed.checkpoint.load
+  protrain convert runs/mine dcp                # its newest checkpoint
   protrain convert dcp runs/other/checkpoints   # and back
 """
 
@@ -23,7 +24,7 @@ def add_command(commands: Any, summary: str) -> None:
         description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
         epilog=_EXAMPLE,
     )
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="a checkpoint of either format")
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint of either format")
     parser.add_argument("target", metavar="TARGET", type=Path, help="where to write it in the other format")
     parser.set_defaults(run=run_command)
 
@@ -33,5 +34,5 @@ def run_command(args: argparse.Namespace) -> None:
     from protrain.checkpoint.dcp import convert  # no other command should wait for torch's checkpoints to be imported
 
     with Progress(enabled=True).stage(f"converting {args.source}"):
-        written = convert(args.source, args.target)
+        written = convert(saves_of(args.source), args.target)
     print(written)

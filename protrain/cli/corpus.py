@@ -48,13 +48,15 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
             if given is not None:
                 raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
     size = sum(map(_size_bytes, source.paths))
+    unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
+    total = -(-size // unit)
     done, told_s = 0.0, time.monotonic()
-    with ProgressLine("reading data, MiB ", max(size // 2**20, 1)) as line:
+    with ProgressLine(f"reading data, {name} ", total) as line:
 
         def progress(count: float) -> None:
             nonlocal done, told_s
             done += count
-            line.update(int(done) // 2**20, "", plain=False)
+            line.update(int(done) // unit, "", plain=False)
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
                 ranks.of_first(None)
@@ -78,6 +80,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
                 processes=min(usable_cores(), _MOST_PROCESSES) if size > _LARGE_BYTES else 1,
                 progress=progress,
             )
+        line.update(total, "", plain=False)
     return ranks.of_first(tokens)
 
 

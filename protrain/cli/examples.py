@@ -65,7 +65,8 @@ class ExampleMaker:
             return self._with_text("text")
         raise ValueError(
             f"none of the columns {', '.join(columns)} is text, messages, conversations, prompt with completion or "
-            "instruction with output: name the one to train on with --column"
+            "instruction with output: name the one to train on with --column, or rename a question and its answer to "
+            "prompt and completion"
         )
 
     def _with_text(self, column: str) -> _Make:
@@ -96,7 +97,10 @@ class ExampleMaker:
     def _chat(self, parts: Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]) -> _Make:
         """A maker of conversations. ``parts`` gives the messages whose answers do not count, and those that follow."""
         if self.tokenizer is None:
-            raise ValueError("conversations need a tokenizer with a chat template, and --model has no tokenizer")
+            raise ValueError(
+                "conversations need a tokenizer with a chat template, and --model has no tokenizer: give the folder of "
+                "a model that has one"
+            )
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 "conversations need a chat template, and the tokenizer of --model has none: give --chat-template FILE"

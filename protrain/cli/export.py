@@ -14,7 +14,7 @@ from protrain.cli.job import TrainJob
 from protrain.cli.lora import lora_text
 from protrain.cli.models import read_architecture, read_tokenizer
 from protrain.cli.options import Parser
-from protrain.cli.run_files import CHECKPOINTS, JOB_FILE
+from protrain.cli.run_files import JOB_FILE, saves_of
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
@@ -38,7 +38,9 @@ def add_command(commands: Any, summary: str) -> None:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="where to write the model")
     parser.add_argument("--model", default=None, help="the model that was trained (default: that of the run)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of the weights (default: that of the training)")
-    parser.add_argument("--lora", type=lora_text, help="the --lora of the training (default: that of the run)")
+    parser.add_argument(
+        "--lora", type=lora_text, metavar="NAME=VALUE,...", help="the --lora of the training (default: that of the run)"
+    )
     parser.add_argument(
         "--merge", action="store_true", default=False, help="of a run with --lora, the whole model, adapter added"
     )
@@ -51,11 +53,10 @@ def run_command(args: argparse.Namespace) -> None:
     if (source / JOB_FILE).exists():
         job = TrainJob.load(source / JOB_FILE)
         name, lora = name or job.model, job.lora
-        source = source / CHECKPOINTS
     lora = getattr(args, "lora", lora)
+    save = find_save(saves_of(source))
     if name is None:
         raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
-    save = find_save(source)
     manifest, architecture = read_manifest(save), choose_trained(read_architecture(name), lora, ())
     check_checkpoint(save, architecture.model, _base(manifest, architecture.folder, merge=args.merge))
     dtype = args.dtype or manifest.get("dtype")

@@ -64,6 +64,7 @@ class TrainJob(Record):
     file_kind = "the options of a run of `protrain train`"
 
     model: str
+    from_scratch: bool = False
     data: str | None = None
     column: str | None = None  # of rows; None goes by the names of columns
     chat_template: str | None = None  # a file; None takes that of the tokenizer
@@ -119,7 +120,7 @@ class TrainJob(Record):
                 parse_memory(getattr(self, name), name=option(name))
         if self.lora is not None:
             parse_lora(self.lora)
-            if self.model in SHAPES and self.save_model and not self.merge:
+            if (self.model in SHAPES or self.from_scratch) and self.save_model and not self.merge:
                 raise ValueError(
                     f"--lora trains an adapter for the weights of a folder, and those of {self.model} are random and "
                     "kept nowhere: give --merge to write the whole model, or --no-model"

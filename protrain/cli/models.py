@@ -13,7 +13,7 @@ import protrain
 from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
 from protrain.cli.data import Batch
 from protrain.cli.run_files import MODEL_FOLDER
-from protrain.cli.shapes import SHAPES, shape_config
+from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
 from protrain.common.errors import not_downloaded
 from protrain.profiler.blocks import find_blocks
 
@@ -48,8 +48,9 @@ class Architecture:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel(Architecture):
-    """A model that can be trained: if it has a folder, that holds weights, and text can become its tokens."""
+    """A model that can be trained: its weights are known, and text can become its tokens."""
 
+    weights: Path | None  # the folder that holds them; None if they are random
     codec: Codec
     tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
 
@@ -64,15 +65,16 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
     Raises:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
     """
+    folder = None if name in SHAPES else _folder_of(name)
     transformers = _transformers()
-    if name in SHAPES:
+    if folder is None:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
         return Architecture(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
     if layers is not None:
         raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
-    return _from_folder(name, transformers)
+    return _from_folder(folder, transformers)
 
 
 def describe(name: str, *, layers: int | None = None) -> str:
@@ -85,20 +87,26 @@ def describe(name: str, *, layers: int | None = None) -> str:
         return ""
 
 
-def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
+def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 
     Parameters:
         name: A named shape, or a folder.
         layers: Another number of layers for a named shape.
+        from_scratch: Whether the weights are random whatever the folder holds.
 
     Raises:
         ValueError: As :func:`read_architecture`; or the folder lacks weights, or its tokenizer does not fit.
     """
     architecture = read_architecture(name, layers=layers)
     folder = architecture.folder
-    if folder is not None and not any(folder.glob("*.safetensors")):
-        raise ValueError(f"{folder} holds no safetensors: save the weights with save_pretrained first")
+    if folder is not None and from_scratch:
+        architecture = replace(architecture, learning_rate=SCRATCH_LEARNING_RATE)
+    elif folder is not None and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"{folder} holds no safetensors: save the weights with save_pretrained first, or give --from-scratch for "
+            "random ones"
+        )
     codec, tokenizer = (byte_codec(), None) if folder is None else read_tokenizer(folder)
     if folder is not None and codec.vocabulary > architecture.config.vocab_size:
         raise ValueError(
@@ -106,7 +114,7 @@ def load_model(name: str, *, layers: int | None = None) -> LoadedModel:
             + (": it has no tokenizer, so text is read as bytes" if tokenizer is None else "")
         )
     parts = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
-    return LoadedModel(**parts, codec=codec, tokenizer=tokenizer)
+    return LoadedModel(**parts, weights=None if from_scratch else folder, codec=codec, tokenizer=tokenizer)
 
 
 def fit_positions(loaded: Architecture, sequence: int) -> None:
@@ -138,7 +146,8 @@ def attention_flops_per_token(config: Any, sequence: int) -> int:
     return 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * head * sequence // 2
 
 
-def _from_folder(name: str, transformers: Any) -> Architecture:
+def _folder_of(name: str) -> Path:
+    """The folder ``name``. ValueError if it holds no model, which is found without transformers and so in no time."""
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(
@@ -154,6 +163,10 @@ def _from_folder(name: str, transformers: Any) -> Architecture:
                 "`protrain export RUN FOLDER --merge` does"
             )
         raise ValueError(f"{folder} holds no config.json: give a folder that save_pretrained wrote")
+    return folder
+
+
+def _from_folder(folder: Path, transformers: Any) -> Architecture:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)

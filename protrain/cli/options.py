@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from protrain.cli.config import with_config
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
+from protrain.common.tables import wrapped
 
 LEAST_SEQUENCE = 2  # each token is learnt from the tokens before it
 
@@ -53,6 +54,8 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        if options.get("description"):
+            options["description"] = wrapped(options["description"])
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

@@ -41,13 +41,16 @@ def add_command(commands: Any, summary: str) -> None:
     parser: Parser = commands.add_parser(
         "plan",
         help=summary,
+        usage="%(prog)s MODEL [--hardware NAME] [--batch N] [OPTION ...]",
         description="Profile a model and search the plan for a machine.",
         epilog=_EXAMPLE,
     )
     parser.add_argument(
         "model", metavar="MODEL", help=f"a folder with a Hugging Face config.json, or one of {', '.join(SHAPES)}"
     )
-    parser.add_argument("--batch", type=whole(1), default=8, help="sequences in a batch, on each GPU (default: 8)")
+    parser.add_argument(
+        "--batch", type=whole(1), metavar="N", default=8, help="sequences in a batch, on each GPU (default: 8)"
+    )
     add_sequence_option(parser, default="of the model")
     parser.add_argument(
         "--data",
@@ -55,7 +58,7 @@ def add_command(commands: Any, summary: str) -> None:
         default=None,
         help="the data of the training: rows of it are packed, for which attention needs a mask (default: text)",
     )
-    parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
+    parser.add_argument("--accumulation", type=whole(1), metavar="N", default=1, help="batches in a step (default: 1)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
     parser.add_argument(
         "--moment-dtype",

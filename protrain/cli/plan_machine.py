@@ -7,6 +7,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from protrain.cli.prepare import choose_device, parse_device
 from protrain.common.quantities import parse_memory
 from protrain.hardware import HardwareProfile, detect, of_machine, shipped_names
@@ -15,9 +17,19 @@ _SPEC = re.compile(rf"({'|'.join(shipped_names())}|.+\.json)x(\d+)(?:x(\d+))?")
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
-    """The profile of one of the GPUs that ``args`` ask for."""
+    """The profile of one of the GPUs that ``args`` ask for.
+
+    Raises:
+        ValueError: The machine is not known, or it is this one, which has no GPU. To run a large model on a CPU for its
+            profile takes hours, which only --device cpu asks for.
+    """
     if args.hardware is not None:
         return _elsewhere(args, args.hardware, args.gpus, args.nodes)
+    if args.device is None and not torch.cuda.is_available():
+        raise ValueError(
+            "this machine has no GPU to plan for: name another with --hardware, for example --hardware rtx4090, or "
+            "give --device cpu for a simulated device"
+        )
     found = detect(choose_device(args.device), **_memory(args))
     return _shared(args, found, args.gpus, args.nodes)
 

@@ -56,7 +56,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     torch.manual_seed(job.seed)  # the random start values depend on it
-    loaded = choose_trained(load_model(job.model), job.lora, job.freeze)
+    loaded = choose_trained(load_model(job.model, from_scratch=job.from_scratch), job.lora, job.freeze)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
     plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
@@ -106,7 +106,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         device_memory=job.device_memory,
         host_memory=job.host_memory,
         plan=job.plan,  # the file and not the plan, so that errors name it
-        weights=loaded.folder,
+        weights=loaded.weights,
         step_during_backward=job.step_during_backward,
         accumulation=micro_batches // ranks.size,
         gradient_reduction="sum",  # as each loss is divided by what the loss of all ranks counts
@@ -159,8 +159,8 @@ def refuse_early(loaded: LoadedModel, device: torch.device, *, chunked: bool) ->
     """Raise what protrain.wrap would refuse, as far as that takes no time, because reading the text may take hours."""
     if chunked:
         find_head(loaded.model, device)
-    if loaded.folder is not None:
-        weight_sources(loaded.model, loaded.folder)
+    if loaded.weights is not None:
+        weight_sources(loaded.model, loaded.weights)
 
 
 def check_plan(

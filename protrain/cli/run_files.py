@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 JOB_FILE = "job.json"  # a folder with this file is a run's
 PLAN_FILE = "plan.json"
 DATA_FOLDER = "data"  # the tokens
@@ -21,3 +23,8 @@ RESULTS = (
 LOCK_FILE = ".lock"
 WANDB_FILE = ".wandb"  # by what name wandb knows the run
 UNFINISHED_DATA = f".{DATA_FOLDER}.tmp"  # the tokens, until everything that can be wrong is checked
+
+
+def saves_of(folder: Path) -> Path:
+    """The folder of the checkpoints of ``folder``, which may be a run, or such a folder itself."""
+    return folder / CHECKPOINTS if (folder / JOB_FILE).exists() else folder

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+SCRATCH_LEARNING_RATE = 3e-4  # the default peak for random weights
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -26,7 +28,7 @@ class Shape:
     positions: int
     tied: bool = False  # whether input and output embedding are one parameter
     sequence: int = 1024  # the default of the command line, as in the paper
-    learning_rate: float = 3e-4  # the default of the command line
+    learning_rate: float = SCRATCH_LEARNING_RATE  # the default of the command line
 
 
 def _gpt2(hidden: int, layers: int, heads: int) -> Shape:

@@ -61,7 +61,7 @@ class TrainSummary(Record):
         return [(name, own.get(name, value)) for name, value in super().rows()]
 
     def last_line(self) -> str:
-        """The initial and the final loss, tokens/s and the plan, in one line."""
+        """The initial and the final loss, tokens/s and the plan."""
         held_out = "" if self.evaluation_loss is None else f", held out {self.evaluation_loss:.3f}"
         speed = "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
         alone = " in steps that each stood alone" if self.steps_alone else ""
@@ -92,4 +92,5 @@ def device_name(device: torch.device) -> str:
             name = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
         name = platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"

@@ -36,6 +36,7 @@ from protrain.cli.summary import TrainSummary
 from protrain.cli.together import Processes, together
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import Progress
+from protrain.common.tables import wrapped
 from protrain.planning.plan import MOMENT_DTYPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
@@ -47,6 +48,8 @@ goes on after Ctrl-C or a crash, to the same bits, and longer than it was to be:
 on conversations, where each line of the file is
 {"messages": [{"role": "user", "content": ...}, ...]}:
   protrain train --model path/to/model --data chat.jsonl
+a model of your own, from its config.json, with random weights:
+  protrain train --model path/to/config --from-scratch --data path/to/text
 an adapter for a model of your own:
   protrain train --model path/to/model --data path/to/text --lora r=16
 on four GPUs, each of which runs one of the four batches of a step:
@@ -59,6 +62,8 @@ def add_command(commands: Any, summary: str) -> None:
     parser: Parser = commands.add_parser(
         "train",
         help=summary,
+        usage="%(prog)s --model MODEL [--data PATH] [--folder FOLDER] [OPTION ...]\n"
+        "       %(prog)s --resume --folder FOLDER [--steps N] [OPTION ...]",
         description="Train a causal language model on text, or on rows of data such as conversations.",
         epilog=_EXAMPLE,
     )
@@ -69,6 +74,11 @@ def add_command(commands: Any, summary: str) -> None:
         help="a YAML file of options, like 'learning-rate: 1e-4' and 'compile: false'; options given here win",
     )
     what.add_argument("--model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
+    what.add_argument(
+        "--from-scratch",
+        action="store_true",
+        help="begin with random weights, so that a --model folder needs only its config.json and perhaps a tokenizer",
+    )
     what.add_argument(
         "--data",
         metavar="PATH",
@@ -87,7 +97,9 @@ def add_command(commands: Any, summary: str) -> None:
         choices=jobs.LOSS_ON,
         help="the tokens of conversations and prompts that the loss counts (default: answers)",
     )
-    what.add_argument("--folder", type=writable_folder, help="where the run is kept (default: runs/MODEL-TIME)")
+    what.add_argument(
+        "--folder", type=writable_folder, metavar="FOLDER", help="where the run is kept (default: runs/MODEL-TIME)"
+    )
     what.add_argument(
         "--resume",
         action="store_true",
@@ -168,7 +180,9 @@ def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:
     kind = number(least, most) if isinstance(least, float) else whole(least, most)
     default = getattr(TrainJob, name, None)
     shown = "" if default is None else f" (default: {default:g})"
-    group.add_argument(jobs.option(name), type=kind, help=f"{text}{shown}")
+    names = [jobs.option(name)] + ["--lr"] * (name == "learning_rate")
+    metavar = "X" if isinstance(least, float) else "N"
+    group.add_argument(*names, type=kind, metavar=metavar, help=f"{text}{shown}")
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -180,6 +194,10 @@ def run_command(args: argparse.Namespace) -> None:
     """
     if not args.resume and not hasattr(args, "model") and hasattr(args, "folder"):
         args.resume = jobs.is_run(args.folder)
+        if not args.resume:
+            raise ValueError(
+                f"--folder {args.folder} holds no run to go on with: for a new one give --model, such as --model tiny"
+            )
     if args.resume and not hasattr(args, "folder"):
         raise ValueError("--resume needs the --folder of the run")
     if launched(args):
@@ -204,7 +222,8 @@ def _train(args: argparse.Namespace, requests: StopRequests, processes: Processe
             summary = train(job, folder, requests, resume=args.resume, trace=getattr(args, "trace", None))
     if first:
         files = ", ".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
-        emit(summary, args, "\n".join([summary.table(), "", f"in {folder}: {files}", summary.last_line()]))
+        lines = [wrapped(line, indent="  ") for line in (f"in {folder}: {files}", summary.last_line())]
+        emit(summary, args, "\n".join([summary.table(), "", *lines]))
 
 
 def _job(args: argparse.Namespace, folder: Path, given: dict[str, Any]) -> tuple[TrainJob, TrainSummary | None]:

@@ -66,7 +66,11 @@ def _add_adapter(loaded: Architecture, lora: Lora) -> None:
         with protrain.empty_parameters():
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
-        raise ValueError(f"--lora: targets={lora.targets} fits no layer of the model: {error}") from None
+        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
+        raise ValueError(
+            f"--lora: targets={lora.targets} fits no layer of the model, whose linear layers are {names}: {error}"
+        ) from None
     _refuse_other_than_linear(model)
 
 

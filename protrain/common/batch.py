@@ -25,6 +25,11 @@ from protrain.common import caches
 from protrain.common.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
 
 
+def of_one(given: Any) -> Any:
+    """``given``, or a tuple of it if it is a tensor or an object, which is then the model's one argument."""
+    return given if given is None or isinstance(given, Mapping | tuple | list) else (given,)
+
+
 def check(batch: Any) -> None:
     """Raise a ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors that are all dense.
 
@@ -33,7 +38,7 @@ def check(batch: Any) -> None:
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(
             f"a batch must be a mapping (called as model(**batch)) or a tuple (model(*batch)), not "
-            f"{type(batch).__name__}; for a single input pass a tuple of one: (input,)"
+            f"{type(batch).__name__}; pass tuple(batch), or for a single input a tuple of one: (input,)"
         )
     if isinstance(batch, Mapping):
         wrong = next((key for key in batch if not isinstance(key, str)), None)

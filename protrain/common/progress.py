@@ -56,8 +56,13 @@ class StandardError(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
-        return self._stream is not None and self._stream.isatty()
+        """Whether the stream is a terminal where a line can be written over.
+
+        Under a display of rich, as Lightning's Trainer has one, it is none: rich puts each piece on a line of its own.
+        """
+        if self._stream is None or hasattr(self._stream, "rich_proxied_file"):
+            return False
+        return bool(self._stream.isatty())
 
     def write(self, text: str) -> int:
         """Write ``text``, or drop it if nobody reads it."""
@@ -130,8 +135,9 @@ class Progress:
             pauses = itertools.repeat(_BLINK_S) if live else iter(_pauses())
             while not done.wait(next(pauses)):
                 past_s = time.perf_counter() - start
-                said = f"{what} ..." if past_s < _LONG_S else f"{what}, {past_s:.0f} s so far ..."
-                line = f"protrain: {said} {doing if past_s >= _LONG_S else ''}".rstrip()
+                line = f"protrain: {what} ..."
+                if past_s >= _LONG_S:  # fits into 80 columns with the path of a layer
+                    line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
                 if live:
                     line = f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}"
                 say(line, end="" if live else "\n")

@@ -22,6 +22,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
+from protrain.distributed.processes import local_processes
 from protrain.engine.weights.state_hooks import full_state_dict
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
@@ -34,6 +35,16 @@ def _dtype(precision: str) -> torch.dtype:
     if precision not in _DTYPES:
         raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
     return _DTYPES[precision]
+
+
+def _check_devices(strategy: DDPStrategy | FabricDDPStrategy) -> None:
+    """Raise a ValueError if a launcher has started more processes on this machine than Lightning was given devices."""
+    devices = len(strategy.parallel_devices or ())
+    if strategy.local_rank >= devices:
+        raise ValueError(
+            f"{local_processes()} processes were started on this machine, each for a device of its own, and Lightning "
+            f"was given {devices}: pass devices={local_processes()}"
+        )
 
 
 class _Steps(nn.Module):
@@ -89,6 +100,11 @@ class ProTrainStrategy(DDPStrategy):
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
             super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Take the device of this process, once there is one for each."""
+        _check_devices(self)
+        super().setup_environment()
 
     def setup_distributed(self) -> None:
         """Start the processes' group, if there are several."""
@@ -202,6 +218,11 @@ class ProTrainFabricStrategy(FabricDDPStrategy):
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes > 1:
             super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Take the device of this process, once there is one for each."""
+        _check_devices(self)
+        super().setup_environment()
 
     def _setup_distributed(self) -> None:
         if self.num_nodes * self.num_processes > 1:

@@ -171,7 +171,7 @@ def test_what_lacks_a_template_is_refused_with_the_remedy(tmp_path: Path) -> Non
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     set_chat_template(tokenizer, str(tmp_path / "template.jinja"))
     assert words({"messages": CHAT}, tokenizer) == words({"messages": CHAT}, make_tokenizer())
-    with pytest.raises(ValueError, match="--model has no tokenizer"):
+    with pytest.raises(ValueError, match="--model has no tokenizer: give the folder of a model"):
         ExampleMaker(codec=byte_codec(), tokenizer=None, column=None, all_tokens=False).maker({"messages": CHAT})
     with pytest.raises(ValueError, match="--chat-template: --model has no tokenizer"):
         set_chat_template(None, str(tmp_path / "template.jinja"))

@@ -268,7 +268,10 @@ def test_the_words_of_lora_are_read() -> None:
         (["--lora", "rank=16"], "'rank=16' is none of r=N, alpha=X, targets=NAMES and dropout=P"),
         (["--lora", "r=many"], "r=many: r must be a whole number"),
         (["--lora", "r=0"], "r and alpha must be at least 1"),
-        (["--lora", "r=4,targets=qproj"], "--lora: targets=qproj fits no layer of the model"),
+        (
+            ["--lora", "r=4,targets=qproj"],
+            "fits no layer of the model, whose linear layers are q_proj, k_proj, ",
+        ),
         (["--lora", "r=4,targets=embed_tokens"], "model.embed_tokens is no linear layer"),
         (["--merge"], "--merge adds an adapter to the model, and there is none without --lora"),
         (

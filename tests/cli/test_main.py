@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from protrain.cli.job import MAY_DIFFER, option
-from protrain.cli.main import main
+from protrain.cli.main import build_parser, main
 from protrain.cli.options import DTYPES, MOMENT_DTYPES, in_options
 from protrain.common import parameters
 from protrain.hardware import HardwareProfile, load
@@ -51,6 +51,36 @@ def test_help_shows_a_real_example(command: str, capsys: pytest.CaptureFixture[s
     assert f"  protrain {command} " in out
 
 
+@pytest.mark.parametrize("command", ["", "train", "plan", "export", "convert", "calibrate", "bench"])
+def test_a_help_text_fits_into_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    status, out, _ = run(capsys, *command.split(), "--help")
+    assert status == 0
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+
+
+def test_a_learning_rate_has_two_spellings() -> None:
+    found = [build_parser("train").parse_args(["train", option, "1e-3"]) for option in ("--lr", "--learning-rate")]
+    assert found[0] == found[1]
+    assert found[0].learning_rate == 1e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+def test_a_plan_is_not_made_for_a_cpu_unasked(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, "plan", "llama2-13b")
+    assert (status, out, len(err.splitlines())) == (2, "", 1)
+    assert "this machine has no GPU to plan for: name another with --hardware" in err
+    assert "give --device cpu" in err
+
+
+def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "train", "--folder", str(tmp_path / "mine"), "--steps", "9")
+    assert status == 2
+    assert f"--folder {tmp_path}/mine holds no run to go on with: for a new one give --model" in err
+
+
 @pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
 def test_help_does_not_wait_for_torch(words: list[str]) -> None:
     code = (
@@ -82,7 +112,10 @@ def test_options_offer_the_types_of_the_library() -> None:
         (["plan", "tiny", "--zzzzzz"], "unrecognized arguments: --zzzzzz (see"),
         (["train", "--model", "tiny", "--batch", "0"], "--batch: must be at least 1, not 0"),
         (["train", "--model", "tiny", "--batch", "x"], "--batch: must be a whole number, not 'x'"),
-        (["train", "--model", "tiny", "--learning-rate", "-1"], "--learning-rate: must be between 0 and 10, not -1"),
+        (
+            ["train", "--model", "tiny", "--learning-rate", "-1"],
+            "--learning-rate/--lr: must be between 0 and 10",
+        ),
         (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: size must be a number of bytes"),
         (
             ["train", "--model", "tiny", "--device-memory", "0.5"],
@@ -97,7 +130,10 @@ def test_options_offer_the_types_of_the_library() -> None:
         (["train", "--resume"], "--resume needs the --folder"),
         (["train", "--model", "tinny"], "there is no model 'tinny': give a folder with config.json, or one of tiny,"),
         (["train", "--model", "meta-llama/Llama-2-7b"], "get one with `hf download meta-llama/Llama-2-7b --local-dir"),
-        (["plan", "meta-llama/Llama-2-7b"], "get one with `hf download meta-llama/Llama-2-7b --local-dir"),
+        (
+            ["plan", "meta-llama/Llama-2-7b", "--device", "cpu"],
+            "get one with `hf download meta-llama/Llama-2-7b --local-dir",
+        ),
         (["train", "--model", "tiny", "--warmup", "401"], "--warmup 401 is longer than the run: give at most --steps"),
         (
             ["train", "--model", "tiny", "--data", "zeros.bin", "--device", "cpu"],
@@ -126,6 +162,7 @@ def test_options_offer_the_types_of_the_library() -> None:
         ),
         (["train", "--model", "tiny", "--device", "cpu", "--trace", "folder"], "--trace: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--folder", "file.txt"], "--folder: file.txt is a file"),
+        (["export", "folder", "out"], "folder holds no checkpoint; give the folder that save_checkpoint wrote to"),
         (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),
     ],
 )

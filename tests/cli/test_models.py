@@ -153,7 +153,10 @@ def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pyt
     assert planned() == whole
     capsys.readouterr()
     assert main(["train", "--model", str(folder), "--device", "cpu", "--folder", str(tmp_path / "run")]) == 2
-    said = f"protrain train: {folder} holds no safetensors: save the weights with save_pretrained first\n"
+    said = (
+        f"protrain train: {folder} holds no safetensors: save the weights with save_pretrained first, or give "
+        "--from-scratch for random ones\n"
+    )
     assert capsys.readouterr().err == said
 
 

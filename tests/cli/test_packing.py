@@ -229,7 +229,13 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
     torch.manual_seed(0)
     model = models()[name]().eval()
     loaded = LoadedModel(
-        model=model, folder=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+        model=model,
+        folder=None,
+        weights=None,
+        sequence=SEQUENCE,
+        learning_rate=0.1,
+        codec=byte_codec(),
+        tokenizer=None,
     )
     tokens = make_tokens(tmp_path, some_rows(12))
     batch = example_batch(tokens.train, seed=0, batch=2, sequence=SEQUENCE)
@@ -249,7 +255,7 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
 def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
     model = models()["llama"]()
     loaded = LoadedModel(
-        model=model, folder=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+        model=model, folder=None, weights=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
     )
 
     def counted(part: Part) -> protrain.ModelProfile:

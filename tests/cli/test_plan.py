@@ -255,6 +255,7 @@ def test_a_plan_is_put_in_words(
         "step time -10.0% with 1 GiB more device memory, -10.0% with 5 GiB more device memory",
     ):
         assert line in text, text
+    assert replace(why, slower_ms=plan.step_ms).on_slower_host() == "the same should the host update 10% more slowly"
 
 
 def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,6 +118,15 @@ def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workpla
     assert sum(losses) / len(losses) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
 
 
+def test_a_run_is_converted_as_its_checkpoints_are(finished: Path, tmp_path: Path) -> None:
+    for name, source in (("run", finished), ("saves", finished / "checkpoints")):
+        assert main(["convert", str(source), str(tmp_path / name)]) == 0
+    written = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.distcp")} for name in ("run", "saves")
+    ]
+    assert written[0] == written[1] != {}
+
+
 def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, workplace: Path) -> None:
     folder = workplace / "interrupted"
     killed = start_process(arguments(workplace, folder))
@@ -195,6 +204,31 @@ def test_start_values_follow_from_the_seed(workplace: Path, tmp_path: Path) -> N
         found.append(weights(folder)["model.layers.0.mlp.up_proj.weight"])
     assert torch.equal(found[0], found[1])
     assert (found[0] - found[2]).abs().max() > 0.01  # no step with that learning rate could do this
+
+
+def test_a_model_begins_from_scratch_whatever_its_folder_holds(
+    workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder without weights is refused without --from-scratch, which starts any with the same random weights."""
+    (tmp_path / "bare").mkdir()
+    shutil.copy(workplace / "source" / "config.json", tmp_path / "bare")
+    found = []
+    for source in (tmp_path / "bare", workplace / "source"):
+        command = arguments(workplace, tmp_path / f"run-{source.name}", "--sample-tokens", "0")
+        command[command.index("--steps") + 1] = "3"
+        command[command.index("--model") + 1] = str(source)
+        if source.name == "bare":
+            assert main(command) == 2
+            assert "bare holds no safetensors" in capsys.readouterr().err
+        assert main([*command, "--from-scratch"]) == 0
+        found.append(weights(tmp_path / f"run-{source.name}"))
+        end = capsys.readouterr().out.replace(str(tmp_path), "runs").rpartition("\n\n")[2]
+        assert "loss " in end
+        assert max(map(len, end.splitlines())) <= 80
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    resumed = ["train", "--folder", str(tmp_path / "run-bare"), "--steps", "4"]
+    assert main(resumed) == 0
 
 
 def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+import protrain
 from protrain.common.errors import MisuseError
 from tests.engine.harness import (
     CKPT,
@@ -145,6 +146,15 @@ def graphs(kind: str, count: int, nodes: int = 6) -> list[Batch]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_objects_train_as_in_the_plain_loop(kind: str) -> None:
     check_equal_to_plain(network(kind), graphs(kind, 3), device=torch.device("cpu"), specs=SPECS)
+
+
+def test_an_example_batch_may_be_the_one_argument() -> None:
+    data, losses = graphs("dataclass", 3), []
+    for example in (data[0], data[0][0]):
+        model = network("dataclass")()
+        model, optimizer = protrain.wrap(model, adamw(model), example_batch=example, device="cpu", progress=False)
+        losses.append(Loop().run(model, optimizer, data))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("kind", KINDS)

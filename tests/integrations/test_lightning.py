@@ -103,6 +103,19 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
         assert_close(mine, theirs)
 
 
+@pytest.mark.parametrize("fabric", [False, True])
+def test_fewer_devices_than_processes_are_named(fabric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    strategy = protrain_fabric() if fabric else protrain_strategy()
+    strategy.cluster_environment = TorchElasticEnvironment()
+    strategy.parallel_devices = [torch.device("cpu")]
+    with pytest.raises(ValueError, match=r"2 processes were started .* given 1: pass devices=2"):
+        strategy.setup_environment()
+
+
 def test_manual_optimization_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Module, "automatic_optimization", False)
     with pytest.raises(ValueError, match="automatic optimization and one optimizer: use Fabric"):

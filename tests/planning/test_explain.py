@@ -215,7 +215,10 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
 
 def test_impossible_knobs_say_why() -> None:
     traced, hardware = make_profile(), machine(16384)
-    changes = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware).changes
+    why = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware)
+    changes = why.changes
+    assert "n_swap 0 -> 1 " in why.knob_table()
+    assert "n_swap 0 -> -1" not in why.knob_table()  # which there is no need to say
     assert found(changes, "n_persist", 1).impossible == "all chunks are persistent"
     assert found(changes, "n_buffer", 1).impossible == "every non-persistent chunk has a buffer"
     assert found(changes, "n_swap", -1).impossible == "there is none to give up"

@@ -22,7 +22,7 @@ def test_names_of_nested_tensors_are_dotted() -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(2), r"not Tensor; for a single input pass a tuple of one"),
+        (torch.zeros(2), "not Tensor; pass .* for a single input a tuple of one"),
         ([torch.zeros(2)], "not list"),
         ({"a": 1}, "holds no tensor, but int: pass the inputs"),
         ((iter([]), {1}), "holds no tensor, but list_iterator, set: pass .* objects with tensors as attributes"),
@@ -100,6 +100,15 @@ def test_a_copy_is_independent_of_the_batch() -> None:
     assert twice.grad is None
     copy[2]["new"] = None
     assert batch[2].keys() == {"computed"}
+
+
+def test_a_tensor_or_an_object_is_the_one_argument_and_others_are_batches_already() -> None:
+    tensor, item = torch.zeros(2), SimpleNamespace(x=torch.zeros(3))
+    for given in (tensor, item):
+        (alone,) = batches.of_one(given)
+        assert alone is given
+    for batch in ({"x": tensor}, (tensor,), [tensor], None):
+        assert batches.of_one(batch) is batch
 
 
 def test_tokens_are_elements_of_integers_or_rows() -> None:

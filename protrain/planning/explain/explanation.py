@@ -71,7 +71,9 @@ class Explanation(Record):
         """The step time on the slower host that plans are made for, as text; "" if that is as fast as calibrated."""
         if not self._host_is_slower:
             return ""
-        return f"{format_ms(self.slower_ms)} should the host update {1 - self.slower_share:.0%} more slowly"
+        slower, calibrated = format_ms(self.slower_ms), format_ms(self.plan.step_ms)
+        time = "the same" if slower == calibrated else slower
+        return f"{time} should the host update {1 - self.slower_share:.0%} more slowly"
 
     @property
     def _host_is_slower(self) -> bool:
@@ -108,6 +110,8 @@ class Explanation(Record):
         rows = [["one more or less", "step time", *slower, "device", "host", ""]]
         for change in self.changes:
             at = int(getattr(self.plan, change.knob))
+            if at + change.step < 0:
+                continue
             name = f"{change.knob} {at} -> {at + change.step}"
             if change.step_ms is None or change.slower_ms is None:
                 rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
