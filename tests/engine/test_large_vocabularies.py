@@ -25,7 +25,7 @@ from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, pla
 from tests.engine.lateness import Lateness
 from tests.engine.true_memory import make_batch, make_model, plans_within_budgets, true_peak_bytes
 
-WORDS = 3000  # by 64: 192,000 elements, of a block 40,000 to 50,000
+WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
 BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
 CLIPPED, UNCLIPPED = Loop(max_norm=0.5), Loop()
 HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
