@@ -5,12 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import torch
+
 # In a process of its own: a CUDA context here would take memory from those that are measured.
 _CALIBRATE = """
 import sys
 import torch
 from protrain.hardware import detect
-if not torch.cuda.is_available() or detect(torch.device("cuda")).source == "measured":
+if detect(torch.device("cuda")).source == "measured":
     sys.exit()
 print("calibrating this machine first", file=sys.stderr, flush=True)
 import protrain
@@ -26,8 +28,9 @@ print(detect(torch.device("cuda")).host_adam_threads or 1)
 
 
 def calibrate_once() -> None:
-    """Calibrate this machine's GPU unless that was done before. CalledProcessError when it fails."""
-    subprocess.run([sys.executable, "-c", _CALIBRATE], check=True)
+    """Calibrate this machine's GPU, if it has one, unless that was done before. CalledProcessError when it fails."""
+    if torch.cuda.is_available():
+        subprocess.run([sys.executable, "-c", _CALIBRATE], check=True)
 
 
 def host_adam_threads() -> int:

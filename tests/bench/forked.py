@@ -18,9 +18,11 @@ from typing import Any
 from tests.distributed.warm import Process
 
 
-def run_module(arguments: list[str]) -> None:
-    """What ``python -m`` does with these arguments, in a session of its own."""
+def run_module(arguments: list[str], folder: Path | None) -> None:
+    """What ``python -m`` does with these arguments in ``folder``, in a session of its own."""
     os.setsid()
+    if folder is not None:
+        os.chdir(folder)
     sys.argv = arguments
     runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
@@ -29,10 +31,17 @@ class Forked:
     """A ``subprocess.Popen`` of ``[python, "-m", module, ...]``."""
 
     def __init__(
-        self, command: list[str], *, env: Mapping[str, str] = os.environ, stdout: Any = None, **_: Any
+        self,
+        command: list[str],
+        *,
+        env: Mapping[str, str] = os.environ,
+        stdout: Any = None,
+        cwd: Path | None = None,
+        **_: Any,
     ) -> None:
+        assert command[:2] == [sys.executable, "-m"]
         printed = None if stdout is None else Path(stdout.name)
-        self._process = Process(run_module, command[2:], environment=env, printed=printed)
+        self._process = Process(run_module, command[2:], cwd, environment=env, printed=printed)
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -44,17 +53,12 @@ class Forked:
         return status
 
 
-class ForkedLater:
-    """The first command is started as ever, in as many processes as it is to have; those of others are forked."""
+class ForkedWorkers:
+    """``subprocess`` for a benchmark that starts workers by ``Popen`` or ``run``."""
 
     STDOUT = subprocess.STDOUT
+    Popen = Forked
 
-    def __init__(self) -> None:
-        self._first: list[str] = []
-
-    def Popen(self, command: list[str], **how: Any) -> Any:
-        self._first = self._first or command
-        return subprocess.Popen(command, **how) if command == self._first else Forked(command, **how)
-
-    def run(self, command: list[str], **_: Any) -> SimpleNamespace:
-        return SimpleNamespace(returncode=self.Popen(command).wait())
+    @staticmethod
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        return SimpleNamespace(returncode=Forked(command).wait())

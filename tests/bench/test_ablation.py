@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from bench.planner.ablation import FILE, MECHANISMS, TRIAL, Ablation, main
+from tests.bench.forked import ForkedWorkers
 
 
-def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("on a GPU the command measures whole models, which takes minutes a case")
+    monkeypatch.setattr("bench.planner.ablation.subprocess", ForkedWorkers())
     assert main(["--out", str(tmp_path)]) == 0
     [found] = Ablation.load(tmp_path / FILE).cases
     assert found.case == TRIAL[0]

@@ -25,13 +25,14 @@ def test_hosts_are_the_papers_less_what_a_plan_leaves() -> None:
         assert hardware.device_bytes == load(machine.profile).device_bytes
 
 
-@pytest.mark.parametrize(("moment_dtype", "states"), [("float32", 12), ("bfloat16", 8)])
+@pytest.mark.parametrize(("moment_dtype", "states", "n_machines"), [("float32", 12, 1), ("bfloat16", 8, 2)])
 def test_a_table_is_made_of_depths_that_fit(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     moment_dtype: str,
     states: int,
+    n_machines: int,
 ) -> None:
 
     def small(name: str, n_gpus: int) -> HardwareProfile:
@@ -40,7 +41,7 @@ def test_a_table_is_made_of_depths_that_fit(
 
     monkeypatch.setattr(command, "of_machine", small)
     monkeypatch.setattr(command, "HOST_SHARE", 0.00005)
-    monkeypatch.setattr(command, "MACHINES", command.MACHINES[:2])
+    monkeypatch.setattr(command, "MACHINES", command.MACHINES[:n_machines])
     monkeypatch.setattr(command, "profile_of", functools.cache(command.profile_of))  # one of each depth
     out = tmp_path / "results"
     options = ["--shapes", "tiny", "--sequence", "32", "--moment-dtype", moment_dtype, "--out", str(out)]
@@ -58,11 +59,9 @@ def test_a_table_is_made_of_depths_that_fit(
         with pytest.raises(PlanError):
             search(command.profile_of("tiny", layers + 1, **size), hardware, step_during_backward=inside)
     printed = capsys.readouterr().out
+    figures = (("1 x RTX 3090 24 GB, 384 GiB host", "34 B"), ("4 x RTX 3090 24 GB, 384 GiB host", "37 B"))
     for words in (
-        "1 x RTX 3090 24 GB, 384 GiB host",
-        "4 x RTX 3090 24 GB, 384 GiB host",
-        "34 B",
-        "37 B",
+        *(words for machine in figures[:n_machines] for words in machine),
         f"{states} bytes a parameter",
         "inside backward",
         "batch 1 x 32 tokens on each GPU",

@@ -26,7 +26,7 @@ from protrain.engine.updates.updates import _Window
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
-from tests.bench.forked import ForkedLater
+from tests.bench.forked import ForkedWorkers
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +232,7 @@ def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsy
     case = replace(SMOKE[0], device_memory="1MiB")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bench.planner.__main__.SMOKE", (*SMOKE, case))
-        patch.setattr("bench.planner.__main__.subprocess", ForkedLater())
+        patch.setattr("bench.planner.__main__.subprocess", ForkedWorkers())
         assert (
             main(["--kind", "limits", "--jobs", "2", "--host-memory", "1GiB", "--steps", "1", "--out", str(tmp_path)])
             == 0

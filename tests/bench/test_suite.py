@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,37 @@ import torch
 from bench.kernels.rows import OURS
 from protrain.cli import bench
 from protrain.cli.main import main
+from tests.bench.forked import Forked
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE = ["-q", "-p", "no:cacheprovider", "-k", "test_unflatten and mistral"]
+Starts = Callable[[int], list[list[str]]]
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="would time")
 
 
-def _pytest(*options: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", str(ROOT / "bench" / "kernels"), *ONE, *options]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+def _pytest(*options: str, folder: Path) -> tuple[int, str]:
+    """The status of ``pytest bench/kernels``, and what it prints."""
+    command = [sys.executable, "-m", "pytest", str(ROOT / "bench" / "kernels"), *options]
+    with (folder / "printed.txt").open("w") as printed:
+        status = Forked(command, stdout=printed, cwd=folder).wait()
+    return status, (folder / "printed.txt").read_text()
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    """``starts(status)``: the commands that are started from now on, all of which end with ``status`` at once."""
+    commands: list[list[str]] = []
+    start = subprocess.Popen
+
+    def ending_with(status: int) -> list[list[str]]:
+        def start_another(command: list[str], **_: object) -> subprocess.Popen[bytes]:
+            commands.append(command)
+            return start([sys.executable, "-c", f"raise SystemExit({status})"])
+
+        monkeypatch.setattr(subprocess, "Popen", start_another)
+        return commands
+
+    return ending_with
 
 
 @needs_no_gpu
@@ -37,21 +60,23 @@ def test_json_alone_is_on_standard_output(capfd: pytest.CaptureFixture[str], tmp
 
 
 @needs_no_gpu
+@pytest.mark.xdist_group("ranks")
 def test_quick_leaves_shapes_and_compilation_out(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "pytest", str(ROOT / "bench" / "kernels"), "-q", "--collect-only", "--quick"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
-    tests = [line for line in done.stdout.splitlines() if "::" in line]
+    status, printed = _pytest("-q", "--collect-only", "--quick", folder=tmp_path)
+    assert status == 0
+    tests = [line for line in printed.splitlines() if "::" in line]
     assert any("gpt2-10b" in line for line in tests)
     assert not any(word in line for line in tests for word in ("gpt2-20b", "mistral", "torch.compile"))
 
 
 @needs_no_gpu
+@pytest.mark.xdist_group("ranks")
 def test_figures_of_another_gpu_are_refused(tmp_path: Path) -> None:
     saved = {"machine_info": {"protrain": {"gpu": "Abacus 3000"}}, "benchmarks": [], "commit_info": {}, "version": "5"}
     (tmp_path / "0001_before.json").write_text(json.dumps(saved))
-    done = _pytest("--benchmark-compare", str(tmp_path / "0001_before.json"), folder=tmp_path)
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "the saved figures were taken on Abacus 3000, this machine has none" in done.stderr
+    status, printed = _pytest(*ONE, "--benchmark-compare", str(tmp_path / "0001_before.json"), folder=tmp_path)
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert "the saved figures were taken on Abacus 3000, this machine has none" in printed
 
 
 def test_help_shows_real_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,23 +98,16 @@ def test_a_benchmark_that_is_a_module_runs_from_elsewhere(
     assert "--part: invalid choice: 'neither'" in capfd.readouterr().err
 
 
-def test_a_bad_option_of_pytest_is_the_users_to_mend(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_option_of_pytest_is_the_users_to_mend(starts: Starts) -> None:
+    commands = starts(pytest.ExitCode.USAGE_ERROR)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "kernels", "--no-such-option"])
     assert stop.value.code == 2
-    assert "--no-such-option" in capfd.readouterr().err
+    assert commands[0][-1] == "--no-such-option"
 
 
-def test_options_reach_the_benchmark_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    start = subprocess.Popen
-
-    def start_another(command: list[str], **_: object) -> subprocess.Popen[bytes]:
-        commands.append(command)
-        return start([sys.executable, "-c", "raise SystemExit(1)"])
-
-    monkeypatch.setattr(subprocess, "Popen", start_another)
+def test_options_reach_the_benchmark_in_order(starts: Starts) -> None:
+    commands = starts(1)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "kernels", "-k", "adam or pack", "--quick", "--benchmark-compare-fail=median:5%", "-x"])
     assert stop.value.code == 1

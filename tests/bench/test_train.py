@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
-import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,8 @@ from bench.train.results import UNFINISHED, Comparison, Outcome
 from bench.train.task import Job, Task, make_tokens
 from bench.train.trainers import Trainer
 from protrain.planning.plan import BlockMode
-from tests.bench.forked import ForkedLater
+from tests.bench.forked import ForkedWorkers
+from tests.distributed.warm import Process
 
 TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
 ONE = Contestant(kind="fsdp2")
@@ -182,32 +181,27 @@ def test_a_contestant_that_fails_in_a_step_leaves_the_steps_before(
     assert outcome.parameters == 5
 
 
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
 def test_a_worker_ends_with_a_bench_that_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
     begun, late = tmp_path / "begun", tmp_path / "late"
     touch = "__import__('pathlib').Path({!r}).touch()".format
-    worker = f"import time; {touch(str(begun))}; time.sleep(3); {touch(str(late))}"
-    bench = textwrap.dedent(f"""
-        import signal, sys
-        from pathlib import Path
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup these tests, and what they start, ignore it
-        from bench.train.contestants import Contestant
-        from bench.train.launch import supervise
-        folder = Path({str(tmp_path)!r})
-        command = [sys.executable, "-c", {worker!r}]
-        supervise(command, Contestant(kind="fsdp2"), folder / "out.json", folder / "log", limit_s=60.0)
-    """)
-    process = subprocess.Popen([sys.executable, "-c", bench])
-    try:
-        while not begun.exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(ending)
-        assert process.wait(timeout=20) == 128 + ending
-    finally:
-        process.kill()
+    code = f"import time; {touch(str(begun))}; time.sleep(3); {touch(str(late))}"
+    bench = Process(_supervise_with_hangups, tmp_path, code, environment={})
+    while not begun.exists():
+        assert bench.status is None
+        time.sleep(0.02)
+    bench.send(ending)
+    while bench.status is None:
+        time.sleep(0.02)
+    assert bench.status == 128 + ending
     time.sleep(4)
     assert not late.exists()
+
+
+def _supervise_with_hangups(folder: Path, code: str) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup these tests, and what they start, ignore it
+    _supervised(folder, code)
 
 
 def test_memory_that_goes_missing_while_a_worker_runs_is_counted(
@@ -271,7 +265,7 @@ def test_everything_that_a_cpu_can_do_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("bench.train.launch.subprocess", ForkedLater())
+    monkeypatch.setattr("bench.train.launch.subprocess", ForkedWorkers())
     names = "protrain-eager,floor-eager,resident-eager,fsdp2-eager,fsdp2-eager-gathered-resident1,zero2"
     options = [
         "--layers",
@@ -281,7 +275,7 @@ def test_everything_that_a_cpu_can_do_runs(
         "--sequence",
         "256",
         "--steps",
-        "5",
+        "3",
         "--device-memory",
         "40MiB",
         "--out",
@@ -296,7 +290,7 @@ def test_everything_that_a_cpu_can_do_runs(
     assert [outcome.error for outcome in rows.values()] == [""] * 5
     assert {outcome.parameters for outcome in rows.values()} == {1_820_352}
     for outcome in rows.values():
-        assert len(outcome.step_ms) == 5
+        assert len(outcome.step_ms) == 3
         assert min(outcome.step_ms) > 0
         assert len(outcome.losses) == len(outcome.step_ms) + comparison.task.warm_up
         assert outcome.losses[0] == pytest.approx(rows["resident-eager"].losses[0], rel=1e-5)

@@ -25,7 +25,7 @@ from bench.train.results import Comparison, Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task, make_tokens
 from bench.train.trainers import Trainer
 from bench.train.worker import train
-from tests.bench.forked import ForkedLater
+from tests.bench.forked import ForkedWorkers
 from tests.distributed.pool import on_ranks
 
 ONE = parse("fsdp2")
@@ -57,7 +57,7 @@ def test_two_ranks_train_on_a_batch_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setattr("bench.train.launch.subprocess", ForkedLater())
+    monkeypatch.setattr("bench.train.launch.subprocess", ForkedWorkers())
     names = [
         *("protrain-eager", "floor-eager", "resident-eager"),
         "fsdp2-eager-gathered-prefetched-resident-checkpointed1",

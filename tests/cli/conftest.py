@@ -13,7 +13,7 @@ def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def kept_profiles(cache_of_tests: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans for the same model and batch count its operations once, which takes most of the time of a plan."""
+    """Commands count the operations of the same model and batch once, which takes most of the time of a plan."""
     monkeypatch.setenv("PROTRAIN_CACHE", str(cache_of_tests))

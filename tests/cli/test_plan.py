@@ -29,7 +29,6 @@ from protrain.planning.explain.phases import Phase
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 from protrain.profiler import ModelProfile
 
-pytestmark = pytest.mark.usefixtures("kept_profiles")
 COLUMNS = 80 - len("host to device") - len("    100%")  # of a step
 TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]
 TIGHT = ["--device-memory", "150MiB", "--host-memory", "1GiB"]

@@ -12,7 +12,6 @@ from protrain.hardware import load
 from protrain.planning import Comparison, Plan
 from tests.cli.test_plan import TINY, by_label, run
 
-pytestmark = pytest.mark.usefixtures("kept_profiles")
 TIGHT = ["--device-memory", "800MiB", "--host-memory", "1GiB", "--no-compile"]
 
 

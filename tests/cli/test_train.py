@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,10 +22,10 @@ from protrain.cli.main import main
 from protrain.cli.text import tokenize
 from protrain.cli.training_run import Run
 from protrain.planning import Plan
+from tests.distributed.warm import Process
 
 transformers = pytest.importorskip("transformers")
-
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.xdist_group("ranks")  # where processes can be forked already
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +128,11 @@ def test_a_run_is_converted_as_its_checkpoints_are(finished: Path, tmp_path: Pat
 
 def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, workplace: Path) -> None:
     folder = workplace / "interrupted"
-    killed = start_process(arguments(workplace, folder))
-    wait_for_step(folder, 6, killed)
-    killed.send_signal(signal.SIGKILL)
-    assert killed.wait() == -signal.SIGKILL
-
-    stopped = start_process(["train", "--resume", "--folder", str(folder)])
-    wait_for_step(folder, 14, stopped)
-    stopped.send_signal(signal.SIGINT)
-    errors = stopped.communicate()[1]
-    assert stopped.returncode == 130, errors
+    printed = workplace / "printed.txt"
+    assert ended_at_step(6, signal.SIGKILL, arguments(workplace, folder), folder, printed) == -signal.SIGKILL
+    status = ended_at_step(14, signal.SIGINT, ["train", "--resume", "--folder", str(folder)], folder, printed)
+    errors = printed.read_text()
+    assert status == 130, errors
     assert "loading the checkpoint: " in errors
     assert "resumed at step" in errors
     assert f"continue with: protrain train --resume --folder {folder}" in errors
@@ -161,27 +155,24 @@ def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, work
     assert (folder / "sample.txt").read_text() == (finished / "sample.txt").read_text()
 
 
-def start_process(command: list[str]) -> subprocess.Popen[str]:
-    run = [sys.executable, "-c", "import sys; from protrain.cli.main import main; sys.exit(main())", *command]
-    return subprocess.Popen(
-        ["nice", "-n", "10", *run],  # on a busy machine it must not end before this process sends its signal
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
-    """Wait until metrics.jsonl reports ``step``."""
-    for _ in range(6000):
-        path = folder / "metrics.jsonl"
-        if path.exists() and f'"step": {step},' in path.read_text():
-            return
-        if process.poll() is not None:
-            pytest.fail(f"the run ended early: {process.communicate()[1]}")
+def ended_at_step(step: int, by: signal.Signals, command: list[str], folder: Path, printed: Path) -> int:
+    """The status of ``protrain`` in a process of its own, which gets a signal when metrics.jsonl reports ``step``."""
+    process = Process(run_command, command, environment={}, printed=printed)
+    path, until = folder / "metrics.jsonl", time.monotonic() + 60
+    while not (path.exists() and f'"step": {step},' in path.read_text()):
+        assert process.status is None, f"the run ended early: {printed.read_text()}"
+        assert time.monotonic() < until, f"step {step} was not reached within a minute"
         time.sleep(0.01)
-    pytest.fail(f"step {step} was not reached within a minute")
+    process.send(by)
+    while process.status is None:
+        time.sleep(0.01)
+    return process.status
+
+
+def run_command(command: list[str]) -> None:
+    os.nice(10)  # on a busy machine it must not end before the other process sends its signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
+    sys.exit(main(command))
 
 
 def test_lines_outside_a_terminal_name_first_and_last_step(

@@ -8,9 +8,7 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-import termios
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,10 +26,10 @@ from protrain.cli.folder_lock import claimed
 from protrain.cli.main import main
 from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
 from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
+from tests.distributed.warm import Process
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 8
 
 
@@ -363,45 +361,35 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.xdist_group("ranks")
 def test_a_run_whose_terminal_is_closed_is_saved(workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     terminal, inside = os.openpty()
-
-    def own_the_terminal() -> None:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        fcntl.ioctl(inside, termios.TIOCSCTTY, 0)
-
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys; from protrain.cli.main import main; sys.exit(main())",
-            *arguments(workplace, folder, steps=100000),
-        ],
-        stdin=inside,
-        stdout=inside,
-        stderr=inside,
-        start_new_session=True,
-        preexec_fn=own_the_terminal,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    try:
-        os.close(inside)
-        os.set_blocking(terminal, False)
-        for _ in range(6000):
-            with suppress(BlockingIOError):
-                os.read(terminal, 2**16)  # a full terminal would block the run
-            path = folder / "metrics.jsonl"
-            if path.exists() and '"step": 3,' in path.read_text():
-                break
-            assert process.poll() is None
-            time.sleep(0.01)
-        os.close(terminal)
-        process.send_signal(signal.SIGHUP)  # as bash does, right after the kernel
-        assert process.wait(timeout=60) == 128 + signal.SIGHUP
-    finally:
-        process.kill()
+    process = Process(run_in_terminal, os.ttyname(inside), arguments(workplace, folder, steps=100000), environment={})
+    os.set_blocking(terminal, False)
+    path = folder / "metrics.jsonl"
+    while not (path.exists() and '"step": 3,' in path.read_text()):
+        assert process.status is None
+        with suppress(BlockingIOError):
+            os.read(terminal, 2**16)  # a full terminal would block the run
+        time.sleep(0.01)
+    os.close(inside)
+    os.close(terminal)
+    process.send(signal.SIGHUP)  # as bash does, right after the kernel
+    while process.status is None:
+        time.sleep(0.01)
+    assert process.status == 128 + signal.SIGHUP
     assert len(list_saves(folder / "checkpoints")) == 1
+
+
+def run_in_terminal(name: str, command: list[str]) -> None:
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)  # the first one that a session opens is its own
+    for standard in range(3):
+        os.dup2(terminal, standard)
+    os.close(terminal)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    sys.exit(main(command))
 
 
 def test_a_first_loss_that_is_no_number_is_not_of_the_learning_rate(

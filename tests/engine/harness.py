@@ -75,14 +75,12 @@ PLANS = (
     Spec("none", "middle", (CKPT,), stream=True),
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
+# Every mechanism of a plan once, for what is about none of them. Either half has recomputed and resident blocks.
 FEW_PLANS = (
-    Spec("none", "least", (NONE,)),
-    Spec("none", "least", (CKPT,), small=True, speculate=True, attention=True),
-    Spec("some", "least", (SWAP, CKPT), packed=True),
-    Spec("all", "least", (CKPT, SWAP, NONE)),
-    Spec("some", "least", (CKPT_SWAP, CKPT_SWAP, NONE, SWAP), small=True, attention=True),
-    Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
     Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
+    Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
+    Spec("some", "least", (CKPT_SWAP, SWAP, NONE), small=True, attention=True),
+    Spec("all", "least", (SWAP, CKPT), packed=True),
 )
 
 

@@ -120,9 +120,7 @@ def residual_under(spec: Spec, *, inside: bool, **options: Any) -> Wrapped:
     return wrap_under(spec, model, adamw(model), residual.batches(1)[0], **options)
 
 
-@pytest.mark.parametrize(
-    "kind", [Lateness("late"), Lateness("early"), *(Lateness("random", n) for n in range(3))], ids=str
-)
+@pytest.mark.parametrize("kind", [Lateness("late"), Lateness("early"), Lateness("random", 0)], ids=str)
 @pytest.mark.parametrize("spec", [SPECS[1], SPECS[2], SPECS[4]], ids=str)
 def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
     spec: Spec, kind: Lateness, monkeypatch: pytest.MonkeyPatch

@@ -31,9 +31,9 @@ CPU = torch.device("cpu")
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
     plans = {
         str(plan)
-        for plan in plans_within_budgets(lambda: make_model(family), make_batch(), dtype, count=5, least_ratio=2.0)
+        for plan in plans_within_budgets(lambda: make_model(family), make_batch(), dtype, count=4, least_ratio=2.0)
     }
-    assert len(plans) >= 4, "the budget hardly changes the plan"
+    assert len(plans) >= 3, "the budget hardly changes the plan"
 
 
 class _WithHeads(nn.Module):
@@ -190,8 +190,10 @@ def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: i
     ids=lambda m: m[0].value + str(len(m)),
 )
 def test_accumulation_keeps_within_the_budget(modes: Any) -> None:
+    """With no byte to spare every sum is in host memory; with some, which block modes do not change, few are."""
     batch = make_batch()
-    for persist, tight in (("none" if CKPT in modes else "some", True), ("some", False)):
+    roomy = [("some", False)] if NONE in modes else []
+    for persist, tight in (("none" if CKPT in modes else "some", True), *roomy):
         model = make_model("llama")
         spec = Spec(persist, "least", modes)
         options: Any = {"device": CPU, "dtype": torch.bfloat16}

@@ -120,13 +120,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phimoe": LOCAL_EXPERTS,
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 32},
     "qwen3_moe": EXPERTS,
-    # The files hold the model's own layout, some with tied or fused weights.
+    # The files hold the model's own layout, most with tied or fused weights.
     "bart": BART,
     "bert": ENCODER,
     "bloom": {"vocab_size": 96, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "cohere": GROUPED,
-    "gemma2": HEADS,
-    "glm4": HEADS,
     "gpt2": GPT,
     "gpt_oss": {**LOCAL_EXPERTS, "head_dim": 8},
     "llama": GROUPED,
@@ -135,12 +132,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mpt": {"vocab_size": 96, "d_model": 32, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 64},
     "opt": {**SMALL, "ffn_dim": 64, "word_embed_proj_dim": 32, "pad_token_id": 1},
     "phi3": GROUPED,
-    "qwen3": HEADS,
-    "roberta": {**ENCODER, "max_position_embeddings": 66},
-    "stablelm": GROUPED,
     "t5": {**T5, "decoder_start_token_id": 0},
 }
-HEAD = dict.fromkeys(("bert", "esm", "roberta"), "AutoModelForMaskedLM")
+HEAD = dict.fromkeys(("bert", "esm"), "AutoModelForMaskedLM")
 HEAD |= dict.fromkeys(("bart", "t5"), "AutoModelForSeq2SeqLM")
 
 

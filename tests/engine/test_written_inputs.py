@@ -69,7 +69,7 @@ def test_the_callers_dictionary_has_what_the_model_wrote() -> None:
     model = encoder()
     with seeded(1):
         expected = model.train()(dict(features[0]))
-    wrapped, _ = wrap_under(FEW_PLANS[1], model, adamw(model), example, device=torch.device("cpu"))
+    wrapped, _ = wrap_under(FEW_PLANS[0], model, adamw(model), example, device=torch.device("cpu"))
     assert example[0].keys() == {"ids"}
     with seeded(1):
         returned = wrapped(features[0])

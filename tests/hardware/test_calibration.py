@@ -33,7 +33,7 @@ from protrain.hardware.profile import Contention, Figure
 from protrain_kernels import padded
 
 GIB = 1024**3
-SECONDS = 0.5
+SECONDS = 0.25
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def calibrate_with_a_slow_rank(rank: int, cache: str) -> tuple[str, str, Hardwar
         patch.setenv("PROTRAIN_CACHE", cache)
         if rank == 1:
             patch.setattr(Products, "run", sleep_and_run)
-        assert main(["calibrate", "--device", "cpu", "--seconds", "0.2", "--json"]) == 0, err.getvalue()
+        assert main(["calibrate", "--device", "cpu", "--seconds", "0.1", "--json"]) == 0, err.getvalue()
         return out.getvalue(), err.getvalue(), cached(CPU)
 
 

@@ -174,21 +174,25 @@ def test_an_empty_tensor_between_others(backend: Any) -> None:
 def test_unflatten_writes_the_tensors_and_nothing_else(
     backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, chunk_dtype: torch.dtype
 ) -> None:
-    """Each tensor lies between other elements of its memory, at multiples of 16 bytes and at odd addresses."""
+    """Each tensor lies between other elements of its memory, at multiples of 16 bytes and at odd addresses.
+
+    Every type meets every such place, in the tensors and in the chunk.
+    """
+    types = (torch.bfloat16, torch.float16, torch.float32)
+    first = (0, 1, 8)[(types.index(dtype) + types.index(chunk_dtype)) % 3]
     offsets, _, elements, _ = _laid_out(SHAPES, gap=128)
     chunk = (torch.randn(elements, generator=torch.Generator().manual_seed(5)) * 5).to(chunk_dtype)
-    for first in (0, 1, 8):
-        memories = [
-            torch.full((first + torch.Size(shape).numel() + 3,), -7.0, dtype=dtype, device=backend.device)
-            for shape in SHAPES
-        ]
-        expected = [memory.cpu().clone() for memory in memories]
-        places = [slice(first, first + torch.Size(shape).numel()) for shape in SHAPES]
-        tensors = [memory[place].view(shape) for memory, place, shape in zip(memories, places, SHAPES, strict=True)]
-        backend.unflatten(chunk.to(backend.device), tensors, offsets)
-        for memory, want, place, offset in zip(memories, expected, places, offsets, strict=True):
-            want[place] = chunk[offset : offset + place.stop - place.start].to(dtype)
-            same_bits(memory, want)
+    memories = [
+        torch.full((first + torch.Size(shape).numel() + 3,), -7.0, dtype=dtype, device=backend.device)
+        for shape in SHAPES
+    ]
+    expected = [memory.cpu().clone() for memory in memories]
+    places = [slice(first, first + torch.Size(shape).numel()) for shape in SHAPES]
+    tensors = [memory[place].view(shape) for memory, place, shape in zip(memories, places, SHAPES, strict=True)]
+    backend.unflatten(chunk.to(backend.device), tensors, offsets)
+    for memory, want, place, offset in zip(memories, expected, places, offsets, strict=True):
+        want[place] = chunk[offset : offset + place.stop - place.start].to(dtype)
+        same_bits(memory, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -81,13 +81,11 @@ def _spread(ranks: int, elements: int, dtype: torch.dtype, seed: int = 0) -> tor
     ("dtype", "ranks", "accumulate"),
     [
         (torch.bfloat16, 1, True),
-        (torch.bfloat16, 2, False),
-        (torch.bfloat16, 3, True),
         (torch.bfloat16, 4, False),
-        (torch.float16, 1, False),
+        (torch.float16, 2, False),
         (torch.float16, 3, True),
+        (torch.float32, 1, False),
         (torch.float32, 2, True),
-        (torch.float32, 4, False),
     ],
 )
 def test_same_bits_as_the_reference_and_nothing_else_touched(
@@ -129,34 +127,37 @@ def test_same_bits_as_the_reference_and_nothing_else_touched(
 def test_result_is_what_it_says(
     backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, gradient_dtype: torch.dtype
 ) -> None:
-    """Against torch's own additions, without the reference; three ranks, so that the order of additions shows."""
+    """Against torch's own additions, without the reference; three ranks, so that the order of additions shows.
+
+    Where the types differ an accumulator is kept, too; where they are the same the tests of micro-batches keep one.
+    """
+    accumulate = dtype is not gradient_dtype
     numel = TILE + 77
     pieces = torch.full((3, padded(numel)), torch.nan, dtype=dtype)
     pieces[:, :numel] = _spread(3, numel, dtype)
     before = _spread(1, numel, torch.float32, seed=1)[0]
-    for accumulate in (False, True):
-        gradient = torch.full((padded(numel),), torch.nan, dtype=gradient_dtype, device=backend.device)
-        accumulator = torch.full((padded(numel),), torch.nan, device=backend.device)
-        accumulator[:numel] = before.to(backend.device)
-        partials = torch.full((2,), torch.nan, device=backend.device)
-        backend.fold(
-            pieces.to(backend.device),
-            _whole(numel),
-            gradient=gradient,
-            accumulator=accumulator if accumulate else None,
-            factor=torch.tensor(1 / 3).item(),
-            partials=partials,
-        )
-        rows = [*([before] if accumulate else []), *pieces[:, :numel]]
-        total = _left_fold(rows)
-        assert not torch.equal(total, _left_fold(rows[::-1])), "another order would do"
-        expected = (total * torch.tensor(1 / 3)).to(gradient_dtype)
-        same_bits(gradient[:numel], expected)
-        same_bits(gradient[numel:], torch.zeros(padded(numel) - numel, dtype=gradient_dtype))
-        same_bits(partials, sum_of_squares_reference(expected))
-        if accumulate:
-            same_bits(accumulator[:numel], total)
-            same_bits(accumulator[numel:], torch.zeros(padded(numel) - numel))
+    gradient = torch.full((padded(numel),), torch.nan, dtype=gradient_dtype, device=backend.device)
+    accumulator = torch.full((padded(numel),), torch.nan, device=backend.device)
+    accumulator[:numel] = before.to(backend.device)
+    partials = torch.full((2,), torch.nan, device=backend.device)
+    backend.fold(
+        pieces.to(backend.device),
+        _whole(numel),
+        gradient=gradient,
+        accumulator=accumulator if accumulate else None,
+        factor=torch.tensor(1 / 3).item(),
+        partials=partials,
+    )
+    rows = [*([before] if accumulate else []), *pieces[:, :numel]]
+    total = _left_fold(rows)
+    assert not torch.equal(total, _left_fold(rows[::-1])), "another order would do"
+    expected = (total * torch.tensor(1 / 3)).to(gradient_dtype)
+    same_bits(gradient[:numel], expected)
+    same_bits(gradient[numel:], torch.zeros(padded(numel) - numel, dtype=gradient_dtype))
+    same_bits(partials, sum_of_squares_reference(expected))
+    if accumulate:
+        same_bits(accumulator[:numel], total)
+        same_bits(accumulator[numel:], torch.zeros(padded(numel) - numel))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -194,13 +195,20 @@ def test_shards_together_have_the_gradient_and_its_partials(
     assert whole == [tile for tile in range(tiles(numel)) if tile not in cut]
 
 
-@pytest.mark.parametrize("begin", ["fp32 gradient", "filled with -0.0"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "begin"),
+    [
+        (torch.bfloat16, "fp32 gradient"),
+        (torch.bfloat16, "filled with -0.0"),
+        (torch.float16, "filled with -0.0"),
+        (torch.float32, "fp32 gradient"),
+    ],
+)
 def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, begin: str
 ) -> None:
     """Three micro-batches of two ranks, as six micro-batches of one rank."""
-    numel = 2 * TILE + 128
+    numel = TILE + 128
     rows = _spread(6, numel, dtype)
     rows[:, :2] = torch.tensor([0.0, -0.0])
     batches = [rows[first : first + 2].to(backend.device) for first in (0, 2, 4)]
@@ -213,7 +221,7 @@ def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     same_bits(accumulator, _left_fold([*rows[:2]]))
     backend.fold(batches[1], _whole(numel), gradient=None, accumulator=accumulator)
     gradient = torch.full((numel,), torch.nan, dtype=dtype, device=backend.device)
-    partials = torch.full((3,), torch.nan, device=backend.device)
+    partials = torch.full((2,), torch.nan, device=backend.device)
     factor = torch.tensor(1 / 6).item()
     backend.fold(
         batches[2], _whole(numel), gradient=gradient, accumulator=accumulator, factor=factor, partials=partials
@@ -313,7 +321,7 @@ def test_partials_are_of_what_the_gradient_holds(backend: Any) -> None:
 
 @pytest.mark.parametrize("ranks", [5, 8, 16])
 def test_many_ranks(backend: Any, same_bits: Callable[..., None], ranks: int) -> None:
-    numel = 2 * TILE + 5
+    numel = TILE + 5
     pieces = _spread(ranks, padded(numel), torch.bfloat16)
     gradient = torch.full((padded(numel),), torch.nan, dtype=torch.bfloat16, device=backend.device)
     backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient)

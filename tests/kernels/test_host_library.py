@@ -71,9 +71,9 @@ def _agrees(dtype: torch.dtype = torch.float32) -> bool:
 QUICKLY_COMPILED = tuple("-O0" if flag.startswith("-O") else flag for flag in FLAGS)
 
 
-def test_many_builders_at_once_leave_one_library(compiler: list[str], tmp_path: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        paths = list(pool.map(lambda _: build(compiler, QUICKLY_COMPILED, tmp_path / "cache"), range(4)))
+def test_builders_at_once_leave_one_library(compiler: list[str], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda _: build(compiler, QUICKLY_COMPILED, tmp_path / "cache"), range(2)))
     assert len(set(paths)) == 1
     assert list((tmp_path / "cache").iterdir()) == [paths[0]]
     open_library(paths[0])

@@ -108,8 +108,7 @@ def test_with_room_for_all_nothing_is_moved() -> None:
     assert plan.step_ms == pytest.approx(compute + flatten + traced.n_trainable / 100e6, rel=1e-6)
 
 
-@pytest.mark.parametrize("device", ["1.5GiB", "2GiB", "3GiB", "4GiB"])
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize(("device", "kind"), [("1.5GiB", "cuda"), ("2GiB", "cpu"), ("3GiB", "cuda"), ("4GiB", "cpu")])
 def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
     traced = replace(make_profile(4), device=kind)
     hardware = machine(device, "3GiB", device_type=kind)
@@ -147,7 +146,7 @@ def test_more_memory_never_makes_it_slower() -> None:
     for helped in (None, 3.4):  # with a device that helps it, a slow host matters less
         plans = [
             search(traced, machine(n * 256 * MIB, "4GiB", streamed_adam_gparams=helped, **slow_host))
-            for n in range(4, 30, 2)
+            for n in range(4, 30, 4)
         ]
         times = [plan.step_ms for plan in plans]
         assert all(more <= 1.01 * less for less, more in pairwise(times))
