@@ -56,11 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     try:
         contestants = parse_all(args.contestants or default(on_gpu=on_gpu, gpus=args.gpus, lora=args.lora is not None))
-        task = _task(args, on_gpu=on_gpu)
         for option, kinds in (("lora", WITH_LORA), ("float8", WITH_FLOAT8)):
-            unable = [one.name for one in contestants if getattr(task, option) and one.kind not in kinds]
+            unable = [one.name for one in contestants if getattr(args, option) and one.kind not in kinds]
             if unable:
                 raise ValueError(f"--{option}: {unable[0]} cannot here; {', '.join(kinds)} can")
+        task = _task(args, on_gpu=on_gpu)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

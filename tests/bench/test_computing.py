@@ -17,7 +17,7 @@ def test_both_modes_are_measured_beside_their_profile_and_kept_when_the_rest_fai
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     unknown = replace(command.SMOKE[0], shape="no-such-shape")
-    with pytest.raises(ValueError, match="only named shapes"):
+    with pytest.raises(ValueError, match="there is no model 'no-such-shape'"):
         command.main(["--repeat", "2", "--out", str(tmp_path)], (command.SMOKE[0], unknown))
     table = command.Table.load(tmp_path / command.FILE)
     kept, recomputed = table.measured
