@@ -90,6 +90,12 @@ def test_forwards(name: str, device: torch.device) -> None:
         check_equal_to_plain(make, batches(4), device=device, dtype=dtype, loop=loop, specs=specs)
 
 
+def test_backward_finds_weights_in_another_buffer_than_forward_did(device: torch.device) -> None:
+    """Under most plans a chunk comes back to the buffer that it had, and a view that is not made anew is right."""
+    loop, spec = Loop(max_norm=1.0, loss=looked_at_inside), Spec("none", "middle", (NONE,))
+    check_equal_to_plain(make, batches(2), device=device, dtype=torch.float32, loop=loop, specs=(spec,))
+
+
 def test_adam_with_coupled_weight_decay(device: torch.device) -> None:
     check_equal_to_plain(
         make,
