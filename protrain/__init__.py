@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from protrain.common import interrupt  # noqa: F401  # first: Ctrl-C may come while torch is imported
 
 if TYPE_CHECKING:
-    from protrain.public import *  # noqa: F403
+    from protrain.public import *  # noqa: F403  # what type checkers see of the package
 
 __version__ = "0.1.0"
 
