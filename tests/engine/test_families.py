@@ -54,6 +54,8 @@ def maker(family: str) -> Callable[[], nn.Module]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, device: torch.device) -> None:
     """Half of the families in either type: tests of models have every structure in both."""
+    if family == "deformable_detr" and device.type == "cuda":
+        pytest.skip("torch has no deterministic backward of grid_sample there")
     batches = known.FAMILIES[family].batches(3)
     dtype = (torch.float32, torch.bfloat16)[FAMILIES.index(family) % 2]
     check_equal_to_plain(

@@ -64,8 +64,9 @@ def _copied(tensor: Tensor) -> Tensor:
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return copy
     with saved_tensors_hooks(lambda _: None, lambda _: copy):
-        node: Any = _Saving.apply(tensor).grad_fn
-    found: Tensor = node.saved_tensors[0]
+        output = _Saving.apply(tensor)
+    # read while the output is there: torch 2.11 frees with it what its node has saved
+    found: Tensor = output.grad_fn.saved_tensors[0]
     return found
 
 
