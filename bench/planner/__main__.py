@@ -3,6 +3,7 @@
 python -m bench.planner --out bench/results/h100      predicted against measured, for plans drawn at random
 python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
 python -m bench.planner --kind limits --out ...       chosen plans under random limits: none may run out of memory
+python -m bench.planner --gpus 2 --out ...            the same for training on several GPUs together
 python -m bench.planner --read bench/results/h100     judge recorded measurements with today's models
 """
 
@@ -26,6 +27,7 @@ from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
+from bench.train.ranks import run_ranks
 from protrain.cli.summary import device_name, versions
 from protrain.common.progress import Progress
 from protrain.hardware import detect
@@ -46,11 +48,13 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("--jobs: cases beside each other slow each other down, and only --kind limits times nothing")
     if args.jobs > 1 and args.host_memory is None:
         parser.error("--jobs: say with --host-memory how much of the host's memory each case may take")
+    if args.gpus > 1 and args.kind == "limits":
+        parser.error("--gpus: --kind limits is for one GPU")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
         try:
-            results = Results.load(args.read / FILES[args.kind] if args.read.is_dir() else args.read)
+            results = Results.load(args.read / _file(args) if args.read.is_dir() else args.read)
         except ValueError as error:
             parser.error(f"--read: {error}")
     else:
@@ -58,12 +62,18 @@ def main(argv: list[str] | None = None) -> int:
     print(_TABLES[args.kind](results.cases))
     if args.out is not None and args.kind == "accuracy":
         try:
-            draw_scatter(results.cases, args.out / "planner.png")
+            draw_scatter(results.cases, (args.out / _file(args)).with_suffix(".png"))
         except ImportError:
             print("no picture: pip install matplotlib", file=sys.stderr)
     for failure in failed:
         print(failure, file=sys.stderr)
     return 1 if failed else 0
+
+
+def _file(args: argparse.Namespace) -> str:
+    """The name of the record, which tells on how many GPUs it was made."""
+    name = Path(FILES[args.kind])
+    return str(name) if args.gpus == 1 else f"{name.stem}-{args.gpus}gpus{name.suffix}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--kind", choices=tuple(FILES), default="accuracy", help="(default: accuracy)")
     parser.add_argument("--out", type=Path, help="folder for the measurements and a scatter plot")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
+    parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")
     parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
     parser.add_argument("--host-memory", help="limit of each case, for a machine whose memory is not all free")
@@ -101,7 +112,7 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
         print("no GPU here: a few tiny plans as a check that everything runs; the figures mean nothing")
     elif detect(device).source != "measured":
         with Progress(enabled=True).stage("calibrating this machine first"):
-            protrain.calibrate(device)
+            _calibrate(device, args.gpus)
     found: list[CaseResult] = []
     failed: list[str] = []
     results = Results(command=command, device=device_name(device), versions=versions(), cases=())
@@ -121,8 +132,15 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
             failed += [failure] if failure else []
             results = replace(results, cases=tuple(found))
             if args.out is not None:  # after every case, so that a run that is stopped keeps its results
-                results.save(args.out / FILES[args.kind])
+                results.save(args.out / _file(args))
     return results, failed
+
+
+def _calibrate(device: torch.device, gpus: int) -> None:
+    if gpus == 1:
+        protrain.calibrate(device)
+    else:  # in processes of its own, one for each GPU
+        subprocess.run([sys.executable, "-m", "protrain", "calibrate", "--gpus", str(gpus)], check=True)
 
 
 def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tuple[CaseResult | None, str]:
@@ -134,7 +152,7 @@ def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tu
     worker = [sys.executable, "-m", "bench.planner.worker", str(source), str(out), "--kind", args.kind]
     options = ["--seed", str(args.seed), "--steps", str(args.steps), "--until", str(until)]
     options += [] if args.traces is None else ["--traces", str(args.traces)]
-    status = subprocess.run([*worker, *options], check=False).returncode
+    status = run_ranks([*worker, *options], args.gpus)
     return CaseResult.load(out) if out.exists() else None, f"{case.name}: exit status {status}" if status else ""
 
 

@@ -23,7 +23,8 @@ def draw(
     for, so that small models do not yield everything persistent every time.
     """
     generator = random.Random(seed)
-    attends, layout = any(block.attention_bytes for block in profile.blocks), pack(profile)
+    attends = any(block.attention_bytes for block in profile.blocks)
+    layout = pack(profile, world_size=hardware.world_size)
     kinds = [
         Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keep)
         for keep in ((False, True) if attends else (False,))

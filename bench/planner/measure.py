@@ -18,6 +18,7 @@ from bench.planner.clock import durations_ms, now
 from protrain.cli.models import load_model
 from protrain.common.errors import BudgetError
 from protrain.common.records import Record
+from protrain.distributed.processes import local_rank
 from protrain.forwards import change_forwards
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile
@@ -51,7 +52,7 @@ class Point(Record):
 def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """A model on the meta device, its optimizer, and a batch of random tokens."""
     loaded = load_model(case.shape, layers=case.layers)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(local_rank())  # ranks train on different rows
     ids = torch.randint(loaded.config.vocab_size, (case.batch, case.sequence), generator=generator)
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4, weight_decay=0.1)
     return loaded.model, optimizer, {"input_ids": ids, "labels": ids}

@@ -1,6 +1,8 @@
 """Measures one case in a process of its own, with a fresh CUDA context, allocator and host memory.
 
 python -m bench.planner.worker CASE.json OUT.json --seed 0 --steps 5
+
+Under torchrun's environment all ranks measure the same plans together, and the first one writes down what it saw.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,9 @@ from bench.planner.draw import draw
 from bench.planner.measure import Point, measure, profiled
 from bench.planner.results import CaseResult
 from protrain.common.errors import PlanError
+from protrain.consensus import largest_of_all, of_all
+from protrain.distributed.joining import join
+from protrain.distributed.processes import local_rank
 from protrain.hardware import HardwareProfile, detect
 from protrain.planning import Plan
 from protrain.profiler import ModelProfile
@@ -42,33 +47,51 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
     case = Case.load(args.case)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = join(None)
+    ranks.use(device)
     if args.kind == "limits":
         forbid_more(case.device_memory, device)
-    profile = profiled(case, device)
+    profile = largest_of_all(ranks, profiled(case, device))
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
+    hardware = of_all(ranks, hardware, device)
     hardware = replace(hardware, figures=())  # no prediction needs them, and a record would repeat them for every case
     result = CaseResult(case=case, hardware=hardware, profile=profile, points=())
 
     def in_time(share: float = 1.0) -> bool:
-        return time.time() < begin + share * (args.until - begin)
+        return ranks.of_first(time.time() < begin + share * (args.until - begin))
 
     def run(plan: Plan | None) -> Point:
         number = len(result.points)
-        traced = None if args.traces is None else args.traces / f"{case.name}-{number}.json"
-        return measure(case, plan, device, steps=args.steps, traced=traced)
+        traced = None if args.traces is None or ranks.rank else args.traces / f"{case.name}-{number}.json"
+        own = measure(case, plan, device, steps=args.steps, traced=traced)
+        return _of_all(ranks.all_values(own, "the measurements of all ranks"))
 
     inside = not case.clip
     try:
         for point in _points(args, case, profile, hardware, run, in_time=in_time, step_during_backward=inside):
             result = result.with_point(point)
-            result.save(args.out)
-            print(f"{case.name}  {result.row(point)}", file=sys.stderr, flush=True)
+            if ranks.rank == 0:
+                result.save(args.out)
+                print(f"{case.name}  {result.row(point)}", file=sys.stderr, flush=True)
     except PlanError as error:
         if args.kind != "limits":
             sys.exit(f"{case.name}: {error}")
         result.save(args.out)
         print(f"{case.name}  nothing fits, and nothing was tried: {str(error).splitlines()[0]}", file=sys.stderr)
+
+
+def _of_all(points: Sequence[Point]) -> Point:
+    """The first rank's measurements, with the most memory of all ranks and an error that any of them had."""
+    return replace(
+        points[0],
+        allocated_bytes=max(point.allocated_bytes for point in points),
+        reserved_bytes=max(point.reserved_bytes for point in points),
+        host_bytes=max(point.host_bytes for point in points),
+        error=next((point.error for point in points if point.error), ""),
+    )
 
 
 def _points(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +23,7 @@ from protrain.distributed.processes import announced_processes
 from protrain.hardware.memory import usable_cores
 
 _HOST = "127.0.0.1"
+_POLL_S = 0.2
 _PEAKS = "device_allocated_bytes", "device_reserved_bytes", "host_resident_bytes", "host_pinned_bytes"
 
 
@@ -44,6 +47,26 @@ def environments(gpus: int) -> Iterator[list[dict[str, str]]]:
         **{"WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(gpus)},
     }
     yield [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(gpus)]
+
+
+def run_ranks(command: list[str], gpus: int) -> int:
+    """Run ``command`` as so many ranks, and return the exit status of the first that fails, or 0.
+
+    The others are killed then, as they would wait for the one that failed.
+    """
+    with environments(gpus) as of_ranks:
+        processes = [subprocess.Popen(command, env=environment) for environment in of_ranks]
+        try:
+            while True:
+                statuses = [process.poll() for process in processes]
+                failed = next((status for status in statuses if status), 0)
+                if failed or None not in statuses:
+                    return failed
+                time.sleep(_POLL_S)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
 
 
 def file_of(path: Path, rank: int) -> Path:
