@@ -10,6 +10,7 @@ has a process of its own for each GPU.
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 import tempfile
@@ -105,6 +106,10 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
 
 def _compare(args: argparse.Namespace, task: Task, names: tuple[str, ...], command: str) -> Clients:
     until = time.monotonic() + args.time_limit
+    if task.gpus == 1 and torch.cuda.is_available():  # the Trainer would use all GPUs that it sees
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    # Nothing is downloaded, and nobody is to wait for a network that says so.
+    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
     calibrate_once()
     rows: list[Row] = []
 

@@ -10,6 +10,7 @@ from protrain.common.records import Record
 from protrain.common.tables import aligned, wrapped
 
 _WIDTH = 100
+_LEAST_LOSS = 1e-9  # that anything is divided by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +36,7 @@ class Row(Record):
         if self.plain.error or self.protrain.error:
             return None
         pairs = zip(self.plain.losses, self.protrain.losses, strict=True)
-        return max(abs(ours / plain - 1) for plain, ours in pairs)
+        return max(abs(ours - plain) / max(abs(plain), _LEAST_LOSS) for plain, ours in pairs)
 
     def cells(self, task: Task) -> list[list[str]]:
         """Two lines of the table: one without and one with ProTrain."""
@@ -80,9 +81,8 @@ class Clients(Record):
         done = [one for row in self.rows_of_clients for one in (row.plain, row.protrain) if not one.error]
         several = f"{self.task.gpus} x " if self.task.gpus > 1 else ""
         where = f"{done[0].parameters / 1e9:.3f} B parameters, {several}{done[0].device}" if done else "nobody trained"
-        title = (
-            f"{self.task.label}: {where}, {self.task.tokens_per_step:,} tokens a step (dpo, sentences: twice as many)"
-        )
+        tokens = self.task.tokens_per_step
+        title = f"{self.task.label}: {where}, {tokens:,} tokens a step, or {2 * tokens:,} (dpo, sentences)"
         peak = "GiB" if any(one.device_allocated_bytes for one in done) else "host GiB"
         head = ["client", "", "ms/step (p20 to p80)", "tokens/s", peak, "plain/ProTrain", "loss within", "lines"]
         cells = [line for row in self.rows_of_clients for line in row.cells(self.task)]

@@ -66,7 +66,10 @@ class Run:
         """
         model = build_model(self.task)
         fill(model, device=self.device, dtype=weight_dtype(self.device))
-        return model.float().to("cpu" if self.on_protrain else self.device)
+        model = model.float().to("cpu" if self.on_protrain else self.device)
+        if self.on_gpu:
+            torch.cuda.empty_cache()  # a plan is made for what is free
+        return model
 
     def adamw(self, model: nn.Module, *, fused: bool = True) -> torch.optim.AdamW:
         """The optimizer of a loop."""

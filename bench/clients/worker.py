@@ -5,6 +5,7 @@ python -m bench.clients.worker JOB.json OUT.json
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -76,7 +77,11 @@ class Steps:
 
 
 def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
-    """Let the client train. RuntimeError when it makes another number of steps than it was told."""
+    """Let the client train.
+
+    Raises:
+        RuntimeError: the client made another number of steps than it was told, or a loss is not finite.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
         forbid_more(job.task.device_memory, device)
@@ -95,6 +100,8 @@ def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
     losses = tuple(float(loss) for loss in training.losses)
     if not len(losses) == steps.done == training.total_steps:
         raise RuntimeError(f"{steps.done} steps and {len(losses)} losses, where {training.total_steps} were to be")
+    if not all(math.isfinite(loss) for loss in losses):
+        raise RuntimeError(f"the loss is not finite: {losses}")
     return replace(
         Outcome(contestant=job.contestant),
         step_ms=steps.step_ms,
@@ -109,17 +116,8 @@ def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
     )
 
 
-def main() -> int:
-    """Run the client and return its exit status. What stops it is its outcome."""
-    if "LOCAL_RANK" not in os.environ:  # trainers would use all GPUs that they see
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    # Nothing is downloaded, and nobody need wait for a network to say so.
-    os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
-    return work(ClientJob, run)
-
-
 if __name__ == "__main__":
-    status = main()
+    status = work(ClientJob, run)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # libraries leave threads and process groups, whose end could wait for other ranks
