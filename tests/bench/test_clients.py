@@ -24,8 +24,9 @@ def _losses(task: Task, folder: Path) -> list[float]:
     make_tokens(task, folder / "tokens.pt")
     model = build_model(task)
     fill(model, device=torch.device("cpu"), dtype=torch.float32)
-    rate = {"lr": task.learning_rate, "weight_decay": WEIGHT_DECAY}
-    optimizer = torch.optim.AdamW(model.parameters(), betas=BETAS, eps=EPSILON, **rate)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=task.learning_rate, betas=BETAS, eps=EPSILON, weight_decay=WEIGHT_DECAY
+    )
     found = []
     for batches in torch.load(folder / "tokens.pt"):
         losses = [model(input_ids=ids, labels=ids).loss for ids in batches]
