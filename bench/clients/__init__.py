@@ -2,7 +2,7 @@
 
 loops     clients whose users write the loop: PyTorch, Lightning, Fabric, Accelerate
 trainers  clients that inherit from the Trainer of transformers
-run       what a client is given, and the names of all clients
+run       what a client is given
 worker    one client in a process of its own, or one of its ranks: the times and losses of its steps
 results   rows, ratios, the printed table
 """

@@ -17,14 +17,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from bench.calibrated import calibrate_once
-from bench.clients.names import CLIENTS, missing, parse_clients
 from bench.clients.results import Clients, Row
 from bench.clients.run import ClientJob
+from bench.clients.worker import CLIENTS
 from bench.train.__main__ import commit_of_checkout, driver_of_gpu
 from bench.train.contestants import Contestant
 from bench.train.launch import supervise
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     on_gpu = torch.cuda.is_available()
     try:
-        names = parse_clients(args.clients)
+        names = _names(args.clients)
         task = _task(args, on_gpu=on_gpu)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
@@ -84,6 +85,17 @@ def _parser() -> Parser:
     )
     parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the JSON")
     return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Comma-separated names. ValueError for one that is unknown or named twice."""
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in CLIENTS:
+            raise ValueError(f"--clients: there is no {name!r}; known: {', '.join(CLIENTS)}")
+        if names.count(name) > 1:
+            raise ValueError(f"--clients: {name} is there twice")
+    return names
 
 
 def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
@@ -144,7 +156,7 @@ def _compare(args: argparse.Namespace, task: Task, names: tuple[str, ...], comma
 
 def _train(client: str, contestant: Contestant, task: Task, folder: Path, *, limit_s: float) -> Outcome:
     """Let ``client`` train in processes of its own, for at most ``limit_s``. What stops it is its outcome."""
-    reason = missing(client) or ("not begun: the time limit was reached" if limit_s <= 0 else "")
+    reason = _missing(client) or ("not begun: the time limit was reached" if limit_s <= 0 else "")
     if reason:
         return Outcome(contestant=contestant, error=reason)
     own = folder / f"{client}-{contestant.kind}"
@@ -161,6 +173,12 @@ def _train(client: str, contestant: Contestant, task: Task, folder: Path, *, lim
     out = own / "out.json"
     command = [sys.executable, "-m", "bench.clients.worker", str(own / "job.json"), str(out)]
     return supervise(command, contestant, out, own / "log", limit_s=limit_s, gpus=task.gpus)
+
+
+def _missing(client: str) -> str:
+    """Why ``client`` cannot be started here: a package that is not installed; "" if all are."""
+    absent = [package for package in CLIENTS[client].packages if find_spec(package) is None]
+    return f"skipped: {absent[0]} is not installed (pip install {absent[0].replace('_', '-')})" if absent else ""
 
 
 def _versions_of_libraries() -> dict[str, str]:

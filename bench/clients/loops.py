@@ -8,25 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from bench.clients.run import Run
+from bench.clients.run import Client, Run
 from bench.train.ranks import start_group
-
-LOOP_LINES = """\
-import protrain
-model, optimizer = protrain.wrap(model, optimizer)
-"""
-
-LIGHTNING_LINES = """\
-import protrain.integrations.lightning
-trainer = lightning.Trainer(strategy="protrain", precision="bf16-mixed", gradient_clip_val=1.0)
-"""
-
-FABRIC_LINES = """\
-import protrain.integrations.lightning
-fabric = lightning.Fabric(strategy="protrain", precision="bf16-mixed")
-"""
-
-ACCELERATE_LINES = LOOP_LINES
 
 
 def loop(run: Run) -> None:
@@ -135,3 +118,24 @@ def lightning_trainer(run: Run) -> None:
         logger=False,
     )
     trainer.fit(Module(), run.loader(of_all_ranks=True))
+
+
+_WRAP = """\
+import protrain
+model, optimizer = protrain.wrap(model, optimizer)
+"""
+_LIGHTNING = """\
+import protrain.integrations.lightning
+trainer = lightning.Trainer(strategy="protrain", precision="bf16-mixed", gradient_clip_val=1.0)
+"""
+_FABRIC = """\
+import protrain.integrations.lightning
+fabric = lightning.Fabric(strategy="protrain", precision="bf16-mixed")
+"""
+
+LOOPS = {
+    "loop": Client(train=loop, packages=(), lines=_WRAP),
+    "accelerate": Client(train=accelerate, packages=("accelerate",), lines=_WRAP),
+    "fabric": Client(train=fabric, packages=("lightning",), lines=_FABRIC),
+    "lightning": Client(train=lightning_trainer, packages=("lightning",), lines=_LIGHTNING),
+}

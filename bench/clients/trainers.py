@@ -6,27 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.clients.run import Run
+from bench.clients.run import Client, Run
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY
-
-TRAINER_LINES = """\
-from protrain.integrations.transformers import ProTrainTrainer
-trainer = ProTrainTrainer(model=model, args=args, train_dataset=data)
-"""
-
-SFT_LINES = """\
-from protrain.integrations.transformers import ProTrainMixin
-class SFT(ProTrainMixin, SFTTrainer): ...
-trainer = SFT(model=model, args=args, train_dataset=data, processing_class=tokenizer)
-"""
-
-DPO_LINES = SFT_LINES.replace("SFT", "DPO")
-
-SENTENCES_LINES = """\
-from protrain.integrations.transformers import ProTrainMixin
-class Sentences(ProTrainMixin, SentenceTransformerTrainer): ...
-trainer = Sentences(model=model, args=args, train_dataset=data, loss=loss)
-"""
 
 _MARKS = "<pad>", "</s>", "<unk>"  # in place of three bytes that no text has
 _BYTES = 256
@@ -198,3 +179,26 @@ def _tokenizer(run: Run) -> Any:
 def _texts(rows: Tensor) -> list[str]:
     """A word for each byte."""
     return [" ".join(f"w{token}" for token in row) for row in rows.tolist()]
+
+
+_TRAINER = """\
+from protrain.integrations.transformers import ProTrainTrainer
+trainer = ProTrainTrainer(model=model, args=args, train_dataset=data)
+"""
+_SFT = """\
+from protrain.integrations.transformers import ProTrainMixin
+class SFT(ProTrainMixin, SFTTrainer): ...
+trainer = SFT(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+"""
+_SENTENCES = """\
+from protrain.integrations.transformers import ProTrainMixin
+class Sentences(ProTrainMixin, SentenceTransformerTrainer): ...
+trainer = Sentences(model=model, args=args, train_dataset=data, loss=loss)
+"""
+
+TRAINERS = {
+    "trainer": Client(train=trainer, packages=("accelerate", "datasets"), lines=_TRAINER),
+    "sft": Client(train=sft, packages=("trl", "datasets"), lines=_SFT),
+    "dpo": Client(train=dpo, packages=("trl", "datasets"), lines=_SFT.replace("SFT", "DPO"), sequences=2),
+    "sentences": Client(train=sentences, packages=("sentence_transformers", "datasets"), lines=_SENTENCES, sequences=2),
+}

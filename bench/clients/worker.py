@@ -17,8 +17,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from bench.allocator import forbid_more
-from bench.clients.names import CLIENTS
+from bench.clients.loops import LOOPS
 from bench.clients.run import ClientJob, Run
+from bench.clients.trainers import TRAINERS
 from bench.train.models import build_model
 from bench.train.results import Outcome
 from bench.train.task import Task
@@ -29,6 +30,8 @@ from protrain.distributed.processes import local_rank
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
+
+CLIENTS = LOOPS | TRAINERS
 
 
 class Steps:

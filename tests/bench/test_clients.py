@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from bench.clients.__main__ import PLAIN, PROTRAIN, main
-from bench.clients.names import CLIENTS, parse_clients
 from bench.clients.results import Clients, Row
+from bench.clients.run import Client
+from bench.clients.worker import CLIENTS
 from bench.train.models import build_model, fill
 from bench.train.results import Outcome
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Task, make_tokens
@@ -96,7 +97,7 @@ def test_a_client_that_fails_is_a_row_with_its_reason_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("transformers")
-    monkeypatch.setitem(CLIENTS, "sft", CLIENTS["sft"].__class__(train=print, packages=("no_such_one",), lines=""))
+    monkeypatch.setitem(CLIENTS, "sft", Client(train=print, packages=("no_such_one",), lines=""))
     status, result = _run("loop,sft", tmp_path, monkeypatch, "--device-memory", "0.1MiB")
     assert status == 1
     loop, sft = result.rows_of_clients
@@ -124,7 +125,7 @@ def test_figures_of_a_row() -> None:
 
 def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, message in (
-        (["--clients", "keras"], "there is no 'keras'; known: loop, trainer, sft"),
+        (["--clients", "keras"], "there is no 'keras'; known: loop, accelerate, fabric"),
         (["--clients", "loop,loop"], "loop is there twice"),
         (["--model", "llama-8t"], "there is no model 'llama-8t'"),
         (["--steps", "2"], "--steps: must be at least 3"),
@@ -137,6 +138,6 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_the_lines_that_users_add_are_those_of_the_user_guide() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "user-guide.md").read_text()
-    for name in parse_clients(",".join(CLIENTS)):
-        imported = CLIENTS[name].lines.splitlines()[0]
+    for client in CLIENTS.values():
+        imported = client.lines.splitlines()[0]
         assert imported == "import protrain" or imported in guide
