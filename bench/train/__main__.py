@@ -206,8 +206,8 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
     def comparison() -> Comparison:
         return Comparison(
             command=command,
-            driver=_driver(),
-            commit=_commit(),
+            driver=driver_of_gpu(),
+            commit=commit_of_checkout(),
             versions=versions(),
             dtype=str(weight_dtype(device)).removeprefix("torch."),
             task=task,
@@ -232,12 +232,12 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
     return comparison()
 
 
-def _driver() -> str:
+def driver_of_gpu() -> str:
     """Version of the GPU's driver; "unknown" without one."""
     return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
-def _commit() -> str:
+def commit_of_checkout() -> str:
     """Of the checkout that runs, with + when it was changed; "unknown" outside of one."""
     return _answer("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from protrain.hardware.allocator import use_expandable_segments
 
 _KEEP_EVERY_S = 5.0
 
+_Job = TypeVar("_Job", bound=Job)
+
 BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
     "protrain": protrain_trainer,
     "floor": floor_trainer,
@@ -49,15 +51,20 @@ BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
 
 def main() -> int:
     """Run the contestant and return its exit status. What stops it is its outcome."""
+    return work(Job, run)
+
+
+def work(kind: type[_Job], measure: Callable[[_Job, torch.device, Path], Outcome]) -> int:
+    """Do the job that the command line names, of a ``kind``, by ``measure``, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    job = Job.load(args.job)
+    job = kind.load(args.job)
     out = file_of(args.out, local_rank())
     device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     try:
-        outcome = run(job, device, out)
+        outcome = measure(job, device, out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result
         message = next((line for line in str(error).splitlines() if line.strip()), "")
         text = f"{type(error).__name__}: {message}"[:500]

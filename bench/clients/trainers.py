@@ -1,0 +1,204 @@
+"""Clients that inherit from the Trainer of transformers: itself, TRL's SFT and DPO, and sentence-transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from bench.clients.run import Client, Run
+from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY
+
+_MARKS = "<pad>", "</s>", "<unk>"  # in place of three bytes that no text has
+_BYTES = 256
+
+
+def trainer(run: Run) -> None:
+    """The Trainer of transformers."""
+    import transformers
+    from datasets import Dataset
+
+    from protrain.integrations.transformers import ProTrainTrainer
+
+    rows = run.rows.tolist()
+    kind: Any = ProTrainTrainer if run.on_protrain else transformers.Trainer
+    _train(
+        run,
+        kind(
+            model=run.model(),
+            args=transformers.TrainingArguments(**_arguments(run)),
+            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+            **_ours(run),
+        ),
+    )
+
+
+def sft(run: Run) -> None:
+    """TRL's SFTTrainer, on rows that are tokens already."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    from protrain.integrations.transformers import ProTrainMixin
+
+    class SFT(ProTrainMixin, SFTTrainer): ...
+
+    kind: Any = SFT if run.on_protrain else SFTTrainer
+    _train(
+        run,
+        kind(
+            model=run.model(),
+            args=SFTConfig(max_length=run.task.sequence, **_arguments(run)),
+            train_dataset=Dataset.from_dict({"input_ids": run.rows.tolist()}),
+            processing_class=_tokenizer(run),
+            **_ours(run),
+        ),
+    )
+
+
+def dpo(run: Run) -> None:
+    """TRL's DPOTrainer. A prompt is half as long as a sequence, and its two answers are the rest of two rows."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    from protrain.integrations.transformers import ProTrainMixin
+
+    class DPO(ProTrainMixin, DPOTrainer): ...
+
+    half = run.task.sequence // 2
+    prompts, chosen = _texts(run.rows[:, :half]), _texts(run.rows[:, half:-1])  # the trainer adds </s>
+    answers = {"chosen": [f" {text}" for text in chosen], "rejected": [f" {text}" for text in chosen[1:] + chosen[:1]]}
+    kind: Any = DPO if run.on_protrain else DPOTrainer
+    reference = run.model().to(run.device).requires_grad_(False)
+    _train(
+        run,
+        kind(
+            model=run.model(),
+            ref_model=reference,
+            args=DPOConfig(max_length=run.task.sequence, **_arguments(run)),
+            train_dataset=Dataset.from_dict({"prompt": prompts, **answers}),
+            processing_class=_tokenizer(run),
+            **_ours(run),
+        ),
+    )
+
+
+def sentences(run: Run) -> None:
+    """The trainer of sentence-transformers: pairs of sentences, whose embeddings are means of the decoder's outputs."""
+    import sentence_transformers as st
+    from datasets import Dataset
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    from protrain.integrations.transformers import ProTrainMixin
+
+    class Sentences(ProTrainMixin, st.SentenceTransformerTrainer): ...
+
+    decoder = run.model().base_model
+    folder = run.folder / f"decoder-{run.rank}"  # a decoder of one layer, which ours replaces
+    small = type(decoder.config)(**(decoder.config.to_dict() | {"num_hidden_layers": 1}))
+    type(decoder)(small).save_pretrained(folder)
+    _tokenizer(run).save_pretrained(folder)
+    transformer: Any = modules.Transformer(str(folder))
+    transformer.model = decoder
+    transformer.max_seq_length = run.task.sequence
+    model: Any = st.SentenceTransformer(
+        modules=[transformer, modules.Pooling(decoder.config.hidden_size)],
+        device="cpu" if run.on_protrain else str(run.device),
+    )
+    texts = _texts(run.rows)
+    kind: Any = Sentences if run.on_protrain else st.SentenceTransformerTrainer
+    _train(
+        run,
+        kind(
+            model=model,
+            args=st.SentenceTransformerTrainingArguments(**_arguments(run)),
+            train_dataset=Dataset.from_dict({"anchor": texts, "positive": texts[1:] + texts[:1]}),
+            loss=losses.MultipleNegativesRankingLoss(model),
+            **_ours(run),
+        ),
+    )
+
+
+def _arguments(run: Run) -> dict[str, Any]:
+    """Training arguments of all trainers.
+
+    Nothing is recomputed, and no parameter is unused: transformers and TRL assume otherwise.
+    """
+    return {
+        "output_dir": str(run.folder / "trainer"),
+        "per_device_train_batch_size": run.task.batch,
+        "max_steps": run.total_steps,
+        "learning_rate": run.task.learning_rate,
+        "lr_scheduler_type": "constant",
+        "adam_beta1": BETAS[0],
+        "adam_beta2": BETAS[1],
+        "adam_epsilon": EPSILON,
+        "weight_decay": WEIGHT_DECAY,
+        "max_grad_norm": run.task.clip_norm,
+        "optim": "adamw_torch_fused",
+        "bf16": run.on_gpu,
+        "use_cpu": not run.on_gpu,
+        "gradient_checkpointing": False,
+        "ddp_find_unused_parameters": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+
+
+def _ours(run: Run) -> dict[str, Any]:
+    return {"protrain": run.options} if run.on_protrain else {}
+
+
+def _train(run: Run, trainer: Any) -> None:
+    """Train, and keep the loss of each step as it is on the device: to log it would wait for the device."""
+    step = trainer.training_step
+
+    def kept(*args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = step(*args, **kwargs)
+        run.losses.append(loss.detach())
+        return loss
+
+    trainer.training_step = kept
+    trainer.train()
+
+
+def _tokenizer(run: Run) -> Any:
+    """One token for each word of :func:`_texts`."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*_MARKS, *(f"w{index}" for index in range(len(_MARKS), _BYTES))]
+    made = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    marks = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=run.task.sequence, **marks)
+
+
+def _texts(rows: Tensor) -> list[str]:
+    """A word for each byte."""
+    return [" ".join(f"w{token}" for token in row) for row in rows.tolist()]
+
+
+_TRAINER = """\
+from protrain.integrations.transformers import ProTrainTrainer
+trainer = ProTrainTrainer(model=model, args=args, train_dataset=data)
+"""
+_SFT = """\
+from protrain.integrations.transformers import ProTrainMixin
+class SFT(ProTrainMixin, SFTTrainer): ...
+trainer = SFT(model=model, args=args, train_dataset=data, processing_class=tokenizer)
+"""
+_SENTENCES = """\
+from protrain.integrations.transformers import ProTrainMixin
+class Sentences(ProTrainMixin, SentenceTransformerTrainer): ...
+trainer = Sentences(model=model, args=args, train_dataset=data, loss=loss)
+"""
+
+TRAINERS = {
+    "trainer": Client(train=trainer, packages=("accelerate", "datasets"), lines=_TRAINER),
+    "sft": Client(train=sft, packages=("trl", "datasets"), lines=_SFT),
+    "dpo": Client(train=dpo, packages=("trl", "datasets"), lines=_SFT.replace("SFT", "DPO"), sequences=2),
+    "sentences": Client(train=sentences, packages=("sentence_transformers", "datasets"), lines=_SENTENCES, sequences=2),
+}

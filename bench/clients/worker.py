@@ -1,0 +1,126 @@
+"""One client in a process of its own, with or without ProTrain, or one of its ranks.
+
+python -m bench.clients.worker JOB.json OUT.json
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from bench.allocator import forbid_more
+from bench.clients.loops import LOOPS
+from bench.clients.run import ClientJob, Run
+from bench.clients.trainers import TRAINERS
+from bench.train.models import build_model
+from bench.train.results import Outcome
+from bench.train.task import Task
+from bench.train.trainers import count
+from bench.train.worker import finish, peaks, work
+from protrain.cli.summary import device_name
+from protrain.distributed.processes import local_rank
+from protrain.hardware.allocator import use_expandable_segments
+from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.planning import Plan
+
+CLIENTS = LOOPS | TRAINERS
+
+
+class Steps:
+    """The ends of the optimizer's steps, whoever calls it, as torch tells them.
+
+    The device is waited for at the ends of the timed steps alone. Between them each step ends with an event on it.
+    """
+
+    def __init__(self, task: Task, device: torch.device) -> None:
+        self._task = task
+        self._device = device
+        self._ends: list[Any] = []  # CUDA events; on a CPU seconds
+        self.done = 0
+        self.plan: Plan | None = None
+        self.peaks: dict[str, Any] = {}
+        register_optimizer_step_post_hook(self._ended)
+
+    def _ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        task, self.done = self._task, self.done + 1
+        if self.done == task.warm_up:
+            finish(self._device)
+            if self._device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self._device)
+        if task.warm_up <= self.done <= task.warm_up + task.steps:
+            self._ends.append(self._now())
+        if self.done == task.warm_up + task.steps:
+            finish(self._device)
+            self.peaks = peaks(self._device)
+            if isinstance(optimizer, ProTrainOptimizer):
+                self.plan = optimizer.plan
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @property
+    def step_ms(self) -> tuple[float, ...]:
+        """From end to end."""
+        pairs = zip(self._ends, self._ends[1:], strict=False)
+        if self._device.type == "cuda":
+            return tuple(before.elapsed_time(end) for before, end in pairs)
+        return tuple((end - before) * 1e3 for before, end in pairs)
+
+
+def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
+    """Let the client train.
+
+    Raises:
+        RuntimeError: the client made another number of steps than it was told, or a loss is not finite.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        forbid_more(job.task.device_memory, device)
+        use_expandable_segments()  # ProTrain sets it; the plain client gains by it too
+    torch.manual_seed(0)
+    steps = Steps(job.task, device)
+    training = Run(
+        task=job.task,
+        on_protrain=job.contestant.kind == "protrain",
+        device=device,
+        rank=local_rank(),
+        rows=torch.load(job.tokens).transpose(1, 2).flatten(0, 2).contiguous(),
+        folder=out.parent,
+    )
+    CLIENTS[job.client].train(training)
+    losses = tuple(float(loss) for loss in training.losses)
+    if not len(losses) == steps.done == training.total_steps:
+        raise RuntimeError(f"{steps.done} steps and {len(losses)} losses, where {training.total_steps} were to be")
+    if not all(math.isfinite(loss) for loss in losses):
+        raise RuntimeError(f"the loss is not finite: {losses}")
+    return replace(
+        Outcome(contestant=job.contestant),
+        step_ms=steps.step_ms,
+        parameters=count(build_model(job.task)),
+        first_loss=losses[job.task.warm_up],
+        last_loss=losses[-1],
+        losses=losses,
+        device=device_name(device),
+        plan=steps.plan,
+        config={} if steps.plan is None else {"plan": str(steps.plan)},
+        **steps.peaks,
+    )
+
+
+if __name__ == "__main__":
+    status = work(ClientJob, run)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # libraries leave threads and process groups, whose end could wait for other ranks
