@@ -125,3 +125,31 @@ def test_evaluation_and_forwards_without_a_backward_change_nothing() -> None:
     for (losses, final), (also, same) in zip(alone, between, strict=True):
         assert losses == also
         assert all(torch.equal(value, same[name]) for name, value in final.items())
+
+
+def peak_on_rank(rank: int) -> tuple[int, int]:
+    """The most device memory of steps of one of two ranks that update inside backward, and what was planned."""
+    with seeded():
+        model: Any = make()
+    data = batches(4)
+    wrapped, optimizer = wrap_under(
+        SPECS[0],
+        model,
+        adamw(model),
+        data[0],
+        device=torch.device("cpu"),
+        tight=True,
+        world_size=2,
+        step_during_backward=True,
+    )
+    for batch in data[rank::2]:
+        default_loss(wrapped, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    report = optimizer.report()
+    return report.device_bytes, report.predicted_device_bytes
+
+
+def test_chunks_that_are_updated_inside_backward_share_memory_for_their_gradients() -> None:
+    for peak_bytes, planned_bytes in on_ranks(2, peak_on_rank):
+        assert peak_bytes <= planned_bytes

@@ -24,7 +24,7 @@ def planned_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch
     shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
     gradient = not shares
     if layout.world_size > 1:  # the fold of all ranks' gradients adds to the accumulator
-        gradient = not accumulates
+        gradient = gradient and not accumulates
     elif persistent:  # fp32 gradients are added to the gradient itself
         accumulates = accumulates and dtype is not torch.float32
         gradient = gradient and not accumulates
