@@ -56,12 +56,13 @@ def _memory_of(thing: object) -> bytes:
 
 
 def _python_memory() -> object:
-    shared: Any = random.getstate.__self__
-    return _memory_of(shared), shared.gauss_next
+    read: Any = random.getstate
+    return _memory_of(read.__self__), read.__self__.gauss_next
 
 
 def _numpy_memory() -> object:
-    numbers, bits = np.random.get_state.__self__, np.random.get_bit_generator()
+    module: Any = np.random
+    numbers, bits = module.get_state.__self__, module.get_bit_generator()
     # One that a script has put there may keep its state elsewhere. No memory is equal to a new object.
     return (_memory_of(numbers), _memory_of(bits)) if type(bits) is np.random.MT19937 else object()
 

@@ -218,11 +218,13 @@ def test_normal_numbers_of_numpy_are_drawn_again_from_either_half_of_a_pair(
 def test_numbers_of_shared_generators_are_drawn_again(
     draw: Callable[[], object], between: int, before: int, kind: type[np.random.BitGenerator]
 ) -> None:
+    numpy_random: Any = np.random  # not all of which is typed
+
     def begin() -> None:
         random.seed(5)
-        np.random.set_bit_generator(kind(5))
+        numpy_random.set_bit_generator(kind(5))
 
-    usual = np.random.get_bit_generator()
+    usual = numpy_random.get_bit_generator()
     try:
         begin()
         numbers = [draw() for _ in range(before + 3)]
@@ -238,7 +240,7 @@ def test_numbers_of_shared_generators_are_drawn_again(
             assert [draw(), draw()] == numbers[before:][:2]
         assert draw() == numbers[before + 1 + between]
     finally:
-        np.random.set_bit_generator(usual)
+        numpy_random.set_bit_generator(usual)
 
 
 def test_a_state_that_the_script_sets_is_noticed() -> None:

@@ -148,7 +148,7 @@ def weight_of(handle: Handle) -> Tensor:
     member = engine.members[handle.index]
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
-        return member.view(engine.buffers.content(chunk)).clone()
+        return engine.buffers.weight(member).clone()
     if chunk.ranks.several:
         raise MisuseError(
             f"{handle.name} is read outside of its forward, and each rank has a part of it: read it inside `with "
