@@ -30,10 +30,9 @@ from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
-from protrain.engine.weights.buffers import Buffer, BufferPool
+from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
@@ -42,11 +41,6 @@ from protrain.planning.plan import Plan
 SAVED = "tensors that it saved"
 
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
-
-
-# A saved tensor that stays on the device, and autograd's count of changes in place when it was saved, by which
-# [Note: written over] works. Where it is a view of a weight, the buffer of it and the chunk that was there then.
-_SavedTensor = tuple[Tensor, int, Buffer | None, Chunk | None]  # no class, as every saved tensor makes one
 
 
 class SavedParts(NamedTuple):
@@ -121,7 +115,11 @@ class Frame:
         return saved_tensors_hooks(self.keep, self.unpack)
 
     def keep(self, tensor: Tensor) -> Any:
-        """What keeps ``tensor`` until backward needs it."""
+        """What keeps ``tensor`` until backward needs it.
+
+        It is a tuple, because every saved tensor makes one: the tensor, autograd's count of changes in place so far, by
+        which [Note: written over] works, and for a view of a weight the buffer and the chunk that is there now.
+        """
         address = storage_address(tensor)
         if not address and (parts := split_up(tensor)) is not None and self._hold_weights(tensor):
             return self.keep_parts(*parts)

@@ -153,23 +153,23 @@ class BufferPool:
         buffer.users += 1
         return buffer.memory
 
-    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> dict[int, Tensor]:
-        """The weights of all chunks that a unit needs, by chunk index; if one of them fails, none stays acquired.
+    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> None:
+        """Acquire all chunks that a unit needs. If one of them fails, none stays acquired.
 
         Chunks that are in a buffer already come first, so that the others cannot evict them.
         """
-        acquired: dict[int, Tensor] = {}
+        acquired: list[Chunk] = []
         present_first = chunks
         if len(chunks) > 1:
             present_first = sorted(chunks, key=lambda chunk: self._buffer_of(chunk.index) is None)
         try:
             for chunk in present_first:
-                acquired[chunk.index] = self.acquire(chunk, schedule)
+                self.acquire(chunk, schedule)
+                acquired.append(chunk)
         except BaseException:  # includes Ctrl-C, as the main thread may wait here
-            for chunk in present_first[: len(acquired)]:
+            for chunk in acquired:
                 self.release(chunk)
             raise
-        return acquired
 
     def content(self, chunk: Chunk) -> Tensor:
         """The memory in which a unit uses ``chunk`` now."""
