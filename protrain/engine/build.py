@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain.common.parameters import moved, unmanaged_memory
+from protrain.common.parameters import DTYPES, moved, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.distributed.ranks import Ranks
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
@@ -22,7 +22,6 @@ from protrain.engine.gradients.sharded import ShardedGradients
 from protrain.engine.hooks import install
 from protrain.engine.states.allocation import complete_chunks, make_chunks, make_members, planned_states, size_bytes
 from protrain.engine.states.arena import Arena, EngineMemory, aligned
-from protrain.engine.states.chunks import DTYPES
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
@@ -161,7 +160,7 @@ class Engine:
         self.bindings.bind(unit, self._visits.order)
         try:
             frame = Frame(self, unit)
-            with saved_tensors_hooks(frame.pack, frame.unpack) if torch.is_grad_enabled() else nullcontext():
+            with frame.hooks() if torch.is_grad_enabled() else nullcontext():
                 output = function(*args, **kwargs)
             output = copy_escaping_weights(output, self.buffers)
         finally:
@@ -244,7 +243,8 @@ class Engine:
 
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
-        self.begin_backward()
+        if self._backward is None or self._backward() is None:
+            self.begin_backward()
         if self.step.phase is not Phase.BACKWARD:
             try:
                 self.step.begin_backward()

@@ -1,7 +1,14 @@
-"""States of random generators, so that a second run draws the numbers that the first has drawn."""
+"""States of random generators, so that a second run draws the numbers that the first has drawn.
+
+[Note: shared generators] Code of a block may draw from the generators of Python and numpy that all code shares. To read
+or set their states takes a tenth of a millisecond and more, which every block would pay four times a step, and hardly
+any block draws from them. So a state is read once and kept until the generator changes. That shows in the memory of the
+objects that make up the generator, in which CPython has their C fields: a copy of it takes a microsecond.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -12,6 +19,56 @@ import torch
 from typing_extensions import override
 
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
+
+
+class _SharedGenerator:
+    """A generator that all code shares: see [Note: shared generators].
+
+    Args:
+        read: returns the state.
+        write: sets the state to one that ``read`` has returned.
+        memory: returns something that is equal to what it returned before only if the state is the same.
+    """
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], memory: Callable[[], object]) -> None:
+        self._read, self._write, self._memory = read, write, memory
+        self._seen: object = None  # the memory when the state was read
+        self._state: Any = None
+
+    def state(self) -> Any:
+        """The state now. It is the same object until the generator changes."""
+        seen = self._memory()
+        if seen != self._seen:
+            self._state, self._seen = self._read(), seen
+        return self._state
+
+    def go_back(self, state: Any) -> None:
+        """Set the state to what :meth:`state` returned before."""
+        if self.state() is not state:
+            self._write(state)
+            self._state, self._seen = state, self._memory()
+
+
+def _memory_of(thing: object) -> bytes:
+    """The C fields of ``thing``."""
+    head = object.__basicsize__
+    return ctypes.string_at(id(thing) + head, type(thing).__basicsize__ - head)
+
+
+def _python_memory() -> object:
+    read: Any = random.getstate
+    return _memory_of(read.__self__), read.__self__.gauss_next
+
+
+def _numpy_memory() -> object:
+    module: Any = np.random
+    numbers, bits = module.get_state.__self__, module.get_bit_generator()
+    # One that a script has put there may keep its state elsewhere. No memory is equal to a new object.
+    return (_memory_of(numbers), _memory_of(bits)) if type(bits) is np.random.MT19937 else object()
+
+
+_python = _SharedGenerator(random.getstate, random.setstate, _python_memory)
+_numpy = _SharedGenerator(partial(np.random.get_state, legacy=False), np.random.set_state, _numpy_memory)
 
 
 class RandomState:
@@ -44,15 +101,15 @@ class BlockRandomState(RandomState):
 
     def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
         super().__init__(device)
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python, self._numpy = _python.state(), _numpy.state()
         self._generators = [*generators]
         self._put_back = [_put_back(generator) for generator in self._generators]
 
     @override
     def set(self) -> None:
         super().set()
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        _python.go_back(self._python)
+        _numpy.go_back(self._numpy)
         for set_state in self._put_back:
             set_state()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -197,3 +198,61 @@ def test_normal_numbers_of_numpy_are_drawn_again_from_either_half_of_a_pair(
     with state:
         assert np.array_equal(np.random.randn(inside), first)
     assert np.array_equal(np.random.randn(2), expected[-2:])
+
+
+@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64], ids=["usual", "replaced"])
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("between", [0, 1])  # forward and backward something else draws
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        lambda: random.gauss(0, 1),  # Python keeps the second number of a pair
+        lambda: random.getrandbits(3),
+        np.random.rand,
+        np.random.randn,  # numpy keeps the second number of a pair
+        lambda: np.random.permutation(9).tolist(),
+    ],
+    ids=["random", "gauss", "getrandbits", "rand", "randn", "permutation"],
+)
+def test_numbers_of_shared_generators_are_drawn_again(
+    draw: Callable[[], object], between: int, before: int, kind: type[np.random.BitGenerator]
+) -> None:
+    numpy_random: Any = np.random  # not all of which is typed
+
+    def begin() -> None:
+        random.seed(5)
+        numpy_random.set_bit_generator(kind(5))
+
+    usual = numpy_random.get_bit_generator()
+    try:
+        begin()
+        numbers = [draw() for _ in range(before + 3)]
+        begin()
+        BlockRandomState(CPU, ())  # the block before
+        assert [draw() for _ in range(before)] == numbers[:before]
+        state = BlockRandomState(CPU, ())
+        assert draw() == numbers[before]
+        assert [draw() for _ in range(between)] == numbers[before + 1 :][:between]
+        with state:
+            assert draw() == numbers[before]
+        with state:
+            assert [draw(), draw()] == numbers[before:][:2]
+        assert draw() == numbers[before + 1 + between]
+    finally:
+        numpy_random.set_bit_generator(usual)
+
+
+def test_a_state_that_the_script_sets_is_noticed() -> None:
+    random.seed(5)
+    np.random.seed(5)
+    python, numpy = random.getstate(), np.random.get_state()
+    BlockRandomState(CPU, ())
+    expected = random.random(), np.random.rand()
+    random.setstate(python)
+    np.random.set_state(numpy)
+    state = BlockRandomState(CPU, ())
+    random.seed(6)
+    np.random.seed(6)
+    with state:
+        assert (random.random(), np.random.rand()) == expected

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.trees import map_leaves, tensors_in
+from protrain.engine.weights.views import storage_address
 from protrain.forward.attention import for_backward, is_attention
 from protrain.forward.dispatch import RuntimeMode
 from protrain.forward.rng import RandomState
@@ -33,20 +34,14 @@ class _Call:
     operator: Any
     shapes: tuple[torch.Size, ...]
     outputs: Any
-    addresses: frozenset[int]  # of the outputs, as long as these are alive
     after: RandomState
     saved: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # outputs that autograd saves, with versions
     moved: bool = False  # the outputs were offloaded, so that nothing can write over them
 
-    def note_saved(self, tensor: Tensor, address: int) -> None:
-        """Autograd saves ``tensor``. The operator saves its outputs before any other code could write over them."""
-        if address in self.addresses and address not in self.saved:
-            self.saved[address] = tensor.detach(), tensor._version
-
     def check(self) -> None:
         """Drop the outputs if attention has no backward, or if something has written over them."""
         sums = for_backward(self.outputs)
-        whole = sums is not None and {_address(sums), _address(self.outputs[0])} <= self.saved.keys()
+        whole = sums is not None and {storage_address(sums), storage_address(self.outputs[0])} <= self.saved.keys()
         if not whole or any(tensor._version != version for tensor, version in self.saved.values()):
             self.give_up()
 
@@ -62,22 +57,30 @@ class KeptAttention:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._calls: list[_Call] = []
+        self._with_output: dict[int, _Call] = {}  # by the address of an output, which is unique while that is alive
 
     def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """``function``, the block's first run, with calls of attention recorded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Noting(self._calls, self._device):
+            with _Noting(self._note_call):
                 return function(*args, **kwargs)
 
         return run
 
+    def _note_call(self, operator: Any, shapes: tuple[torch.Size, ...], outputs: Any) -> None:
+        call = _Call(operator, shapes, outputs, RandomState(self._device))
+        self._calls.append(call)
+        addresses = map(storage_address, tensors_in(outputs))
+        self._with_output.update((address, call) for address in addresses if address)
+
     def note_saved(self, tensor: Tensor) -> None:
-        """Autograd saves ``tensor`` in the first run. Recorded outputs are alive, so their addresses are unique."""
-        if self._calls:
-            address = _address(tensor)
-            for call in self._calls:
-                call.note_saved(tensor, address)
+        """Autograd saves ``tensor`` in the first run. Operators save outputs before other code may write over them."""
+        if self._with_output:
+            address = storage_address(tensor)
+            call = self._with_output.get(address)
+            if call is not None and address not in call.saved:
+                call.saved[address] = tensor.detach(), tensor._version
 
     def keep(self) -> list[Tensor]:
         """The first run is over. Returns the tensors that are kept."""
@@ -99,10 +102,9 @@ class KeptAttention:
 
 
 class _Noting(RuntimeMode):
-    def __init__(self, calls: list[_Call], device: torch.device) -> None:
+    def __init__(self, note: Callable[[Any, tuple[torch.Size, ...], Any], None]) -> None:
         super().__init__()
-        self._calls = calls
-        self._device = device
+        self._note = note
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -113,9 +115,7 @@ class _Noting(RuntimeMode):
             # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
             keeps = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
             # Detached, as autograd turns the result into an output that refers to its own graph.
-            outputs = map_leaves(_detached, result) if keeps else ()
-            addresses = frozenset(map(_address, tensors_in(outputs)))
-            self._calls.append(_Call(func, _shapes(args, kwargs), outputs, addresses, RandomState(self._device)))
+            self._note(func, _shapes(args, kwargs), map_leaves(_detached, result) if keeps else ())
         return result
 
 
@@ -144,10 +144,6 @@ class _Again(RuntimeMode):
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:

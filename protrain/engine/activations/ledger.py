@@ -13,17 +13,19 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.common.errors import BudgetError
-from protrain.common.parameters import is_plain, made_of
+from protrain.common.parameters import made_of
 from protrain.common.quantities import format_bytes
+from protrain.engine.weights.views import storage_address
 
 
 class Ledger:
     """Counts nothing, as a GPU's allocator does."""
 
-    def hold(self, tensor: Tensor, *, within: object | None = None) -> None:
+    def hold(self, tensor: Tensor, address: int = 0, *, within: object | None = None) -> None:
         """Count the storage of ``tensor`` until the tensor object dies, or ``within``, which needs it.
 
-        Inputs of the model die in the memory of a GPU, but the script may keep them on a CPU.
+        Inputs of the model die in the memory of a GPU, but the script may keep them on a CPU. A caller that knows the
+        ``address`` of the storage passes it, because every saved tensor comes here.
         """
 
 
@@ -47,15 +49,15 @@ class SimulatedLedger(Ledger):
         self._held: dict[int, _Held] = {}  # by its id, until the tensor dies
 
     @override
-    def hold(self, tensor: Tensor, *, within: object | None = None) -> None:
-        for part in (tensor,) if is_plain(tensor) else made_of(tensor).values():
-            storage = part.untyped_storage()
-            address = storage.data_ptr()
+    def hold(self, tensor: Tensor, address: int = 0, *, within: object | None = None) -> None:
+        known = address or storage_address(tensor)
+        for part in (tensor,) if known else made_of(tensor).values():
+            address = known or storage_address(part)
             if address in self._fixed:
                 continue
             counted = self._storages.get(address)
             if counted is None:
-                counted = self._storages[address] = [0, storage.nbytes()]
+                counted = self._storages[address] = [0, part.untyped_storage().nbytes()]
                 self.held_bytes += counted[1]
             counted[0] += 1
             held = _Held(tensor, self._drop)

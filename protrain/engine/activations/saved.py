@@ -30,10 +30,9 @@ from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
-from protrain.engine.weights.buffers import Buffer, BufferPool
+from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
@@ -42,11 +41,6 @@ from protrain.planning.plan import Plan
 SAVED = "tensors that it saved"
 
 _ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
-
-
-# A saved tensor that stays on the device, and autograd's count of changes in place when it was saved, by which
-# [Note: written over] works. Where it is a view of a weight, the buffer of it and the chunk that was there then.
-_SavedTensor = tuple[Tensor, int, Buffer | None, Chunk | None]  # no class, as every saved tensor makes one
 
 
 class SavedParts(NamedTuple):
@@ -106,28 +100,33 @@ class Frame:
         self.steps = engine.steps  # backward must come before the next step, which changes weights
         self.updated = engine.updated_inside.copy()  # chunks that backward had updated before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
+        self._buffers = engine.buffers.by_address
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
         self.shared = self.engine.swaps.unit_called((args, kwargs))
-        with saved_tensors_hooks(self.pack, self.unpack):
+        with self.hooks():
             output = function(*args, **kwargs)
         self.engine.swaps.free_offloaded()  # the offload of the block before had the time of this forward
         return output
 
-    def pack(self, tensor: Tensor) -> Any:
-        """What autograd saves in place of ``tensor``."""
-        return self.keep(tensor)
+    def hooks(self) -> saved_tensors_hooks:
+        """A context in which what autograd saves goes through this frame."""
+        return saved_tensors_hooks(self.keep, self.unpack)
 
     def keep(self, tensor: Tensor) -> Any:
-        """What keeps ``tensor`` until backward needs it."""
+        """What keeps ``tensor`` until backward needs it.
+
+        It is a tuple, because every saved tensor makes one: the tensor, autograd's count of changes in place so far, by
+        which [Note: written over] works, and for a view of a weight the buffer and the chunk that is there now.
+        """
         address = storage_address(tensor)
         if not address and (parts := split_up(tensor)) is not None and self._hold_weights(tensor):
             return self.keep_parts(*parts)
-        buffer = self.engine.buffers.by_address.get(address)
+        buffer = self._buffers.get(address)
         saved = detached(tensor)
         if buffer is None:
-            self.engine.ledger.hold(saved)
+            self.engine.ledger.hold(saved, address)
             return saved, saved._version, None, None
         assert buffer.users > 0, "a weight is used while no unit uses its chunk"
         buffer.view_counter.known += 1
@@ -139,15 +138,15 @@ class Frame:
 
     def _hold_weights(self, tensor: Tensor) -> bool:
         """Whether some of the tensors that ``tensor`` consists of are views of weights."""
-        return any(storage_address(part) in self.engine.buffers.by_address for part in made_of(tensor).values())
+        return any(storage_address(part) in self._buffers for part in made_of(tensor).values())
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor on the device that ``packed`` stands for."""
+        """The tensor on the device that ``packed`` stands for. MisuseError if its values have changed."""
         if not self.engine.in_backward_of(self):
-            self._enter_backward()
-        return self.rebuild(packed)
+            self.enter_backward()
+        return self.tensor_of(packed)
 
-    def _enter_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Tell the engine that backward has reached this unit."""
         if self.steps != self.engine.steps:
             raise MisuseError(
@@ -156,13 +155,9 @@ class Frame:
             )
         self.engine.enter_backward(self)
 
-    def rebuild(self, packed: Any) -> Tensor:
-        """The saved tensor that ``packed`` stands for. MisuseError if its values have changed."""
-        return self.tensor_of(packed)
-
     def tensor_of(self, kept: Any) -> Tensor:
         """The tensor that ``kept`` keeps. MisuseError if its values have changed."""
-        if isinstance(kept, SavedParts):
+        if type(kept) is SavedParts:
             return kept.remade({name: self.tensor_of(part) for name, part in kept.parts.items()})
         saved, version, buffer, chunk = kept
         if saved._version != version:
@@ -223,13 +218,18 @@ class CheckpointFrame(Frame, Recomputation):
         return output
 
     @override
-    def pack(self, tensor: Tensor) -> int:
-        if self.attention is not None and tensor.layout == torch.strided:
-            self.attention.note_saved(tensor)
+    def hooks(self) -> saved_tensors_hooks:
+        return saved_tensors_hooks(self.note if self.attention is None else self._note_with_attention, self.unpack)
+
+    def _note_with_attention(self, tensor: Tensor) -> int:
+        assert self.attention is not None
+        self.attention.note_saved(tensor)
         return self.note(tensor)
 
     @override
-    def rebuild(self, packed: int) -> Tensor:
+    def unpack(self, packed: int) -> Tensor:
+        if not self.engine.in_backward_of(self):
+            self.enter_backward()
         return self.tensor_of(self.again(packed))
 
     @override

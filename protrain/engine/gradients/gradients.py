@@ -117,7 +117,9 @@ class Gradients:
         """Take the gradient of ``member`` that autograd has just finished."""
         gradient = take_gradient(member.parameter)
         if gradient is not None and member.group >= 0:
-            self.pending.setdefault(member.chunk, []).append((member, gradient.detach()))
+            if gradient.requires_grad:  # with create_graph=True
+                gradient = gradient.detach()
+            self.pending.setdefault(member.chunk, []).append((member, gradient))
 
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no :meth:`flush` has stored."""

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from protrain.common.parameters import DTYPES
 from protrain.engine.states.arena import EngineMemory, aligned
-from protrain.engine.states.chunks import DTYPES, Chunk, Member
+from protrain.engine.states.chunks import Chunk, Member
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile

@@ -71,7 +71,6 @@ class _Queued(NamedTuple):
 _CURRENT = _Queued(ChunkState.CURRENT)
 _SLICE = 1 << 25  # elements that the host updates in about 7 ms
 Piece = tuple[slice, AdamScalars]  # a run of elements of a chunk, and the hyperparameters that it has in a step
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(eq=False)

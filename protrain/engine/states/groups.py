@@ -6,6 +6,7 @@ when the model was wrapped, as a chunk has memory and states for the parameters 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain_kernels import AdamScalars, adam_scalars
 
+_adam_scalars = functools.lru_cache(maxsize=4)(adam_scalars)  # chunk after chunk asks for the same
 _FORBIDDEN = ("amsgrad", "maximize", "differentiable")
 
 
@@ -63,7 +65,7 @@ class Groups:
     def scalars(self, index: int, step: int) -> AdamScalars:
         """The hyperparameters of group ``index`` for parameters that make step number ``step``, from 1."""
         group = self._live[index]
-        return adam_scalars(
+        return _adam_scalars(
             lr=float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),

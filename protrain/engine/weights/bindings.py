@@ -49,10 +49,10 @@ class Bindings:
 
     def bind(self, unit: Unit, schedule: Schedule) -> None:
         """Put the parameters of ``unit`` on the device, and keep them there."""
-        acquired = self._buffers.acquire_all(unit.chunks, schedule)
+        self._buffers.acquire_all(unit.chunks, schedule)
         for member in unit.moving:
             if member.bound == 0:
-                data = member.view(acquired[member.chunk.index])
+                data = self._buffers.weight(member)
                 member.address = data.data_ptr()
                 set_data(member.parameter, data)
         for member in unit.members:
@@ -85,7 +85,7 @@ class Bindings:
         error = None
         for member in members:
             chunk = member.chunk
-            how = undo_edit(member, member.view(chunk.weight if chunk.resident else self._buffers.content(chunk)))
+            how = undo_edit(member, member.view(chunk.weight) if chunk.resident else self._buffers.weight(member))
             if how is None:
                 continue
             error = error or edit_error(member.name, how)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
-from protrain.engine.states.chunks import Chunk
+from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.state import State
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
@@ -70,12 +70,22 @@ class Buffer:
         self.gathered: Mark = streams.mark()  # the gather is done
         self.free: Mark = streams.mark()  # the last kernel that reads the content is done
         self.view_counter = ViewCounter(memory)
+        self._views: dict[int, Tensor] = {}  # by parameter
         self.resident = resident is not None  # the chunk never gives the buffer up
         self.state = Residency.RESIDENT if self.resident else Residency.EMPTY
 
     def become(self, new: Residency) -> None:
         """The content is ``new`` from now on."""
         self.state = self.state.become(new)
+
+    def view(self, member: Member) -> Tensor:
+        """The place of ``member`` in the memory, if its chunk is the content. It is made once, as memory stays."""
+        view = self._views.get(member.index)
+        if view is None:
+            with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():  # modes of the caller end before it
+                view = self._views[member.index] = member.view(self.memory)
+            self.view_counter.known += 1
+        return view
 
 
 class BufferPool:
@@ -143,31 +153,38 @@ class BufferPool:
         buffer.users += 1
         return buffer.memory
 
-    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> dict[int, Tensor]:
-        """The weights of all chunks that a unit needs, by chunk index; if one of them fails, none stays acquired.
+    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> None:
+        """Acquire all chunks that a unit needs. If one of them fails, none stays acquired.
 
         Chunks that are in a buffer already come first, so that the others cannot evict them.
         """
-        acquired: dict[int, Tensor] = {}
+        acquired: list[Chunk] = []
         present_first = chunks
         if len(chunks) > 1:
             present_first = sorted(chunks, key=lambda chunk: self._buffer_of(chunk.index) is None)
         try:
             for chunk in present_first:
-                acquired[chunk.index] = self.acquire(chunk, schedule)
+                self.acquire(chunk, schedule)
+                acquired.append(chunk)
         except BaseException:  # includes Ctrl-C, as the main thread may wait here
-            for chunk in present_first[: len(acquired)]:
+            for chunk in acquired:
                 self.release(chunk)
             raise
-        return acquired
 
     def content(self, chunk: Chunk) -> Tensor:
-        """The buffer in which a unit uses ``chunk`` now."""
+        """The memory in which a unit uses ``chunk`` now."""
+        return self._used(chunk).memory
+
+    def weight(self, member: Member) -> Tensor:
+        """The weight of ``member`` where a unit uses it now."""
+        return self._used(member.chunk).view(member)
+
+    def _used(self, chunk: Chunk) -> Buffer:
         buffer = self._buffer_of(chunk.index)
         assert buffer is not None
         assert buffer.users > 0
         assert buffer.state in (Residency.WHOLE, Residency.RESIDENT)
-        return buffer.memory
+        return buffer
 
     def in_use(self, chunk: Chunk) -> bool:
         """Whether any unit uses ``chunk``."""

@@ -94,7 +94,8 @@ class PresentParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if raw_gradient(self) is not None:
-            _set_raw_gradient(self, value)
+            with torch._C.DisableTorchFunctionSubclass():
+                _RAW_GRAD.__set__(self, value)
             return
         handle = self.protrain_handle
         if isinstance(value, GradientProxy) and value.protrain_handle is handle and handle.gradient_pending:
@@ -140,7 +141,7 @@ def has_moved(parameter: nn.Parameter) -> bool:
 
 
 def manage(parameter: nn.Parameter, handle: Handle) -> None:
-    """ChunkUpdate an ordinary parameter into a managed one."""
+    """Turn an ordinary parameter into a managed one."""
     vars(parameter).pop(_MOVED, None)
     parameter.__class__ = PresentParameter
     assert isinstance(parameter, PresentParameter)
@@ -160,18 +161,6 @@ def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
     return gradient
-
-
-def _set_raw_gradient(parameter: nn.Parameter, value: Tensor | None) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        _RAW_GRAD.__set__(parameter, value)
-
-
-def raw_data(parameter: nn.Parameter) -> Tensor:
-    """The data of ``parameter``, without any check."""
-    with torch._C.DisableTorchFunctionSubclass():
-        data: Tensor = _RAW_DATA.__get__(parameter)
-    return data
 
 
 def set_data(parameter: nn.Parameter, data: Tensor) -> None:

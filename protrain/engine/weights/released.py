@@ -25,7 +25,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
-from protrain.engine.weights.parameter import PresentParameter, edit_error, raw_data
+from protrain.engine.weights.parameter import PresentParameter, edit_error
 from protrain.engine.weights.views import ViewForm, storage_address
 
 # Methods that give a tensor other memory, or hand out its own.
@@ -148,7 +148,7 @@ def weight_of(handle: Handle) -> Tensor:
     member = engine.members[handle.index]
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
-        return member.view(engine.buffers.content(chunk)).clone()
+        return engine.buffers.weight(member).clone()
     if chunk.ranks.several:
         raise MisuseError(
             f"{handle.name} is read outside of its forward, and each rank has a part of it: read it inside `with "
@@ -177,7 +177,8 @@ class _Full(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> Tensor:
-        ctx.device, ctx.source = raw_data(parameter).device, _Source.now(parameter.protrain_handle)
+        handle = parameter.protrain_handle
+        ctx.device, ctx.source = handle.engine.device, _Source.now(handle)
         return parameter.protrain_full.detach()
 
     @staticmethod
