@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -26,10 +27,10 @@ class CompiledForward:
     take longer than it saves.
     """
 
-    def __init__(self, forward: Callable[..., Any], *, on_meta: bool) -> None:
+    def __init__(self, forward: Callable[..., Any], compiled: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
         self.eager = forward
-        self.compiled = torch.compile(forward, backend=graphs_alone) if on_meta else torch.compile(forward)
+        self.compiled = compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block."""
@@ -63,4 +64,14 @@ def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Cal
     """
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
-    return replace_attributes([(block, "forward", CompiledForward(block.forward, on_meta=on_meta)) for block in blocks])
+
+    @functools.cache  # torch.compile takes milliseconds, and blocks of one class have one function
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function, backend=graphs_alone) if on_meta else torch.compile(function)
+
+    def compiled_forward(forward: Any) -> CompiledForward:
+        if isinstance(forward, MethodType):
+            return CompiledForward(forward, MethodType(compiled(forward.__func__), forward.__self__))
+        return CompiledForward(forward, compiled(forward))
+
+    return replace_attributes([(block, "forward", compiled_forward(block.forward)) for block in blocks])

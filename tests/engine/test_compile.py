@@ -55,6 +55,29 @@ def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
     assert not counters["graph_break"]
 
 
+def test_torch_compile_is_called_once_for_a_function_and_every_block_computes_with_its_own_weights(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    def compile(function: Any, compiler: Any = torch.compile) -> Any:
+        calls.append(function)
+        return compiler(function)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    blocks = [nn.Linear(4, 4).to(device) for _ in range(3)] + [nn.Bilinear(4, 4, 4).to(device)]
+    vars(blocks[2])["forward"] = doubled = lambda given: 2 * given  # a forward of its own, which is no method
+    given = torch.randn(2, 4, device=device)
+    arguments = [(given,), (given,), (given,), (given, given)]
+    expected = [block(*each) for block, each in zip(blocks, arguments, strict=True)]
+    put_back = compile_blocks(blocks)
+    found = [block(*each) for block, each in zip(blocks, arguments, strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert calls == [nn.Linear.forward, doubled, nn.Bilinear.forward]
+    put_back()
+    assert "forward" not in vars(blocks[0])
+
+
 def test_evaluation_compiles_nothing(tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device) -> None:
     model = tiny_model("llama")
     batch = tiny_batch()
