@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,11 +14,7 @@ import torch
 import protrain
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import describe, fit_positions, read_architecture
-from protrain.cli.options import (
-    emit,
-    in_options,
-    write_record,
-)
+from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
 from protrain.cli.plan_machine import machine_of, machines_of
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
@@ -146,9 +142,11 @@ def _traced(
     elsewhere: bool,
     show: Callable[[str], None],
 ) -> ModelProfile:
-    loaded = choose_trained(
-        read_architecture(args.model, layers=layers), getattr(args, "lora", None), getattr(args, "freeze", ())
-    )
+    # Nothing is computed for a machine that is elsewhere, so there is no need for a record of how values are made.
+    with torch.device("meta") if elsewhere else nullcontext():
+        loaded = choose_trained(
+            read_architecture(args.model, layers=layers), getattr(args, "lora", None), getattr(args, "freeze", ())
+        )
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
     example = example_batch(stand_in(sequence, rows=_rows(args)), seed=0, batch=args.batch, sequence=sequence)
@@ -163,15 +161,12 @@ def _traced(
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
         on_meta=elsewhere,
     )
+    optimizer = adamw(loaded.model, loaded.learning_rate, weight_decay=0.0)
+    how: dict[str, Any] = {"optimizer": optimizer, "dtype": choose_dtype(args.dtype, device), "show": show}
+    if elsewhere:  # another machine's times cannot be measured here: they follow from counted operations
+        return protrain.profile(loaded.model, loaded.arguments(example), device="meta", **how)
     return cached_profile(
-        loaded.model,
-        loaded.arguments(example),
-        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
-        # Another machine's times cannot be measured here: they follow from counted operations.
-        device=torch.device("meta") if elsewhere else device,
-        dtype=choose_dtype(args.dtype, device),
-        show=show,
-        device_bytes=hardware.device_bytes,
+        loaded.model, loaded.arguments(example), device=device, device_bytes=hardware.device_bytes, **how
     )
 
 

@@ -33,6 +33,8 @@ def test_a_repeated_plan_is_the_same_without_transformers_and_another_model_is_c
     first = [plan(capsys, str(folder), *PLAN, *way) for way in ways]
     assert len({json.loads(text)["parameters"] for text in first}) == 2, "an adapter adds some"
     assert len(set(first)) == len(ways)
+    kept = list((tmp_path / "cache" / "profiles").iterdir())
+    assert len(kept) == len(ways) - 1, "one file for what is counted, which is the same for more batches in a step"
 
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it now fails
     assert [plan(capsys, str(folder), *PLAN, *way) for way in ways] == first
