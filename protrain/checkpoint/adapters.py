@@ -56,8 +56,13 @@ class Base(Record):
         return cls(folder=str(folder.absolute()), files={name: part[name] for part in every for name in part})
 
 
-def base_weights(model: nn.Module) -> set[str]:
-    """The names of the parameters of the base: those that are not trained, and that no adapter has added."""
+def base_weights(model: nn.Module, base: object | None) -> set[str]:
+    """The names of the parameters that a save with ``base`` leaves out: all that is neither trained nor an adapter's.
+
+    Quantised weights are among them, as they follow from the files of the base. Without a base there are none.
+    """
+    if base is None:
+        return set()
     own = adapter_names(model)
     return {name for name, p in model.named_parameters() if not p.requires_grad and name not in own}
 

@@ -78,7 +78,7 @@ def load_checkpoint(
         verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
         scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
         _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
-        buffers = match_saved(save, model)
+        buffers = match_saved(save, model, base_weights(model, manifest.get("base")))
         scalars = decode(manifest["scalars"])
         try:
             optimizer.check_scalar_state(scalars)
@@ -126,7 +126,7 @@ def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[s
     """Raise a CheckpointError unless the files are those of ``manifest``, and of a model with these parameters."""
     check_files(save, manifest)
     check_base(save, manifest, base)
-    left_out = base_weights(model) if "base" in manifest else set()
+    left_out = base_weights(model, manifest.get("base"))
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     compare_names(save, "parameter", saved_names, set(names) - left_out)
     compare_names(save, "extra state of module", set(manifest.get("modules", {})), set(with_extra_state(model)))

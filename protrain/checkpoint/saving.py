@@ -153,7 +153,7 @@ def wait_for_async_save(optimizer: ProTrainOptimizer) -> None:
 
 def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | None) -> list[str]:
     """The names of the parameters that a save holds: all but those of ``base``."""
-    left_out = set() if base is None else base_weights(model)
+    left_out = base_weights(model, base)
     return [name for name in optimizer.parameter_names() if name not in left_out]
 
 
@@ -221,7 +221,8 @@ def _begin(
                 save.manifest |= {} if base is None else {"base": base.to_dict()}
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
                 save.older, save.serial = new_save(root)
-                save.manifest["files"] = write_others(save.scratch, unmanaged_tensors(model), tensors)
+                others = unmanaged_tensors(model, base_weights(model, base))
+                save.manifest["files"] = write_others(save.scratch, others, tensors)
         save.serial = ranks.of_first(save.serial)
         with raised_on_all(ranks):
             if not first and not save.scratch.is_dir():

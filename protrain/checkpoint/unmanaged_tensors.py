@@ -17,20 +17,20 @@ _ADDED_LATER = ("extra state of module", "frozen parameter")  # the first checkp
 BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
 
 
-def unmanaged_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """CPU copies of the unmanaged tensors of ``model``, by their names in a checkpoint."""
+def unmanaged_tensors(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:
+    """CPU copies of the unmanaged tensors of ``model`` by their names in a save, without parameters ``left_out``."""
     # Each is cloned, because safetensors refuses tensors that share memory, as expanded and tied buffers do.
-    kept = {**_buffers(model), **_unmanaged(model), **_statistics(model)}
+    kept = {**_buffers(model), **_unmanaged(model, left_out), **_statistics(model, left_out)}
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
 
 
-def match_saved(save: Path, model: nn.Module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Pair each buffer and unmanaged parameter of ``model`` with its saved value.
+def match_saved(save: Path, model: nn.Module, left_out: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Pair each buffer and unmanaged parameter of ``model`` with its saved value, without the parameters ``left_out``.
 
     Raises:
         CheckpointError: the save is of another model.
     """
-    buffers, unmanaged, statistics = _buffers(model), _unmanaged(model), _statistics(model)
+    buffers, unmanaged, statistics = _buffers(model), _unmanaged(model, left_out), _statistics(model, left_out)
     found = []
     with open_tensors(save / BUFFERS) as tensors:
         keys = set(tensors.keys())
@@ -65,11 +65,11 @@ def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> 
             )
 
 
-def _unmanaged(model: nn.Module) -> dict[str, torch.Tensor]:
+def _unmanaged(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:
     """The unmanaged parameters, as the plain tensors that they are made of."""
     found: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
-        if not is_managed(parameter):
+        if not is_managed(parameter) and name not in left_out:
             found |= made_of(parameter, name)
     return found
 
@@ -82,7 +82,7 @@ def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+def _statistics(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:
     """What unmanaged parameters need besides their numbers, such as scales of quantised weights.
 
     These tensors are in attributes or in the module's state_dict, and are neither buffers nor parameters. They are not
@@ -91,7 +91,7 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for path, module in model.named_modules():
         own = {name: p for name, p in module.named_parameters(path, recurse=False) if not is_managed(p)}
-        if not own:
+        if own.keys() <= left_out:
             continue
         for name, parameter in own.items():
             found |= kept_beside(parameter, name)

@@ -9,14 +9,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.lora import parse_lora
-from protrain.cli.options import LEAST_SEQUENCE, out_of_range
+from protrain.cli.lora import parse_lora, refuse_4bit_alone
+from protrain.cli.options import DTYPES, LEAST_SEQUENCE, MOMENT_DTYPES, out_of_range
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
-from protrain.common.parameters import DTYPES
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
-from protrain.planning.plan import MOMENT_DTYPES
 
 # The least and the most value of each option. Options with float limits need not be whole numbers. The limits also hold
 # for a job.json that was edited.
@@ -70,6 +68,7 @@ class TrainJob(Record):
     chat_template: str | None = None  # a file; None takes that of the tokenizer
     loss_on: str = "answers"  # of rows; text has no questions, so all of it counts
     lora: str | None = None
+    load_in_4bit: bool = False
     freeze: tuple[str, ...] = ()
     batch: int = 8
     sequence: int | None = None
@@ -118,6 +117,16 @@ class TrainJob(Record):
         for name in ("device_memory", "host_memory"):
             if getattr(self, name) is not None:
                 parse_memory(getattr(self, name), name=option(name))
+        refuse_4bit_alone(self.lora, load_in_4bit=self.load_in_4bit)
+        if self.load_in_4bit and (self.model in SHAPES or self.from_scratch):
+            raise ValueError(
+                f"--load-in-4bit quantises the weights of a folder, and those of {self.model} are random: leave it out"
+            )
+        if self.load_in_4bit and self.merge:
+            raise ValueError(
+                "--merge cannot add the adapter to 4-bit weights: leave it out, and `protrain export FOLDER MERGED "
+                "--merge` adds the adapter of the run in FOLDER to the weights of --model, which have 16 bits or more"
+            )
         if self.lora is not None:
             parse_lora(self.lora)
             if (self.model in SHAPES or self.from_scratch) and self.save_model and not self.merge:

@@ -1,4 +1,4 @@
-"""The options `--lora` and `--freeze`, which say what parameters of a model are trained."""
+"""The options `--lora`, `--load-in-4bit` and `--freeze`, which say what parameters of a model are trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Lora:
 
 
 def add_training_options(group: Parser | argparse._ArgumentGroup) -> None:
-    """Add `--lora` and `--freeze`."""
+    """Add `--lora`, `--load-in-4bit` and `--freeze`."""
     group.add_argument(
         "--lora",
         type=lora_text,
@@ -29,11 +29,22 @@ def add_training_options(group: Parser | argparse._ArgumentGroup) -> None:
         "of that; other targets are names of layers, like q_proj+v_proj",
     )
     group.add_argument(
+        "--load-in-4bit",
+        action="store_true",
+        help="with --lora: hold the weights of the model in 4 bits (QLoRA: NF4 by bitsandbytes)",
+    )
+    group.add_argument(
         "--freeze",
         action="append",
         metavar="PATTERN",
         help="do not train the parameters whose names match, like 'model.embed_tokens.*'; may be given several times",
     )
+
+
+def refuse_4bit_alone(lora: str | None, *, load_in_4bit: bool) -> None:
+    """Raise a ValueError for `--load-in-4bit` without `--lora`, as quantised weights cannot be trained."""
+    if load_in_4bit and lora is None:
+        raise ValueError("--load-in-4bit freezes the weights of the model: add an adapter to train, like --lora r=16")
 
 
 def lora_text(text: str) -> str:

@@ -50,7 +50,7 @@ class Architecture:
 class LoadedModel(Architecture):
     """A model that can be trained: its weights are known, and text can become its tokens."""
 
-    weights: Path | None  # the folder that holds them; None if they are random
+    weights: Path | None  # the folder that wrap reads; None if they are random, or in the model already
     codec: Codec
     tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
 

@@ -9,6 +9,8 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -162,6 +164,14 @@ def writable_folder(text: str) -> Path:
     return _writable(path)
 
 
+def new_folder(text: str) -> Path:
+    """An argparse type: a folder that is empty or can be made. Nothing is made."""
+    path = writable_folder(text)
+    if path.exists() and any(path.iterdir()):
+        raise argparse.ArgumentTypeError(f"{path} is not empty: give a folder of its own")
+    return path
+
+
 def _writable(path: Path) -> Path:
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if not existing.is_dir():
@@ -169,6 +179,26 @@ def _writable(path: Path) -> Path:
     if not os.access(path if path.exists() else existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"no permission to write {path}")
     return path
+
+
+@cache  # so that equal words parse to equal namespaces
+def imported_late(module: str) -> Callable[[argparse.Namespace], None]:
+    """What a command does: ``run(args)`` of ``module``, which is imported only then, so that --help needs no torch."""
+
+    def run(args: argparse.Namespace) -> None:
+        import_module(module).run(args)
+
+    return run
+
+
+def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
+    """Add --gpus to the parser of a command that does ``what`` on one GPU, for :func:`protrain.cli.launch.launched`."""
+    parser.add_argument(
+        "--gpus",
+        type=whole(1),
+        metavar="N",
+        help=f"{what} on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain does (default: 1)",
+    )
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:

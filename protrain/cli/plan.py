@@ -15,6 +15,7 @@ from protrain.cli.options import (
     add_memory_options,
     add_output_options,
     add_sequence_option,
+    imported_late,
     number,
     whole,
     writable_file,
@@ -67,6 +68,7 @@ def add_command(commands: Any, summary: str) -> None:
         help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
     )
     add_training_options(parser)
+    parser.set_defaults(lora=None, load_in_4bit=False, freeze=[])
     add_compile_option(parser)
     add_loss_option(parser)
     parser.add_argument(
@@ -100,14 +102,7 @@ def add_command(commands: Any, summary: str) -> None:
         default=None,
         help="draw one step, or the frontier: .png, .svg or .pdf",
     )
-    parser.set_defaults(run=run_command)
-
-
-def run_command(args: argparse.Namespace) -> None:
-    """Run `protrain plan`."""
-    from protrain.cli.plan_run import run  # imported here, so that --help does not wait for torch
-
-    run(args)
+    parser.set_defaults(run=imported_late("protrain.cli.plan_run"))
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:

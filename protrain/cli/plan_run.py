@@ -13,6 +13,8 @@ import torch
 
 import protrain
 from protrain.cli.data import example_batch, stand_in
+from protrain.cli.four_bit import shape_in_4bit
+from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.models import describe, fit_positions, read_architecture
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
@@ -25,6 +27,7 @@ from protrain.cli.sources import find_source
 from protrain.cli.trained import choose_trained
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, Progress
+from protrain.common.quantities import format_bytes
 from protrain.common.tables import format_ms, wrapped
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
         if args.picture is not None:
             draw_frontier(found, args.picture)
-        title = wrapped(f"{Machine.of(hardware)}\n{_title(profile, hardware.world_size)}", indent="  ")
+        title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
         emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, hardware)}")
         return
     inside = args.step_during_backward
@@ -96,7 +99,7 @@ def _text(
         ]
     sections = [f"{title.upper()}\n{table}" for title, table in details]
     sections += [] if args.explain else ["--explain says what would change it, and what is assumed of the machine."]
-    title = wrapped(f"{verdict}\n{_title(profile, hardware.world_size)}", indent="  ")
+    title = wrapped(f"{verdict}\n{_title(args, profile, hardware.world_size)}", indent="  ")
     return "\n\n".join([f"{title}\n{answer}{_about_loss(args, hardware)}", *sections])
 
 
@@ -104,8 +107,9 @@ def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
+    refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
     profile = None
-    if not (args.hardware or args.compare):
+    if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
         with suppress(torch.OutOfMemoryError):
             profile = _traced(args, hardware, layers, elsewhere=False, show=show)
         if profile is None:
@@ -123,7 +127,7 @@ def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: in
         "model": describe(args.model, layers=layers),
         "batch": (args.batch, getattr(args, "sequence", None), _rows(args)),
         "dtype": str(choose_dtype(args.dtype, device)),
-        "trained": (getattr(args, "lora", None), getattr(args, "freeze", ())),
+        "trained": (args.lora, args.load_in_4bit, args.freeze),
         "compiled": choose_compile(getattr(args, "compile", None), device),
         "chunked_loss": choose_loss(getattr(args, "chunked_loss", None), device),
     }
@@ -144,9 +148,10 @@ def _traced(
 ) -> ModelProfile:
     # Nothing is computed for a machine that is elsewhere, so there is no need for a record of how values are made.
     with torch.device("meta") if elsewhere else nullcontext():
-        loaded = choose_trained(
-            read_architecture(args.model, layers=layers), getattr(args, "lora", None), getattr(args, "freeze", ())
-        )
+        architecture = read_architecture(args.model, layers=layers)
+        if args.load_in_4bit:
+            shape_in_4bit(architecture.model)
+        loaded = choose_trained(architecture, args.lora, args.freeze)
     sequence = getattr(args, "sequence", loaded.sequence)
     fit_positions(loaded, sequence)
     example = example_batch(stand_in(sequence, rows=_rows(args)), seed=0, batch=args.batch, sequence=sequence)
@@ -192,16 +197,18 @@ def _compare(args: argparse.Namespace) -> None:
         profile = _profile(args, first, show=show)
     with say.stage("planning for every machine"):
         found = compare(profile, machines, step_during_backward=args.step_during_backward)
-    lines = [_title(profile, 1, " and GPU"), *(f"{name}: {Machine.of(machine)}" for name, machine in machines.items())]
+    lines = [_title(args, profile, 1, " and GPU")]
+    lines += [f"{name}: {Machine.of(machine)}" for name, machine in machines.items()]
     title = "\n".join(wrapped(line, indent="  ") for line in lines)
     emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, first)}")
 
 
-def _title(profile: ModelProfile, n_gpus: int, each: str = "") -> str:
+def _title(args: argparse.Namespace, profile: ModelProfile, n_gpus: int, each: str = "") -> str:
     tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step{each}"
     blocks = "compiled" if profile.compiled else "eager"
     how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
-    return f"{profile.model}, {profile.n_parameters:,} parameters{_trained(profile)}, {tokens}, {how}"
+    quantised = f" and {format_bytes(profile.buffer_bytes)} of 4-bit weights" if args.load_in_4bit else ""
+    return f"{profile.model}, {profile.n_parameters:,} parameters{_trained(profile)}{quantised}, {tokens}, {how}"
 
 
 def _trained(profile: ModelProfile) -> str:

@@ -21,6 +21,7 @@ from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
 from protrain.cli.examples import set_chat_template
+from protrain.cli.four_bit import loaded_in_4bit, shape_in_4bit
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import check_logger, logger
 from protrain.cli.metrics import MetricsFile, steps_reached
@@ -28,6 +29,7 @@ from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
 from protrain.cli.trained import choose_trained
 from protrain.cli.training_run import Run
+from protrain.common.adapters import adapter_names
 from protrain.common.progress import Progress
 from protrain.distributed.joining import join
 from protrain.distributed.processes import announced_processes, local_processes, local_rank
@@ -55,11 +57,6 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     _refuse_unequal_shares(micro_batches, ranks.size, folder)
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    torch.manual_seed(job.seed)  # the random start values depend on it
-    loaded = choose_trained(load_model(job.model, from_scratch=job.from_scratch), job.lora, job.freeze)
-    sequence = job.sequence or loaded.sequence
-    fit_positions(loaded, sequence)
-    plain = adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
     # These are resolved for good, because what changes the weights must not depend on the device that a run resumes on.
     job = replace(
         job,
@@ -68,10 +65,20 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         chunked_loss=choose_loss(job.chunked_loss, device),
         micro_batches=micro_batches,
     )
+    torch.manual_seed(job.seed)  # the random start values depend on it
+    loaded = load_model(job.model, from_scratch=job.from_scratch)
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     chunked = bool(job.chunked_loss)
     if resume and chunked:
         _refuse_other_loss(loaded.model, device, folder)
     refuse_early(loaded, device, chunked=chunked)
+    if job.load_in_4bit:
+        shape_in_4bit(loaded.model)
+        loaded = replace(loaded, weights=None)
+    loaded, plain = _trained(loaded, job)
+    parameters += sum(loaded.model.get_parameter(name).numel() for name in adapter_names(loaded.model))
+    sequence = job.sequence or loaded.sequence
+    fit_positions(loaded, sequence)
     if job.plan is not None:
         check_plan(job.plan, loaded.model, plain, dtype, batch=job.batch, sequence=sequence)
     base = saved = None
@@ -93,7 +100,10 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     if saved is not None and saved["data_crc32"] != tokens.crc32:
         raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
 
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    if job.load_in_4bit:
+        torch.manual_seed(job.seed)  # for the adapter
+        with Progress(enabled=True).stage("quantising the model"):
+            loaded, plain = _trained(loaded_in_4bit(loaded, device, dtype), job)
     trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     torch.manual_seed(job.seed)
     example = example_batch(tokens.train, seed=job.seed, batch=job.batch, sequence=sequence)
@@ -143,6 +153,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         base=base,
         step=step,
     )
+
+
+def _trained(loaded: LoadedModel, job: TrainJob) -> tuple[LoadedModel, torch.optim.AdamW]:
+    """``loaded`` with the adapter of ``job``, and AdamW over all that is to be trained."""
+    loaded = choose_trained(loaded, job.lora, job.freeze)
+    return loaded, adamw(loaded.model, job.peak_learning_rate(loaded.learning_rate), job.weight_decay)
 
 
 def write_run_files(run: Run) -> None:
