@@ -1,23 +1,10 @@
-"""`protrain calibrate`: measures this machine."""
+"""`protrain calibrate`: its options. What it does is in ``calibrate_run.py``, which imports torch."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Any
 
-import torch
-
-import protrain
-from protrain.cli.launch import add_gpus_option, launched
-from protrain.cli.options import Parser, add_output_options, emit, number
-from protrain.cli.prepare import own_device
-from protrain.cli.signals import stop_requests
-from protrain.cli.together import together
-from protrain.common.progress import Progress, say
-from protrain.hardware.cache import Machine, cached
-from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
-from protrain.hardware.profile import HardwareProfile
-from protrain_kernels.cache_folder import keeps_measurements
+from protrain.cli.options import Parser, add_gpus_option, add_output_options, imported_late, number
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json
@@ -40,8 +27,7 @@ def add_command(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--seconds",
         type=number(0, 600, open_ended=True),
-        default=FULL_SECONDS,
-        help="how long to measure; less also means smaller sizes and rougher figures (default: %(default)g)",
+        help="how long to measure; less also means smaller sizes and rougher figures (default: 30)",
     )
     parser.add_argument(
         "--repeat-check",
@@ -50,41 +36,4 @@ def add_command(commands: Any, summary: str) -> None:
         help="measure twice and print the figures that differ by more than 5%%",
     )
     add_output_options(parser)
-    parser.set_defaults(run=run_command)
-
-
-def run_command(args: argparse.Namespace) -> None:
-    """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
-    if launched(args):
-        return
-    with stop_requests() as requests, together() as processes, requests.raised():
-        _calibrate(args, speaks=processes.rank == 0)
-
-
-def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
-    device = own_device(args.device)
-    with Progress(enabled=speaks).bar("measuring") as progress:
-        if args.repeat_check:
-            before, hardware = calibrate_twice(device, seconds=args.seconds, progress=progress)
-        else:
-            hardware = protrain.calibrate(device, seconds=args.seconds, progress=progress)
-    if not speaks:
-        return
-    emit(hardware, args, report(hardware))
-    if args.repeat_check:
-        say(f"protrain: {_repeated(differences(before, hardware))}")
-    say(f"protrain: {_kept(hardware, device)}")
-
-
-def _repeated(lines: list[str]) -> str:
-    if not lines:
-        return "both runs agree within 5% on every figure"
-    return "\n  ".join((f"the two runs differ by more than 5% in {len(lines)} figures:", *lines))
-
-
-def _kept(hardware: HardwareProfile, device: torch.device) -> str:
-    if cached(device) != hardware:
-        if not keeps_measurements():
-            return "the profile was not kept, as PROTRAIN_CACHE=0 says"
-        return f"the profile was not kept: {Machine.of(device).path} cannot be written; PROTRAIN_CACHE names the folder"
-    return f"kept in {Machine.of(device).path}"
+    parser.set_defaults(run=imported_late("protrain.cli.calibrate_run"))

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from protrain.cli.options import Parser, whole
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.common.progress import say
 from protrain.distributed.processes import announced_by_slurm, announced_processes
@@ -28,16 +27,6 @@ _GRACE_S = 15.0  # the time that the others have to end by themselves once one h
 _GRACE_AT_ONCE_S = 3.0  # the same after a second request to stop
 _HOST = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
-
-
-def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
-    """Add `--gpus` to the parser of a command that does ``what`` on one GPU, for :func:`launched`."""
-    parser.add_argument(
-        "--gpus",
-        type=whole(1),
-        metavar="N",
-        help=f"{what} on N GPUs of this machine, as torchrun --nproc-per-node N -m protrain does (default: 1)",
-    )
 
 
 def launched(args: argparse.Namespace) -> bool:

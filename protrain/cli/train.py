@@ -1,43 +1,31 @@
-"""`protrain train`: its options, and the call of the training loop."""
+"""`protrain train`: its options. What it does is in ``train_run.py``, which imports torch."""
 
 from __future__ import annotations
 
 import argparse
-import time
-from contextlib import nullcontext
-from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 from protrain.cli import job as jobs
-from protrain.cli.folder_lock import claimed
 from protrain.cli.job import RANGES, TrainJob
-from protrain.cli.launch import add_gpus_option, launched
 from protrain.cli.loggers import LOGGERS
-from protrain.cli.loop import train
 from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
+    DTYPES,
+    MOMENT_DTYPES,
     Parser,
     add_compile_option,
+    add_gpus_option,
     add_loss_option,
     add_memory_options,
     add_output_options,
     add_sequence_option,
-    emit,
+    imported_late,
     number,
     whole,
     writable_file,
     writable_folder,
 )
-from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.shapes import SHAPES
-from protrain.cli.signals import StopRequests, stop_requests
-from protrain.cli.summary import TrainSummary
-from protrain.cli.together import Processes, together
-from protrain.common.parameters import DTYPES
-from protrain.common.progress import Progress
-from protrain.common.tables import wrapped
-from protrain.planning.plan import MOMENT_DTYPES
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB \\
@@ -50,8 +38,9 @@ on conversations, where each line of the file is
   protrain train --model path/to/model --data chat.jsonl
 a model of your own, from its config.json, with random weights:
   protrain train --model path/to/config --from-scratch --data path/to/text
-an adapter for a model of your own:
-  protrain train --model path/to/model --data path/to/text --lora r=16
+an adapter for a model of your own, whose weights are held in 4 bits:
+  protrain train --model path/to/model --data path/to/text --lora r=16 \\
+    --load-in-4bit
 on four GPUs, each of which runs one of the four batches of a step:
   protrain train --model llama-1b --gpus 4
 """
@@ -166,7 +155,7 @@ def add_command(commands: Any, summary: str) -> None:
         help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps",
     )
     add_output_options(parser)
-    parser.set_defaults(run=run_command)
+    parser.set_defaults(run=imported_late("protrain.cli.train_run"))
 
 
 def trace_file(text: str) -> str:
@@ -183,57 +172,3 @@ def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:
     names = [jobs.option(name)] + ["--lr"] * (name == "learning_rate")
     metavar = "X" if isinstance(least, float) else "N"
     group.add_argument(*names, type=kind, metavar=metavar, help=f"{text}{shown}")
-
-
-def run_command(args: argparse.Namespace) -> None:
-    """Run `protrain train`, in as many processes as GPUs are to be used.
-
-    Raises:
-        SystemExit: processes that this one has started have ended, with their status; or this is one of several, and
-            another has failed.
-    """
-    if not args.resume and not hasattr(args, "model") and hasattr(args, "folder"):
-        args.resume = jobs.is_run(args.folder)
-        if not args.resume:
-            raise ValueError(
-                f"--folder {args.folder} holds no run to go on with: for a new one give --model, such as --model tiny"
-            )
-    if args.resume and not hasattr(args, "folder"):
-        raise ValueError("--resume needs the --folder of the run")
-    if launched(args):
-        return
-    with stop_requests() as requests, together() as processes:
-        _train(args, requests, processes)
-
-
-def _train(args: argparse.Namespace, requests: StopRequests, processes: Processes) -> None:
-    """Train as one of ``processes``. The first one decides what to do, and has the folder."""
-    names = {field.name for field in fields(TrainJob)}
-    given = {name: value for name, value in vars(args).items() if name in names}
-    first = processes.rank == 0
-    folder = processes.of_first(getattr(args, "folder", None) or _new_folder(given.get("model", "")))
-    with claimed(folder) if first else nullcontext():
-        decided = processes.of_first(_job(args, folder, given) if first else None)
-        assert decided is not None, "the first has decided"
-        job, summary = decided
-        if summary is not None:
-            Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
-        else:
-            summary = train(job, folder, requests, resume=args.resume, trace=getattr(args, "trace", None))
-    if first:
-        files = ", ".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
-        lines = [wrapped(line, indent="  ") for line in (f"in {folder}: {files}", summary.last_line())]
-        emit(summary, args, "\n".join([summary.table(), "", *lines]))
-
-
-def _job(args: argparse.Namespace, folder: Path, given: dict[str, Any]) -> tuple[TrainJob, TrainSummary | None]:
-    """The job, and its summary if it is done already."""
-    if not args.resume:
-        return jobs.start(folder, given), None
-    job, done = jobs.resume(folder, given), folder / SUMMARY_FILE
-    summary = TrainSummary.load(done) if done.exists() else None
-    return job, summary if summary is not None and summary.steps == job.steps else None
-
-
-def _new_folder(model: str) -> Path:
-    return Path("runs") / f"{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}"

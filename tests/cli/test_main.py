@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from protrain.cli.job import MAY_DIFFER, option
-from protrain.cli.main import build_parser, main
+from protrain.cli.main import COMMANDS, build_parser, main
 from protrain.cli.options import DTYPES, MOMENT_DTYPES, in_options
 from protrain.common import parameters
 from protrain.hardware import HardwareProfile, load
@@ -81,7 +81,7 @@ def test_a_folder_without_a_run_is_named(tmp_path: Path, capsys: pytest.CaptureF
     assert f"--folder {tmp_path}/mine holds no run to go on with: for a new one give --model" in err
 
 
-@pytest.mark.parametrize("words", [["--help"], ["plan", "--help"], ["--version"]])
+@pytest.mark.parametrize("words", [["--help"], ["--version"], *([command, "--help"] for command in COMMANDS)])
 def test_help_does_not_wait_for_torch(words: list[str]) -> None:
     code = (
         f"import sys, protrain.cli.main as command\ntry:\n  command.main({words})\n"
@@ -163,6 +163,8 @@ def test_options_offer_the_types_of_the_library() -> None:
         (["train", "--model", "tiny", "--device", "cpu", "--trace", "folder"], "--trace: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--folder", "file.txt"], "--folder: file.txt is a file"),
         (["export", "folder", "out"], "folder holds no checkpoint; give the folder that save_checkpoint wrote to"),
+        (["export", "folder", "."], "argument FOLDER: . is not empty: give a folder of its own"),
+        (["export", "folder", "file.txt"], "argument FOLDER: file.txt is a file: give a folder"),
         (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),
     ],
 )
@@ -359,7 +361,7 @@ def test_another_pipe_that_broke_is_an_error(
     def fail(_: object) -> None:
         raise BrokenPipeError(32, "Broken pipe")
 
-    monkeypatch.setattr("protrain.cli.plan.run_command", fail)
+    monkeypatch.setattr("protrain.cli.plan_run.run", fail)
     status, _, err = run(capsys, "plan", "tiny")
     assert (status, err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
 

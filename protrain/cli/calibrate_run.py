@@ -1,0 +1,56 @@
+"""What `protrain calibrate` does: it measures this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import protrain
+from protrain.cli.launch import launched
+from protrain.cli.options import emit
+from protrain.cli.prepare import own_device
+from protrain.cli.signals import stop_requests
+from protrain.cli.together import together
+from protrain.common.progress import Progress, say
+from protrain.hardware.cache import Machine, cached
+from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
+from protrain.hardware.profile import HardwareProfile
+from protrain_kernels.cache_folder import keeps_measurements
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
+    if launched(args):
+        return
+    with stop_requests() as requests, together() as processes, requests.raised():
+        _calibrate(args, speaks=processes.rank == 0)
+
+
+def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
+    device, seconds = own_device(args.device), getattr(args, "seconds", FULL_SECONDS)
+    with Progress(enabled=speaks).bar("measuring") as progress:
+        if args.repeat_check:
+            before, hardware = calibrate_twice(device, seconds=seconds, progress=progress)
+        else:
+            hardware = protrain.calibrate(device, seconds=seconds, progress=progress)
+    if not speaks:
+        return
+    emit(hardware, args, report(hardware))
+    if args.repeat_check:
+        say(f"protrain: {_repeated(differences(before, hardware))}")
+    say(f"protrain: {_kept(hardware, device)}")
+
+
+def _repeated(lines: list[str]) -> str:
+    if not lines:
+        return "both runs agree within 5% on every figure"
+    return "\n  ".join((f"the two runs differ by more than 5% in {len(lines)} figures:", *lines))
+
+
+def _kept(hardware: HardwareProfile, device: torch.device) -> str:
+    if cached(device) != hardware:
+        if not keeps_measurements():
+            return "the profile was not kept, as PROTRAIN_CACHE=0 says"
+        return f"the profile was not kept: {Machine.of(device).path} cannot be written; PROTRAIN_CACHE names the folder"
+    return f"kept in {Machine.of(device).path}"
