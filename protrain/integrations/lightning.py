@@ -24,6 +24,7 @@ from torch import nn
 
 from protrain.distributed.processes import local_processes
 from protrain.engine.weights.state_hooks import full_state_dict
+from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
@@ -147,7 +148,8 @@ class ProTrainStrategy(DDPStrategy):
             trainer.num_sanity_val_steps = 0
         else:
             found["example_batch"] = ("training_step", self._example_batch, 0)
-        _, optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
+        with warned_at_user():
+            _, optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
         optimizer.when_begun(self._steps.begin)
         self.optimizers = [optimizer]
 
@@ -247,7 +249,8 @@ class ProTrainFabricStrategy(FabricDDPStrategy):
         dtype = _dtype(self.precision.precision)
         self.precision = FabricPrecision()  # autocast is not needed on top
         found = {"device": self.root_device, "dtype": dtype}
-        model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
+        with warned_at_user():
+            model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
         return model, [optimizer], scheduler
 
     def setup_optimizer(self, optimizer: Any) -> Any:

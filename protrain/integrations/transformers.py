@@ -24,6 +24,7 @@ from protrain.common.parameters import DTYPES
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.integrations.longest import longest_row
+from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
@@ -62,7 +63,8 @@ class ProTrainMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Refuse what cannot be combined, before the model is touched."""
-        _check(self.args)
+        with warned_at_user():
+            _check(self.args)
         super().create_accelerator_and_postprocess()
         for name in ("fsdp", "deepspeed"):
             if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
@@ -90,7 +92,8 @@ class ProTrainMixin(_Base):
             }
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
+            with warned_at_user():
+                _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
             for name in ("no_sync", "zero_grad", "_is_accelerate_prepared"):
                 vars(self.model)[name] = vars(whole)[name]
         return self.optimizer
@@ -150,7 +153,18 @@ class ProTrainMixin(_Base):
 
         Without a reference model the model computes it before it is trained. It need not fit the device whole, so it is
         wrapped before.
+
+        Raises:
+            ValueError: several processes have a dataset that lies in no file. The first would write what was computed
+                to a temporary folder of its own, where TRL lets the others look for it in theirs.
         """
+        dataset = args[0] if args else kwargs["dataset"]
+        if self.args.world_size > 1 and not getattr(dataset, "cache_files", True):
+            raise ValueError(
+                f"precompute_ref_log_probs=True: the dataset is in memory, and {self.args.world_size} processes find "
+                "what TRL computes only beside a dataset in files: dataset.save_to_disk(folder), and pass "
+                "datasets.load_from_disk(folder)"
+            )
         if self.ref_model is None:
             self.create_optimizer()
         return super()._precompute_ref_logps(*args, **kwargs)

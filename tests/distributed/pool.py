@@ -41,6 +41,7 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self._folder = TemporaryDirectory()
+        self._killed = False
         with Listener(f"{self._folder.name}/socket", backlog=size) as listener:
             self._processes = [
                 Process(_serve, listener.address, rank, environment=environment)
@@ -52,8 +53,8 @@ class Pool:
 
     @property
     def is_alive(self) -> bool:
-        """Whether all processes run."""
-        return all(process.status is None for process in self._processes)
+        """Whether all processes run, and none was told to end: a killed one takes a moment to be gone."""
+        return not self._killed and all(process.status is None for process in self._processes)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """``function(rank, *args)`` on every rank. Returns what each returned. RankError if any raised."""
@@ -81,6 +82,7 @@ class Pool:
 
     def kill(self) -> None:
         """End the processes."""
+        self._killed = True
         for process in self._processes:
             process.send(signal.SIGKILL)
 

@@ -122,14 +122,19 @@ def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 
 
 def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
-    """With a reference model of its own, or that of the model without adapters, or computed before the training."""
+    """With a reference model of its own, or that of the model without adapters, or computed before the training.
+
+    ``arguments`` may have a folder of the data.
+    """
+    import datasets
     from trl import DPOConfig, DPOTrainer
 
     from protrain.integrations.transformers import ProTrainMixin
 
     class DPO(ProTrainMixin, DPOTrainer): ...
 
-    data = texts("prompt", "chosen", "rejected")
+    saved = arguments.pop("data", None)
+    data = datasets.load_from_disk(saved) if saved else texts("prompt", "chosen", "rejected")
     return (DPO if ours else DPOTrainer)(
         model=llama(),
         ref_model=None if adapters or arguments.get("precompute_ref_log_probs") else llama(),

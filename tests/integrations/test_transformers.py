@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
-from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, prepare, train, train_on_rank
+from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, prepare, texts, train, train_on_rank
 
 WHOLE, HALF = "64MiB", "checkpoint-2"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
@@ -74,6 +75,27 @@ def test_a_reference_without_a_model_is_computed_by_the_wrapped_one(
     assert wrapped
     assert all(wrapped)
     assert_close(ours, train("DPO", tmp_path / "plain", on_protrain=False, save_strategy="no"))
+
+
+def test_two_processes_compute_a_reference_for_a_dataset_in_files(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    arguments: dict[str, Any] = {"precompute_ref_log_probs": True, "save_strategy": "no"}
+    with pytest.raises(Exception, match=r"the dataset is in memory, and 2 processes .*load_from_disk"):
+        two("DPO", tmp_path / "refused", on_protrain=True, **arguments)
+    texts("prompt", "chosen", "rejected").save_to_disk(tmp_path / "data")
+    ours = two("DPO", tmp_path / "ours", on_protrain=True, data=str(tmp_path / "data"), **arguments)
+    plain = two("DPO", tmp_path / "plain", on_protrain=False, save_strategy="no")
+    assert_close(ours[0], plain[0])
+
+
+def test_a_warning_names_the_line_that_called_the_trainer(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"gradient_checkpointing": True, "save_strategy": "no", "eval_strategy": "no"}
+    trainer = make("Trainer", tmp_path, on_protrain=True, **arguments)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.train()
+    [warned] = [one for one in caught if "gradient checkpointing of model was switched off" in str(one.message)]
+    assert warned.filename == __file__
 
 
 def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Warnings of ProTrain, said where the user's own code has called a training library."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "sentence_transformers", "torch")
+_PACKAGES = frozenset({"protrain", "transformers", "trl", *_LIBRARIES})
+
+
+@contextmanager
+def warned_at_user() -> Iterator[None]:
+    """Give warnings of ProTrain's that are made inside the place from which a user has called the library around.
+
+    They would otherwise name the line of ProTrain that has called ``wrap``, of which a user knows nothing.
+    """
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield
+    finally:
+        frame, ours = _user_frame(sys._getframe()), Path(__file__).parents[1]
+        for one in caught:
+            place: tuple[Any, ...] = one.filename, one.lineno
+            if frame is not None and Path(one.filename).is_relative_to(ours):
+                registry = frame.f_globals.setdefault("__warningregistry__", {})
+                place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry
+            warnings.warn_explicit(one.message, one.category, *place)
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost of the frames around that belongs to none of the libraries."""
+    while frame is not None and _package(frame) in _PACKAGES | {"contextlib"}:
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
