@@ -19,18 +19,16 @@ from pathlib import Path
 
 import torch
 
-from bench.planner.largest import adamw
 from bench.planner.output import put_out
 from bench.train.results import Comparison
-from protrain.cli.models import fit_positions, load_model
+from protrain.cli.models import read_architecture
+from protrain.cli.plan_run import profile_of
 from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned
-from protrain.forwards import change_forwards
 from protrain.hardware import of_machine
 from protrain.planning import compare
 from protrain.profiler import ModelProfile
-from protrain.profiler.cache import cached_profile
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96)
 GPUS = (1, 2, 4, 8)
@@ -110,19 +108,17 @@ def _cell(row: Row) -> str:
     return f"{row.predicted_tokens_per_s:,.0f}" + (f" ({measured})" if measured else "")
 
 
-def profile_of(model: str, *, batch: int, sequence: int) -> ModelProfile:
+def profile_of_batch(model: str, batch: int, sequence: int) -> ModelProfile:
     """The profile on the meta device, with the forwards that bench.train gives ProTrain on a GPU."""
-    loaded = load_model(model)
-    fit_positions(loaded, sequence)
-    torch.compiler.reset()  # there is a limit to what is kept of one function
-    change_forwards(loaded.model, torch.device("cuda"), compile=True, chunked_loss=True, on_meta=True)
-    ids = torch.zeros(batch, sequence, dtype=torch.int64)
-    return cached_profile(
-        loaded.model,
-        {"input_ids": ids, "labels": ids},
-        optimizer=adamw(loaded.model, loaded.learning_rate, weight_decay=0.0),
-        device=torch.device("meta"),
+    return profile_of(
+        read_architecture(model),
+        batch=batch,
+        sequence=sequence,
+        device=torch.device("cuda"),
         dtype=torch.bfloat16,
+        compile=True,
+        chunked_loss=True,
+        elsewhere=True,
     )
 
 
@@ -151,7 +147,7 @@ def rows_of(args: argparse.Namespace) -> Sequence[Row]:
     rows = []
     for batch in args.batches:
         print(f"{batch} x {args.sequence} ...", file=sys.stderr, flush=True)
-        found = compare(profile_of(args.model, batch=batch, sequence=args.sequence), machines)
+        found = compare(profile_of_batch(args.model, batch, args.sequence), machines)
         for gpus, one in zip(args.gpus, found.machines, strict=True):
             rows.append(
                 Row(

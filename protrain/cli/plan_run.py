@@ -15,7 +15,7 @@ import protrain
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.four_bit import shape_in_4bit
 from protrain.cli.lora import refuse_4bit_alone
-from protrain.cli.models import describe, fit_positions, read_architecture
+from protrain.cli.models import Architecture, describe, fit_positions, read_architecture
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
 from protrain.cli.plan_machine import machine_of, machines_of
@@ -151,27 +151,63 @@ def _traced(
         architecture = read_architecture(args.model, layers=layers)
         if args.load_in_4bit:
             shape_in_4bit(architecture.model)
-        loaded = choose_trained(architecture, args.lora, args.freeze)
-    sequence = getattr(args, "sequence", loaded.sequence)
-    fit_positions(loaded, sequence)
-    example = example_batch(stand_in(sequence, rows=_rows(args)), seed=0, batch=args.batch, sequence=sequence)
+        architecture = choose_trained(architecture, args.lora, args.freeze)
     device = torch.device(hardware.device_type)
-    compiled = choose_compile(getattr(args, "compile", None), device)
-    if compiled and elsewhere:
-        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
-    change_forwards(
-        loaded.model,
-        device,
-        compile=compiled,
+    return profile_of(
+        architecture,
+        batch=args.batch,
+        sequence=getattr(args, "sequence", architecture.sequence),
+        rows=_rows(args),
+        device=device,
+        dtype=choose_dtype(args.dtype, device),
+        compile=choose_compile(getattr(args, "compile", None), device),
         chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
-        on_meta=elsewhere,
+        elsewhere=elsewhere,
+        show=show,
+        device_bytes=hardware.device_bytes,
     )
-    optimizer = adamw(loaded.model, loaded.learning_rate, weight_decay=0.0)
-    how: dict[str, Any] = {"optimizer": optimizer, "dtype": choose_dtype(args.dtype, device), "show": show}
-    if elsewhere:  # another machine's times cannot be measured here: they follow from counted operations
-        return protrain.profile(loaded.model, loaded.arguments(example), device="meta", **how)
+
+
+def profile_of(
+    architecture: Architecture,
+    *,
+    batch: int,
+    sequence: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    compile: bool,
+    chunked_loss: bool,
+    elsewhere: bool,
+    rows: bool = False,
+    show: Callable[[str], None] | None = None,
+    device_bytes: int | None = None,
+) -> ModelProfile:
+    """The profile of a step of `protrain train`. The forwards of the model are changed.
+
+    Args:
+        architecture: the model, with all that is to be trained chosen.
+        batch: sequences in a batch.
+        sequence: tokens in a sequence.
+        device: where it is to be trained.
+        dtype: the type of its weights.
+        compile: whether its blocks are compiled.
+        chunked_loss: whether its loss is computed piece by piece.
+        elsewhere: count operations on the meta device, as times of another machine cannot be measured here.
+        rows: whether sequences are packed of rows of data, for which attention needs a mask.
+        show: is told what is being done.
+        device_bytes: the device memory that the profile may take.
+    """
+    fit_positions(architecture, sequence)
+    example = example_batch(stand_in(sequence, rows=rows), seed=0, batch=batch, sequence=sequence)
+    if compile and elsewhere:
+        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
+    change_forwards(architecture.model, device, compile=compile, chunked_loss=chunked_loss, on_meta=elsewhere)
+    optimizer = adamw(architecture.model, architecture.learning_rate, weight_decay=0.0)
+    how: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "show": show}
+    if elsewhere:
+        return protrain.profile(architecture.model, architecture.arguments(example), device="meta", **how)
     return cached_profile(
-        loaded.model, loaded.arguments(example), device=device, device_bytes=hardware.device_bytes, **how
+        architecture.model, architecture.arguments(example), device=device, device_bytes=device_bytes, **how
     )
 
 
