@@ -15,18 +15,19 @@ on four GPUs at once, with what they gather and exchange:
 """
 _DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under a minute.
 
-The profile is kept in $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain. Training and planning on this
-machine then use it. Close other programs first."""
+Close other programs first. Training and planning on this machine then use the profile, which is kept in \
+$PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain."""
 
 
 def add_command(commands: Any, summary: str) -> None:
     """Add `calibrate` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser("calibrate", help=summary, description=_DESCRIPTION, epilog=_EXAMPLE)
     add_gpus_option(parser, "measure")
-    parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda when there is one)")
+    parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument(
         "--seconds",
         type=number(0, 600, open_ended=True),
+        metavar="X",
         help="how long to measure; less also means smaller sizes and rougher figures (default: 30)",
     )
     parser.add_argument(

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
@@ -51,11 +52,18 @@ def in_options(message: str) -> str:
     return re.sub(r"^weights: ", "--model: ", message)
 
 
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks no line within the name of an option."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser that exits with 2 and one line on a bad argument. Options that were not given leave no attribute."""
 
     def __init__(self, **options: Any) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options.setdefault("formatter_class", _HelpFormatter)
         if options.get("description"):
             options["description"] = wrapped(options["description"])
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
@@ -221,12 +229,24 @@ def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGrou
     )
 
 
+def add_type_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --dtype and --moment-dtype."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"
+    )
+    parser.add_argument(
+        "--moment-dtype",
+        choices=MOMENT_DTYPES,
+        help="the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
+    )
+
+
 def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add --compile and --no-compile. :func:`protrain.cli.prepare.choose_compile` knows the default."""
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        help="compile the blocks (default: on a GPU; changes the last bits)",
+        help="compile the blocks with torch.compile, by which losses differ in their last digits (default: on a GPU)",
     )
 
 
@@ -235,7 +255,8 @@ def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,
-        help="compute the loss piece by piece (default: on a GPU with liger-kernel; changes the last bits)",
+        help="compute the loss in pieces, so that logits never exist whole, by which losses differ in their last "
+        "digits (default: on a GPU where liger-kernel is installed)",
     )
 
 
@@ -245,10 +266,11 @@ def add_memory_options(parser: argparse._ArgumentGroup) -> None:
         "--device-memory",
         type=memory,
         metavar="SIZE",
-        help="device memory to stay within, like 24GiB (default: what is free); on a CPU the device is simulated",
+        help="the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the memory "
+        "of a simulated GPU",
     )
     parser.add_argument(
-        "--host-memory", type=memory, metavar="SIZE", help="host memory to stay within (default: what is free)"
+        "--host-memory", type=memory, metavar="SIZE", help="the host memory to stay within (default: what is free)"
     )
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
+import protrain
 from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
-    DTYPES,
-    MOMENT_DTYPES,
     Parser,
     add_compile_option,
     add_loss_option,
     add_memory_options,
     add_output_options,
     add_sequence_option,
+    add_type_options,
     imported_late,
     number,
     whole,
@@ -22,6 +23,8 @@ from protrain.cli.options import (
 )
 from protrain.cli.shapes import SHAPES
 
+# Their names are read here, because the package that loads them needs torch.
+_SHIPPED = sorted(file.stem for file in (Path(protrain.__file__).parent / "hardware" / "profiles").glob("*.json"))
 _EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --picture step.png
@@ -57,51 +60,59 @@ def add_command(commands: Any, summary: str) -> None:
         "--data",
         metavar="PATH",
         default=None,
-        help="the data of the training: rows of it are packed, for which attention needs a mask (default: text)",
+        help="the data that is to be trained on: if it is rows and no text, the plan has room for the attention mask "
+        "that packed rows need",
     )
-    parser.add_argument("--accumulation", type=whole(1), metavar="N", default=1, help="batches in a step (default: 1)")
-    parser.add_argument("--dtype", choices=DTYPES, default=None, help="of weights (default: bfloat16 on a GPU)")
     parser.add_argument(
-        "--moment-dtype",
-        choices=MOMENT_DTYPES,
-        default="float32",
-        help="of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
+        "--accumulation", type=whole(1), metavar="N", default=1, help="batches in a step, on each GPU (default: 1)"
     )
+    add_type_options(parser)
     add_training_options(parser)
-    parser.set_defaults(lora=None, load_in_4bit=False, freeze=[])
+    parser.set_defaults(dtype=None, moment_dtype="float32", lora=None, load_in_4bit=False, freeze=[])
     add_compile_option(parser)
     add_loss_option(parser)
     parser.add_argument(
-        "--step-during-backward", action="store_true", default=False, help="plan for updates inside backward"
+        "--step-during-backward",
+        action="store_true",
+        default=False,
+        help="plan for updates inside backward, which take less host memory and exclude clipping",
     )
-    what = parser.add_mutually_exclusive_group()
+    _add_machine_options(parser)
+    shown = parser.add_argument_group("what is shown")
+    what = shown.add_mutually_exclusive_group()
     what.add_argument(
-        "--frontier", action="store_true", default=False, help="the fastest plans under a dozen limits on device memory"
+        "--frontier",
+        action="store_true",
+        default=False,
+        help="not one plan, but the fastest under each of a dozen limits on device memory",
     )
     what.add_argument(
-        "--max-model", action="store_true", default=False, help="the deepest model of the width of MODEL that fits"
+        "--max-model",
+        action="store_true",
+        default=False,
+        help="not a plan for MODEL, but the most layers of its width that fit",
     )
     what.add_argument(
         "--compare",
         metavar="MACHINES",
         default=None,
-        help="for each of NAMExGPUS[xNODES],... a line: whether MODEL fits, how fast it is, and what limits it",
+        help="not one plan, but a line for each machine: whether MODEL fits, how fast it is, and what limits it. "
+        "Machines are names with GPUs, and nodes if several: h100x2,a100x8x2",
     )
     what.add_argument(
         "--explain",
         action="store_true",
         default=False,
-        help="also say what every integer of the plan and more memory would change, and what is assumed of the machine",
+        help="also what each number of the plan, and more memory, would change, and what is assumed of the machine",
     )
-    _add_machine_options(parser)
-    add_output_options(parser)
-    parser.add_argument(
+    shown.add_argument(
         "--picture",
         metavar="FILE",
         type=writable_file,
         default=None,
-        help="draw one step, or the frontier: .png, .svg or .pdf",
+        help="also a picture of one step, or of the frontier: .png, .svg or .pdf",
     )
+    add_output_options(parser)
     parser.set_defaults(run=imported_late("protrain.cli.plan_run"))
 
 
@@ -112,9 +123,11 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--hardware",
         metavar="FILE|NAME",
         default=None,
-        help="a profile of `protrain calibrate`, or a shipped one by its name, like h100; a wrong name lists them",
+        help=f"the file that `protrain calibrate --out` wrote, or one of {', '.join(_SHIPPED)} (default: this machine)",
     )
-    machine.add_argument("--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if any)")
+    machine.add_argument(
+        "--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if there is a GPU)"
+    )
     machine.add_argument(
         "--gpus",
         type=whole(1),
@@ -123,13 +136,14 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="GPUs of the machine that train together and share its host memory (default: 1)",
     )
     machine.add_argument(
-        "--nodes", type=whole(1), metavar="M", default=1, help="equal machines with --gpus each (default: 1)"
+        "--nodes", type=whole(1), metavar="M", default=1, help="equal machines with --gpus GPUs each (default: 1)"
     )
     machine.add_argument(
         "--network-gbps",
         type=number(1e-3),
         metavar="GB/s",
         default=None,
-        help="what the GPUs of a node together receive from other nodes (default: as assumed for the name)",
+        help="gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual for "
+        "the GPU)",
     )
     add_memory_options(machine)

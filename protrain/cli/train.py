@@ -10,8 +10,6 @@ from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
-    DTYPES,
-    MOMENT_DTYPES,
     Parser,
     add_compile_option,
     add_gpus_option,
@@ -19,6 +17,7 @@ from protrain.cli.options import (
     add_memory_options,
     add_output_options,
     add_sequence_option,
+    add_type_options,
     imported_late,
     number,
     whole,
@@ -26,11 +25,12 @@ from protrain.cli.options import (
     writable_folder,
 )
 from protrain.cli.shapes import SHAPES
+from protrain.common.tables import wrapped
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
   protrain train --model tiny --device cpu --device-memory 60MiB \\
     --folder runs/tiny
-goes on after Ctrl-C or a crash, to the same bits, and longer than it was to be:
+go on after Ctrl-C or a crash, to the same bits, or train longer:
   protrain train --resume --folder runs/tiny
   protrain train --resume --folder runs/tiny --steps 800
 on conversations, where each line of the file is
@@ -56,7 +56,7 @@ def add_command(commands: Any, summary: str) -> None:
         description="Train a causal language model on text, or on rows of data such as conversations.",
         epilog=_EXAMPLE,
     )
-    what = parser.add_argument_group("what")
+    what = parser.add_argument_group("model and data")
     what.add_argument(
         "--config",
         metavar="FILE",
@@ -71,20 +71,21 @@ def add_command(commands: Any, summary: str) -> None:
     what.add_argument(
         "--data",
         metavar="PATH",
-        help="text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that datasets saved to disk "
-        "(default: the sources of Python's library)",
+        help="text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets "
+        "wrote (default: the sources of Python's library)",
     )
     what.add_argument(
         "--column",
         metavar="NAME",
-        help="the column of --data with text or messages (default: messages, conversations, prompt with completion, "
-        "instruction with output, or text)",
+        help="the column of --data with text or messages (default: the first that there is of messages, conversations, "
+        "prompt with completion, instruction with output, and text)",
     )
     what.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the tokenizer)")
     what.add_argument(
         "--loss-on",
         choices=jobs.LOSS_ON,
-        help="the tokens of conversations and prompts that the loss counts (default: answers)",
+        help="whether the loss counts only answers, in conversations and after prompts, or all tokens (default: "
+        "answers)",
     )
     what.add_argument(
         "--folder", type=writable_folder, metavar="FOLDER", help="where the run is kept (default: runs/MODEL-TIME)"
@@ -93,66 +94,82 @@ def add_command(commands: Any, summary: str) -> None:
         "--resume",
         action="store_true",
         default=False,
-        help="continue the run in --folder, with its options, which --folder without --model does too; more --steps "
-        "continue it longer, and else only what never changes the weights may differ: "
+        help="continue the run in --folder with its options, as --folder without --model does too. More --steps train "
+        "it longer. Of other options only those may be given that never change the weights: "
         + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
     )
-    _add_number(what, "seed", "the seed of weights, batches and sample")
+    _add_number(what, "seed", "the seed of random weights, batches and the sample")
     add_training_options(what)
 
-    steps = parser.add_argument_group("steps")
-    _add_number(steps, "batch", "sequences in a batch")
+    steps = parser.add_argument_group("training")
+    _add_number(steps, "batch", "sequences in a batch, on each GPU")
     add_sequence_option(steps, default="256 for tiny, else 1024")
-    _add_number(steps, "accumulation", "batches in a step, on each GPU; a resumed run keeps the batches of all GPUs")
     _add_number(
-        steps, "steps", "optimizer steps; a finished run goes on with more, at the rates of a run of that length"
+        steps,
+        "accumulation",
+        "batches in a step, on each GPU; resumed on another number of GPUs, a run keeps their number on all together",
     )
-    _add_number(steps, "learning_rate", "the peak learning rate (default: depends on the model)")
-    _add_number(steps, "warmup", "steps of linear warm-up, then a cosine (default: 20, at most a fifth)")
-    _add_number(steps, "min_learning_rate", "the last learning rate, as a share of the peak")
-    _add_number(steps, "weight_decay", "the weight decay of matrices")
-    _add_number(steps, "clip", "the largest gradient norm; 0: no clipping")
-    steps.add_argument(
-        "--dtype", choices=DTYPES, help="the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"
+    _add_number(steps, "steps", "optimizer steps")
+    _add_number(
+        steps,
+        "learning_rate",
+        "the peak learning rate (default: 2e-4 with --lora, 3e-5 for other weights of a folder, 3e-4 for random ones, "
+        "and 3e-3 for tiny)",
     )
-    steps.add_argument(
-        "--moment-dtype",
-        choices=MOMENT_DTYPES,
-        help="the type of Adam's two moments; bfloat16 takes 4 bytes a parameter less (default: float32)",
+    _add_number(
+        steps,
+        "warmup",
+        "steps in which the learning rate rises to its peak, before it falls as a cosine (default: 20, or a fifth of "
+        "--steps if that is less)",
     )
+    _add_number(steps, "min_learning_rate", "the learning rate of the last step, as a share of the peak")
+    _add_number(steps, "weight_decay", "the weight decay of matrices; biases and norms have none")
+    _add_number(steps, "clip", "the largest norm of the gradient; a larger one is scaled down; 0: no clipping")
+    add_type_options(steps)
     add_compile_option(steps)
     add_loss_option(steps)
 
-    placement = parser.add_argument_group("placement (changes no result of one device with one number of threads)")
+    placement = parser.add_argument_group(
+        "where it runs",
+        wrapped("These change no weights, on one kind of device and with as many threads, and batches in a step.", 78),
+    )
     add_gpus_option(placement, "train")
-    placement.add_argument("--device", help="cuda or cpu (default: cuda when there is one)")
+    placement.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     add_memory_options(placement)
-    placement.add_argument("--plan", metavar="FILE", help="a plan of `protrain plan --out FILE`; skips the search")
-    placement.add_argument("--step-during-backward", action="store_true", help="update inside backward; needs --clip 0")
+    placement.add_argument(
+        "--plan", metavar="FILE", help="use the plan that `protrain plan --out FILE` wrote, and search none"
+    )
+    placement.add_argument(
+        "--step-during-backward",
+        action="store_true",
+        help="update each part of the model inside backward, which takes less host memory; needs --clip 0",
+    )
     _add_number(placement, "threads", "CPU threads (default: torch's choice)")
 
     keeping = parser.add_argument_group("keeping and reporting")
     _add_number(keeping, "checkpoint_every", "steps between checkpoints; 0: none")
-    _add_number(keeping, "keep", "checkpoints to keep")
+    _add_number(keeping, "keep", "the number of newest checkpoints to keep")
     keeping.add_argument(
         "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
     )
     keeping.add_argument(
-        "--merge", action="store_true", help="with --lora: write the whole model, adapter added, not the adapter alone"
+        "--merge",
+        action="store_true",
+        help="with --lora: write the whole model with the adapter added, not the adapter alone",
     )
     _add_number(keeping, "held_out", "the share of the text or rows that is kept for evaluation")
     _add_number(keeping, "evaluate_every", "steps between evaluations; 0: only at the end")
     _add_number(keeping, "evaluation_batches", "batches of an evaluation")
-    _add_number(keeping, "sample_tokens", "tokens to generate at the end")
+    _add_number(keeping, "sample_tokens", "tokens to generate at the end; 0: none")
     keeping.add_argument(
-        "--logger", choices=LOGGERS, help="also log every step there; a resumed run continues its curve"
+        "--logger", choices=LOGGERS, help="log every step there as well; a resumed run continues its curve"
     )
-    _add_number(keeping, "log_every", "steps between lines outside a terminal")
+    _add_number(keeping, "log_every", "steps between lines of progress where the output is no terminal")
     keeping.add_argument(
         "--trace",
         type=trace_file,
         metavar="FILE",
-        help="write a Perfetto trace of two steps, measured beside predicted; needs 5 steps",
+        help="write a trace of two steps, measured beside predicted, for ui.perfetto.dev; needs 5 steps",
     )
     add_output_options(parser)
     parser.set_defaults(run=imported_late("protrain.cli.train_run"))

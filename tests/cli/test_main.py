@@ -58,7 +58,7 @@ def test_a_help_text_fits_into_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = run(capsys, *command.split(), "--help")
     assert status == 0
-    assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert [line for line in out.splitlines() if len(line) > 80 or re.search(r"--\w[\w-]*-$", line)] == []
 
 
 def test_a_learning_rate_has_two_spellings() -> None:
@@ -245,7 +245,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     help_text = " ".join(run(capsys, "train", "--help")[1].split())
-    listed = help_text.partition("only what never changes the weights may differ: ")[2].partition(" --seed")[0]
+    listed = help_text.partition("that never change the weights: ")[2].partition(" --seed")[0]
     assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, MAY_DIFFER))
     guide = (Path(__file__).resolve().parents[2] / "docs" / "user-guide.md").read_text()
     listed = guide.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
