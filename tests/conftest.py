@@ -6,6 +6,8 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,6 +104,35 @@ def tiny_model() -> ModelBuilder:
             config.vocab_size = words
             model: torch.nn.Module = kind.from_config(config)
         return model
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """``llama_folder(hidden_size=64, ...)``: what save_pretrained wrote of a small LLaMA whose tokens are bytes.
+
+    A folder is made once for each configuration. A test that changes it makes a copy first.
+    """
+    transformers = pytest.importorskip("transformers")
+
+    @cache
+    def build(**sizes: Any) -> Path:
+        usual: dict[str, Any] = {
+            "vocab_size": 256,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        }
+        folder = tmp_path_factory.mktemp("llama")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            transformers.LlamaForCausalLM(transformers.LlamaConfig(**(usual | sizes))).save_pretrained(folder)
+        return folder
 
     return build
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,10 @@ def train(workplace: Path, folder: Path, *more: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, llama_folder: Callable[..., Path]) -> Path:
     folder = tmp_path_factory.mktemp("qlora")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=256,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    )
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
+    base = llama_folder(hidden_size=64, intermediate_size=128, tie_word_embeddings=False)
+    (folder / "base").symlink_to(base)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     return folder
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ IDS = torch.arange(32).view(2, 16)
 BATCH = {"input_ids": IDS, "labels": IDS}
 
 
-def make(family: str = "llama") -> nn.Module:
+def make(family: str) -> nn.Module:
     families: dict[str, dict[str, Any]] = {
         "mixtral": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
         | {"num_key_value_heads": 2},
@@ -46,9 +47,9 @@ def make(family: str = "llama") -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, llama_folder: Callable[..., Path]) -> Path:
     folder = tmp_path_factory.mktemp("lora")
-    make().save_pretrained(folder / "source")  # type: ignore[operator]
+    shutil.copytree(llama_folder(), folder / "source")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     return folder
 

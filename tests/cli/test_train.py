@@ -9,6 +9,7 @@ import signal
 import stat
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,23 +30,10 @@ pytestmark = pytest.mark.xdist_group("ranks")  # where processes can be forked a
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, llama_folder: Callable[..., Path]) -> Path:
     """A folder with a small model that save_pretrained wrote, and a text whose letters follow a strict order."""
     folder = tmp_path_factory.mktemp("train")
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "source")
+    shutil.copytree(llama_folder(num_hidden_layers=3, num_key_value_heads=2), folder / "source")
     letters = "the quick brown fox jumps over the lazy dog\n"
     (folder / "text.txt").write_text(letters * 200)
     return folder

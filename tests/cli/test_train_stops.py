@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -33,30 +34,11 @@ transformers = pytest.importorskip("transformers")
 STEPS = 8
 
 
-def save_model(folder: Path, *, broken: bool = False) -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(config)
-    if broken:
-        model.model.norm.weight.data.fill_(float("nan"))
-    model.save_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workplace(tmp_path_factory: pytest.TempPathFactory, llama_folder: Callable[..., Path]) -> Path:
     """A folder with a small model and a text."""
     folder = tmp_path_factory.mktemp("stops")
-    save_model(folder / "source")
+    shutil.copytree(llama_folder(num_key_value_heads=2, tie_word_embeddings=False), folder / "source")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
     return folder
 
@@ -395,7 +377,9 @@ def run_in_terminal(name: str, command: list[str]) -> None:
 def test_a_first_loss_that_is_no_number_is_not_of_the_learning_rate(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_model(tmp_path / "broken", broken=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(workplace / "source")
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path / "broken")
     assert main(arguments(workplace, tmp_path / "run", model=tmp_path / "broken")) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "the loss is nan at step 1, before any update: the weights of --model" in error

@@ -56,26 +56,8 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(scope="module")
-def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=256,
-        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-    )
-    folder = tmp_path_factory.mktemp("model")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture
-def load_4bit(saved_model: Path) -> Make:
+def load_4bit(llama_folder: Callable[..., Path]) -> Make:
     """The model with NF4 weights, as transformers loads it, without an adapter."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("bitsandbytes")
@@ -86,7 +68,8 @@ def load_4bit(saved_model: Path) -> Make:
         bnb_4bit_compute_dtype=torch.float32,
     )
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return functools.partial(load, saved_model, quantization_config=how, device_map="cpu", dtype=torch.float32)
+    folder = llama_folder(hidden_size=64, intermediate_size=128, num_hidden_layers=3, tie_word_embeddings=False)
+    return functools.partial(load, folder, quantization_config=how, device_map="cpu", dtype=torch.float32)
 
 
 @pytest.fixture
