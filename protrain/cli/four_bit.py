@@ -50,12 +50,17 @@ def loaded_in_4bit(loaded: LoadedModel, device: torch.device, dtype: torch.dtype
         ValueError: the weights do not fit the free memory of the GPU.
     """
     import transformers
+    from bitsandbytes.nn import Linear4bit
 
     _refuse_too_large(loaded, device, dtype)
     transformers.logging.disable_progress_bar()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         loaded.folder, quantization_config=_config(dtype), device_map={"": device}, dtype=dtype, local_files_only=True
     )
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            # Otherwise an evaluation on some CPUs packs the weights for good, so that no training could follow it.
+            layer.support_avx512bf16_for_cpu = False
     return replace(loaded, model=model)
 
 

@@ -1,4 +1,4 @@
-"""Warnings of ProTrain, said where the user's own code has called a training library."""
+"""Lets warnings of ProTrain name the line of the user's code, where a training library stands between the two."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _PACKAGES = frozenset({"protrain", "transformers", "trl", *_LIBRARIES})
 
 @contextmanager
 def warned_at_user() -> Iterator[None]:
-    """Give warnings of ProTrain's that are made inside the place from which a user has called the library around.
+    """Show the warnings that ProTrain gives inside at the line where the user's code has called the library.
 
-    They would otherwise name the line of ProTrain that has called ``wrap``, of which a user knows nothing.
+    They would otherwise show the line of this package that calls ``wrap``, which tells a user nothing. They are shown
+    when the work inside has ended.
     """
     caught: list[warnings.WarningMessage] = []
     try:
@@ -36,7 +37,7 @@ def warned_at_user() -> Iterator[None]:
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost of the frames around that belongs to none of the libraries."""
+    """``frame`` or the nearest of its callers that belongs to none of the libraries. None if all of them do."""
     while frame is not None and _package(frame) in _PACKAGES | {"contextlib"}:
         frame = frame.f_back
     return frame

@@ -104,6 +104,18 @@ def test_a_resumed_run_has_the_same_adapter_and_its_saves_refer_to_the_base(fini
     assert saved_bytes == pytest.approx(12 * adapter, rel=0.2), "master and moments of the adapter, and no base"
 
 
+def test_an_evaluation_before_more_training_changes_nothing(
+    finished: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def pack(*_: Any) -> None:
+        raise AssertionError("the weights would be packed for a CPU's products, in which no training goes on")
+
+    monkeypatch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+    monkeypatch.setattr("bitsandbytes.nn.modules._convert_weight_packed_for_cpu", pack)
+    assert main(train(workplace, tmp_path / "run", "--evaluate-every", "2")) == 0
+    assert (tmp_path / "run" / "model" / ADAPTER).read_bytes() == (finished / "model" / ADAPTER).read_bytes()
+
+
 def test_exports_are_the_adapter_or_its_sum_with_the_weights_before_they_were_quantised(
     finished: Path, workplace: Path, tmp_path: Path
 ) -> None:
