@@ -14,11 +14,12 @@ DEMO_STEPS ?= 400
 # One for each core, two at least; more than eight wait for memory.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
 
-.PHONY: help demo test lint format types unit kernels bench docs clean
+.PHONY: help demo test lint format types unit float8 kernels bench docs clean
 
 help:
 	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
 	@echo 'make test     lint, format check, types, tests'
+	@echo 'make float8   the tests that need torchao, which every process would import in the others'
 	@echo 'make kernels  compile every kernel for every target, no GPU needed'
 	@echo 'make bench    run the kernel benchmarks; without a GPU they check results and time nothing'
 	@echo 'make docs     build the pages of docs/ as a site in build/site'
@@ -45,6 +46,10 @@ types: $(VENV)/.dev
 
 unit: $(VENV)/.dev
 	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
+
+float8: $(VENV)/.dev $(VENV)/.float8
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) tests/engine/test_low_precision.py \
+		tests/engine/test_quantised.py tests/bench/test_train_models.py
 
 kernels: $(VENV)/.dev
 	$(RUN)/python -m tools.compile_kernels

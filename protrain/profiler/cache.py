@@ -12,6 +12,7 @@ on the meta device, asks :func:`counted_profile` for the profile of the descript
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import platform
@@ -192,11 +193,16 @@ def _versions() -> dict[str, Any]:
 
     The profiler itself is identified by its source code, because two builds may share a version number.
     """
-    own = _digest(Path(__file__).parent.glob("*.py"))
     others = {name: _installed(name) for name in _LIBRARIES if name in sys.modules}
-    return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": own, **others}
+    return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": _own_code(), **others}
 
 
+@functools.cache
+def _own_code() -> str:
+    return _digest(Path(__file__).parent.glob("*.py"))
+
+
+@functools.cache  # a search for metadata takes milliseconds, and every wrap asks
 def _installed(module: str) -> str:
     """The version of the package of ``module``, which need not be imported."""
     with contextlib.suppress(PackageNotFoundError):
