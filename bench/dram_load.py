@@ -58,7 +58,7 @@ def enough_loaders(rate: Callable[[float], float], wanted: float) -> float:
 
 
 class DramLoad:
-    """Loaders, of which some run while :meth:`running` is active.
+    """Loaders, of which some run while ``running`` is active.
 
     Args:
         threads: of the host's AdamW.

@@ -22,7 +22,7 @@ from protrain.engine.weights.state_hooks import members_of
 class AveragedWeights:
     """The exponential moving average of all trained weights of a wrapped model, in fp32.
 
-    The first :meth:`update` takes the weights as they are, and later ones do ``average += (1 - decay) * (weight -
+    The first ``update`` takes the weights as they are, and later ones do ``average += (1 - decay) * (weight -
     average)``, as AveragedModel does. The bits are the same under every plan and on any number of ranks. It takes 4
     bytes of host memory for each trained parameter, divided by the number of ranks. An update waits for the updates of
     the optimizer, so call it every so many steps where these run on the host.
@@ -85,7 +85,7 @@ class AveragedWeights:
         return {member.name: whole(member, self._own[member.name]).clone() for member in members}
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Go on from what :meth:`state_dict` returned. Each rank takes its part of the whole averages.
+        """Go on from what ``state_dict`` returned. Each rank takes its part of the whole averages.
 
         Raises:
             ValueError: they are those of another model.

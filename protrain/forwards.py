@@ -22,7 +22,7 @@ def change_forwards(
         A function that undoes it.
 
     Raises:
-        ValueError: as :func:`protrain.forward.chunked_loss.find_head`. After any exception, nothing is changed.
+        ValueError: as ``protrain.forward.chunked_loss.find_head``. After any exception, nothing is changed.
     """
     blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
     changes: ExitStack[None] = ExitStack()

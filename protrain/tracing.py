@@ -37,7 +37,7 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     There should be at least two, so that one overlaps with the updates of the one before.
 
     Args:
-        optimizer: what :func:`protrain.wrap` returned.
+        optimizer: what ``protrain.wrap`` returned.
         path: a JSON file, written when the body ends. Its folder is made if missing. With several ranks the first
             writes this file, and rank 1 writes one of the same name with "-rank1" behind the stem, and so on.
         kernels: whether to include what torch.profiler sees.

@@ -76,7 +76,7 @@ def wrap(
     """Make ``model`` and ``optimizer`` train within the available memory, with the results of the plain loop.
 
     Args:
-        model: any module, on the CPU, on a GPU, or built under :func:`protrain.empty_parameters`. It is trained as it
+        model: any module, on the CPU, on a GPU, or built under ``protrain.empty_parameters``. It is trained as it
             is in training mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
         example_batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``), or the one argument of the model.
@@ -238,7 +238,7 @@ def _begin(
     gradient_reduction: str,
     stages: Progress,
 ) -> None:
-    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of :func:`wrap`."""
+    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of ``wrap``."""
     target, inside = checked.device, wrapped.step_during_backward
     gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
     hardware = detect(target, device_memory=device_memory, host_memory=host_memory)

@@ -81,3 +81,13 @@ def test_pages_that_the_sources_name_exist() -> None:
 @pytest.mark.parametrize(("page", "limit"), [("README.md", 800), ("docs/how-it-works.md", 1500)])
 def test_a_page_is_short_enough_to_be_read(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text().split()) < limit
+
+
+def test_the_reference_has_every_public_name() -> None:
+    import protrain
+
+    shown = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+    assert {name.rpartition(".")[2] for name in shown} >= set(protrain.__all__)
+    for name in shown:
+        module, _, item = name.rpartition(".")
+        assert item in defined(ROOT / f"{module.replace('.', '/')}.py"), name

@@ -110,7 +110,7 @@ def compile_all(targets: Iterable[str], *, only: Sequence[str] = ("",), jobs: in
     """Compile and inspect variants, printing a row for each. Returns whether all are sound.
 
     Args:
-        targets: names out of :data:`TARGETS`.
+        targets: names out of ``TARGETS``.
         only: what the name of a variant must start with; one of these is enough.
         jobs: how many processes compile at the same time.
     """

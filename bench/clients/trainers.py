@@ -163,7 +163,7 @@ def _train(run: Run, trainer: Any) -> None:
 
 
 def _tokenizer(run: Run) -> Any:
-    """One token for each word of :func:`_texts`."""
+    """One token for each word of ``_texts``."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace

@@ -15,6 +15,7 @@ from protrain.common.records import Record
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, predict
 from protrain.planning.plan import as_planned, layout_of
+from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 
 GIB = 1024**3
@@ -38,10 +39,11 @@ class CaseResult(Record):
         inside = not self.case.clip
         found = predict(self.profile, self.hardware, plan, step_during_backward=inside)
         profile, layout = as_planned(self.profile, plan), layout_of(self.profile, plan)
+        memory = Models.of(plan, profile, self.hardware, step_during_backward=inside).memory
         return Prediction(
             step_ms=found.step_ms,
             paper_ms=paper_step_ms(plan, profile, self.hardware, layout),
-            device_bytes=found.device_bytes,
+            device_bytes=found.device_bytes - memory.library_bytes,
             host_bytes=found.host_bytes,
         )
 
@@ -66,7 +68,7 @@ class Prediction:
 
     step_ms: float
     paper_ms: float
-    device_bytes: int
+    device_bytes: int  # of torch's allocator, whose peak is measured
     host_bytes: int
 
 

@@ -15,7 +15,7 @@ def quantise_later(model: Any) -> None:
     """Let the linear layers of the blocks have frozen NF4 weights, with statistics that are quantised too (QLoRA).
 
     The weights keep the record of their start values, so that each layer can be quantised by itself when its values
-    are made: see :func:`quantised`. The model is marked as one that transformers loaded in 4 bits, and peft then puts
+    are made: see ``quantised``. The model is marked as one that transformers loaded in 4 bits, and peft then puts
     its own 4-bit layers around these.
 
     Raises:

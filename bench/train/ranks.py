@@ -86,10 +86,10 @@ def first_error(out: Path, outcomes: Sequence[Outcome], statuses: Sequence[int |
     rank whose last words, in its outcome or in its log, are the oldest.
 
     Args:
-        out: rank 0's outcome file; see :func:`file_of`.
+        out: rank 0's outcome file; see ``file_of``.
         outcomes: of all ranks, as far as they had come.
         statuses: their exit statuses; None: still running.
-        log: what rank 0 printed; see :func:`file_of`.
+        log: what rank 0 printed; see ``file_of``.
     """
     last_words_ns = {}  # by the ranks that failed
     for rank, (outcome, status) in enumerate(zip(outcomes, statuses, strict=True)):

@@ -1,7 +1,7 @@
 """Models to which peft has added an adapter: what is saved and exported of them.
 
 They are exported as the adapter alone, or with the adapter merged in. A checkpoint may leave out the weights that the
-adapter was added to (:class:`Base`): they do not change, and are most of the model.
+adapter was added to (``Base``): they do not change, and are most of the model.
 """
 
 from __future__ import annotations

@@ -87,14 +87,14 @@ def export_save(
     merge: bool = False,
     base: Path | None = None,
 ) -> None:
-    """Do what :func:`export` does with the weights of ``save`` in ``dtype``. ``model`` may be on the meta device.
+    """Do what ``export`` does with the weights of ``save`` in ``dtype``. ``model`` may be on the meta device.
 
     If the save has no weights of the model that its adapter was added to, ``merge`` reads them from the folder
     ``base``.
 
     Raises:
         CheckpointError: a file of the save is damaged, or it is of another model.
-        ValueError, OSError: as :func:`export` does.
+        ValueError, OSError: as ``export`` does.
     """
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])

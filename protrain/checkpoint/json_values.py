@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> Any:
-    """Convert ``value`` to JSON values that :func:`decode` converts back exactly. Tuples and non-text keys are marked.
+    """Convert ``value`` to JSON values that ``decode`` converts back exactly. Tuples and non-text keys are marked.
 
     Copies of tensors go to ``tensors``, if given.
 
@@ -42,7 +42,7 @@ def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> A
 
 
 def decode(value: Any, tensors: dict[str, Tensor] | None = None) -> Any:
-    """What :func:`encode` was given. ``tensors`` are those that it filled."""
+    """What ``encode`` was given. ``tensors`` are those that it filled."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Loads what :mod:`protrain.checkpoint.saving` has saved, checked before anything is changed."""
+"""Loads what ``protrain.checkpoint.saving`` has saved, checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def load_checkpoint(
 
 
 def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module, base: Base | None = None) -> Any:
-    """Raise early what :func:`load_checkpoint` would refuse, as far as that takes no time.
+    """Raise early what ``load_checkpoint`` would refuse, as far as that takes no time.
 
     Returns the save's ``extra``.
 

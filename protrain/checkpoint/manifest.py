@@ -48,7 +48,7 @@ def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
 
 
 def read_manifest(save: Path) -> dict[str, Any]:
-    """What :func:`write_manifest` was given. Raises a CheckpointError if it cannot be read or is damaged."""
+    """What ``write_manifest`` was given. Raises a CheckpointError if it cannot be read or is damaged."""
     try:
         manifest = json.loads((save / MANIFEST).read_bytes())
     except FileNotFoundError:
@@ -79,7 +79,7 @@ def read_manifest(save: Path) -> dict[str, Any]:
 def check_files(save: Path, manifest: dict[str, Any]) -> None:
     """Raise a CheckpointError unless every file exists, has its size, and holds the parameters ``manifest`` names.
 
-    Only headers are read, however large the save is. :func:`verify_bytes` does the rest.
+    Only headers are read, however large the save is. ``verify_bytes`` does the rest.
     """
     for name, entry in manifest["files"].items():
         try:

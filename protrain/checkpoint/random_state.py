@@ -29,7 +29,7 @@ def random_state() -> dict[str, Any]:
 
 
 def check_random_state(state: dict[str, Any]) -> None:
-    """Raise a ValueError if :func:`set_random_state` could not set ``state``, by setting it in new generators."""
+    """Raise a ValueError if ``set_random_state`` could not set ``state``, by setting it in new generators."""
     _set(
         state,
         torch.Generator().set_state,
@@ -40,7 +40,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set what :func:`random_state` returned. CUDA devices beyond those of the save keep their states."""
+    """Set what ``random_state`` returned. CUDA devices beyond those of the save keep their states."""
     _set(state, torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
 
 

@@ -14,12 +14,12 @@ leaves the earlier saves untouched and at most one hidden folder, which the next
 one at a time, so memory stays bounded by one file. State is kept in fp32, by parameter name and element, so it loads
 under any plan and on any number of ranks.
 
-With several ranks, each writes and reads what it has of every parameter (:mod:`protrain.checkpoint.parameter_files`).
+With several ranks, each writes and reads what it has of every parameter (``protrain.checkpoint.parameter_files``).
 The first rank does all else alone: it makes the hidden folder, and when all ranks have said that their files are on the
 disk, it writes the manifest and renames the folder.
 
 [Note: saves beside the training] ``async_save`` takes all that can change at once, and a thread of each rank writes it.
-The threads must not issue collectives, so what they say to each other is in :class:`protrain.distributed.aside.Aside`.
+The threads must not issue collectives, so what they say to each other is in ``protrain.distributed.aside.Aside``.
 The next save, or a load, waits for them first, because it would take their hidden folder for one that was left behind.
 """
 
@@ -84,7 +84,7 @@ def save_checkpoint(
         model: The wrapped model; gives its buffers, and the extra state of modules that have one.
         optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
-        extra: Anything JSON can hold; :func:`load_checkpoint` returns it.
+        extra: Anything JSON can hold; ``load_checkpoint`` returns it.
         keep: How many saves stay, this one included. Older ones are deleted once it is complete.
         base: The model that an adapter was added to. Its weights are then left out, and a load needs the same base.
 
@@ -113,7 +113,7 @@ def async_save(
     keep: int = 2,
     base: Base | None = None,
 ) -> Future[Path]:
-    """Do what :func:`save_checkpoint` does, and train on while a thread writes a copy of the state.
+    """Do what ``save_checkpoint`` does, and train on while a thread writes a copy of the state.
 
     The copy takes 12 bytes of host memory for each parameter that is trained, of which each rank has its share, until
     it is written.
@@ -124,7 +124,7 @@ def async_save(
 
     Raises:
         BudgetError: the plan leaves too little of the host memory for the copy. It says how much that is.
-        ValueError, MisuseError: as :func:`save_checkpoint` does.
+        ValueError, MisuseError: as ``save_checkpoint`` does.
     """
     check_wrapped(model, optimizer)
     ranks = optimizer.ranks
@@ -145,7 +145,7 @@ def async_save(
 
 
 def wait_for_async_save(optimizer: ProTrainOptimizer) -> None:
-    """Wait until the last :func:`async_save`, if there is one, has written its save or failed to."""
+    """Wait until the last ``async_save``, if there is one, has written its save or failed to."""
     saved = _beside.pop(optimizer, None)
     if saved is not None:
         wait([saved])

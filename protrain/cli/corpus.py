@@ -97,7 +97,7 @@ def tokenize_rows(
     """Write the rows of ``paths`` as packed token arrays to ``folder`` and map them into memory.
 
     Parameters:
-        paths: Files or folders for :func:`read_rows`.
+        paths: Files or folders for ``read_rows``.
         examples: Makes tokens of a row.
         folder: Gets the arrays.
         held_out: The share of rows that is kept for evaluation, evenly spread.

@@ -57,7 +57,7 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
 
 
 def discard_unfinished(folder: Path) -> None:
-    """Remove what an interrupted :func:`finish` was writing."""
+    """Remove what an interrupted ``finish`` was writing."""
     shutil.rmtree(folder / f".{MODEL_FOLDER}.tmp", ignore_errors=True)
     for path in folder.glob(f".{SUMMARY_FILE}.*.tmp"):
         path.unlink()

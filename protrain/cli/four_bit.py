@@ -2,7 +2,7 @@
 
 transformers quantises with bitsandbytes while it loads: to NF4, with statistics that are quantised too, as the paper of
 QLoRA does (arXiv 2305.14314). Such weights are whole on every device. Planning, and all that is checked before weights
-are loaded, needs only their shapes, which :func:`shape_in_4bit` makes at no cost.
+are loaded, needs only their shapes, which ``shape_in_4bit`` makes at no cost.
 """
 
 from __future__ import annotations

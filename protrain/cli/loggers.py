@@ -26,7 +26,7 @@ def logger(name: str | None, folder: Path, *, resumed_step: int, options: dict[s
     """A function that logs a row of metrics.jsonl.
 
     Args:
-        name: one of :data:`LOGGERS`, or None for a function that does nothing.
+        name: one of ``LOGGERS``, or None for a function that does nothing.
         folder: that of the run.
         resumed_step: the step from which the run goes on. The curve of an earlier process goes on from there.
         options: those of the run, which are shown beside its curve.

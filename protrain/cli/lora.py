@@ -48,7 +48,7 @@ def refuse_4bit_alone(lora: str | None, *, load_in_4bit: bool) -> None:
 
 
 def lora_text(text: str) -> str:
-    """An argparse type: what :func:`parse_lora` can read. It stays text."""
+    """An argparse type: what ``parse_lora`` can read. It stays text."""
     try:
         parse_lora(text)
     except ValueError as error:

@@ -34,7 +34,7 @@ class StepResult:
 class DelayedRead:
     """Reads a step's losses while the next step runs, so that the GPU never waits for the host.
 
-    On a GPU the numbers are copied to pinned memory after the step, and :meth:`take` waits only for that copy. On a CPU
+    On a GPU the numbers are copied to pinned memory after the step, and ``take`` waits only for that copy. On a CPU
     they are there at once.
 
     Args:
@@ -119,7 +119,7 @@ class StepTimes:
         self._last_s = self._begun_s = None
 
     def go_on(self, begun_s: float) -> None:
-        """Note the end of a pause. Times here and in :meth:`add_alone` are those of the host's clock."""
+        """Note the end of a pause. Times here and in ``add_alone`` are those of the host's clock."""
         self._begun_s = begun_s
 
     @property
@@ -135,7 +135,7 @@ class StepTimes:
 
     @property
     def are_alone(self) -> bool:
-        """Whether :meth:`quantile` uses steps that stood alone."""
+        """Whether ``quantile`` uses steps that stood alone."""
         return bool(self.alone_milliseconds) and not self.milliseconds
 
     def quantile(self, share: float) -> float | None:

@@ -78,7 +78,7 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
 
 
 def describe(name: str, *, layers: int | None = None) -> str:
-    """What :func:`read_architecture` would make the model from, at no cost. "" if there is no such model."""
+    """What ``read_architecture`` would make the model from, at no cost. "" if there is no such model."""
     if name in SHAPES:
         return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
     try:
@@ -96,7 +96,7 @@ def load_model(name: str, *, layers: int | None = None, from_scratch: bool = Fal
         from_scratch: Whether the weights are random whatever the folder holds.
 
     Raises:
-        ValueError: As :func:`read_architecture`; or the folder lacks weights, or its tokenizer does not fit.
+        ValueError: As ``read_architecture``; or the folder lacks weights, or its tokenizer does not fit.
     """
     architecture = read_architecture(name, layers=layers)
     folder = architecture.folder

@@ -200,7 +200,7 @@ def imported_late(module: str) -> Callable[[argparse.Namespace], None]:
 
 
 def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
-    """Add --gpus to the parser of a command that does ``what`` on one GPU, for :func:`protrain.cli.launch.launched`."""
+    """Add --gpus to the parser of a command that does ``what`` on one GPU, for ``protrain.cli.launch.launched``."""
     parser.add_argument(
         "--gpus",
         type=whole(1),
@@ -210,7 +210,7 @@ def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add --json and --out, which :func:`emit` obeys."""
+    """Add --json and --out, which ``emit`` obeys."""
     output = parser.add_argument_group("output")
     output.add_argument(
         "--json", action="store_true", default=False, help="print JSON on standard output instead of the table"
@@ -242,7 +242,7 @@ def add_type_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
 
 
 def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --compile and --no-compile. :func:`protrain.cli.prepare.choose_compile` knows the default."""
+    """Add --compile and --no-compile. ``protrain.cli.prepare.choose_compile`` knows the default."""
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -251,7 +251,7 @@ def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --chunked-loss and --no-chunked-loss. :func:`protrain.cli.prepare.choose_loss` knows the default."""
+    """Add --chunked-loss and --no-chunked-loss. ``protrain.cli.prepare.choose_loss`` knows the default."""
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,

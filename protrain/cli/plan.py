@@ -117,7 +117,7 @@ def add_command(commands: Any, summary: str) -> None:
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`protrain.cli.plan_machine.machine_of` reads."""
+    """Add the options that ``protrain.cli.plan_machine.machine_of`` reads."""
     machine = parser.add_argument_group("machine")
     machine.add_argument(
         "--hardware",

@@ -41,7 +41,7 @@ from protrain.validate import choose_dtype
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
-    """Do everything up to the first step. :func:`write_run_files` then writes the run's files.
+    """Do everything up to the first step. ``write_run_files`` then writes the run's files.
 
     Raises:
         ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong

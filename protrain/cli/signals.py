@@ -20,7 +20,7 @@ _LOOK_S = 0.25  # the time between looks for a swallowed exception
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised when a signal comes inside :meth:`StopRequests.raised`."""
+    """Raised when a signal comes inside ``StopRequests.raised``."""
 
 
 class InterruptedRun(Exception):
@@ -56,11 +56,11 @@ class StopRequests:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Inside, the first signal raises :class:`Stopped`, also one that came before.
+        """Inside, the first signal raises ``Stopped``, also one that came before.
 
         Python drops what is raised in a finalizer or in the callback of a weak reference, and C code may take it for a
-        missing attribute. So a :class:`Stopped` is raised again every second until the body is left. An error that
-        leaves the body after a signal becomes a :class:`Stopped` too, because a swallowed exception may be its cause.
+        missing attribute. So a ``Stopped`` is raised again every second until the body is left. An error that
+        leaves the body after a signal becomes a ``Stopped`` too, because a swallowed exception may be its cause.
         """
         left = threading.Event()
         # The thread is not started by the handler, which may run while the main thread holds a lock that starting
@@ -108,7 +108,7 @@ def stop_requests() -> Iterator[StopRequests]:
 
 @contextmanager
 def _without_traces_of_what_is_swallowed() -> Iterator[None]:
-    """Suppress Python's report of a dropped :class:`Stopped`, which is raised again. Others are reported as usual."""
+    """Suppress Python's report of a dropped ``Stopped``, which is raised again. Others are reported as usual."""
     report = sys.unraisablehook
 
     def keep_back(unraisable: sys.UnraisableHookArgs) -> None:

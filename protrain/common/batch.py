@@ -1,7 +1,7 @@
 """Batches and outputs: how a batch becomes the model's arguments, and which loss comes out.
 
 An example batch is a mapping (the model is called with ``model(**batch)``) or a tuple (``model(*batch)``). Its tensors
-may lie in nested containers and in objects; :mod:`protrain.common.trees` says in which. The trace and the engine both
+may lie in nested containers and in objects; ``protrain.common.trees`` says in which. The trace and the engine both
 treat inputs with the functions here.
 
 A forward may write into its arguments. Some models, for example, take a dictionary of features and put their results

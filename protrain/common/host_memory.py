@@ -109,7 +109,7 @@ def register(memory: Tensor, device: torch.device) -> int:
 
 
 def map_host_memory(size_bytes: int) -> Tensor:
-    """A 1-d uint8 tensor of ``size_bytes`` zeros in memory of a :class:`HostMapping`."""
+    """A 1-d uint8 tensor of ``size_bytes`` zeros in memory of a ``HostMapping``."""
     return HostMapping(size_bytes).tensor()[:size_bytes]
 
 

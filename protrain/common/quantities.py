@@ -31,7 +31,7 @@ def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
 
 
 def parse_memory(value: int | float | str, *, name: str) -> int:
-    """:func:`parse_bytes` for a size of memory. It refuses a bare number that is too small to be bytes."""
+    """``parse_bytes`` for a size of memory. It refuses a bare number that is too small to be bytes."""
     size, unit = _read(value, name)
     if not unit and 0 < size < _LEAST_MEMORY_BYTES:
         raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")

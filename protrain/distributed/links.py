@@ -29,7 +29,7 @@ _SEND_S = 1.0  # a rank that takes nothing for so long is stopped, and gets no f
 
 
 class Links:
-    """One connection to every other rank. The thread that calls :meth:`receive` alone may call the other methods.
+    """One connection to every other rank. The thread that calls ``receive`` alone may call the other methods.
 
     Args:
         rank: of this process.
@@ -51,7 +51,7 @@ class Links:
         _close_in_children()
 
     def wake(self) -> None:
-        """Let :meth:`receive` return at once. Any thread may call this."""
+        """Let ``receive`` return at once. Any thread may call this."""
         with suppress(BlockingIOError):  # it has been woken many times already
             self._wakes.send(b".")
 

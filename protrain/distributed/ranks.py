@@ -90,7 +90,7 @@ class Ranks:
 
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
-        """A context whose exceptions :meth:`raised` is told."""
+        """A context whose exceptions ``raised`` is told."""
         try:
             yield
         except BaseException as error:

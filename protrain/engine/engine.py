@@ -55,7 +55,7 @@ _FRAMES: dict[BlockMode, type[Frame]] = {
 
 
 class Engine:
-    """Everything that a step touches. :func:`protrain.engine.build.build_engine` makes it.
+    """Everything that a step touches. ``protrain.engine.build.build_engine`` makes it.
 
     Args:
         model: the model, whose forwards are hooked.
@@ -217,7 +217,7 @@ class Engine:
         self.ranks.raised(None, "a backward")
 
     def in_backward_of(self, frame: Frame) -> bool:
-        """Whether :meth:`enter_backward` would do nothing. Every saved tensor asks, so it must be fast."""
+        """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
         return (
             self._current_frame() is frame
             and frame.steps == self.steps

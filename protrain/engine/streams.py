@@ -13,7 +13,7 @@ There are these streams, each for a reason:
   of the compute stream, and it does not wait for them. They have streams of their own for copies, because each piece of
   the states waits for the piece before it to have left: on h2d and d2h all later transfers would wait as well.
 
-Host code that must know when a transfer is done waits for the :class:`Mark` that came with it.
+Host code that must know when a transfer is done waits for the ``Mark`` that came with it.
 """
 
 from __future__ import annotations

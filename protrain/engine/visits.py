@@ -79,7 +79,7 @@ class Visits:
         self.order.enter(unit.index, start=self.backward_start)
 
     def prefetch_in_backward(self, unit: Unit) -> None:
-        """:meth:`prefetch` in the backward of ``unit``."""
+        """``prefetch`` in the backward of ``unit``."""
         self.prefetch()
 
     def leave_backward(self) -> None:

@@ -106,7 +106,7 @@ def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 
 def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> nn.Linear:
-    """The module that computes the logits of ``model``, if :func:`chunk_loss` can take its place.
+    """The module that computes the logits of ``model``, if ``chunk_loss`` can take its place.
 
     Raises:
         ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
@@ -141,7 +141,7 @@ def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False)
         on_meta: whether it is only traced on the meta device, as if on ``device``. That needs neither a GPU nor Liger.
 
     Raises:
-        ValueError: as :func:`find_head`.
+        ValueError: as ``find_head``.
     """
     head = find_head(model, device, on_meta=on_meta)
     kind: Any = model
@@ -156,7 +156,7 @@ def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False)
 
 
 def is_chunked(model: nn.Module) -> bool:
-    """Whether :func:`chunk_loss` replaced the loss of ``model``."""
+    """Whether ``chunk_loss`` replaced the loss of ``model``."""
     return isinstance(getattr(vars(model).get("_loss_function"), "__self__", None), _Head)
 
 

@@ -60,7 +60,7 @@ def _leave_alone(package: str) -> None:
 def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Callable[[], None]:
     """Compile the forward of each of ``blocks``. Returns a function that undoes it.
 
-    With ``on_meta`` it compiles as far as the meta device can show; see :mod:`protrain.forward.compilation_on_meta`.
+    With ``on_meta`` it compiles as far as the meta device can show; see ``protrain.forward.compilation_on_meta``.
     """
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")

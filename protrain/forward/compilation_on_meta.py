@@ -1,7 +1,7 @@
 """Stands in for the compiler on the meta device: it runs the graphs that would be compiled, operator by operator.
 
 What a compiled block saves is decided when the compiler splits its graph into forward and backward, before any code is
-generated. What is alive between products depends on which operators are fused; :func:`inside_graph` says where that
+generated. What is alive between products depends on which operators are fused; ``inside_graph`` says where that
 would be.
 """
 

@@ -26,7 +26,7 @@ class RuntimeMode(TorchDispatchMode):
         """Whether torch puts a guard against the compiler around every call of the mode.
 
         The guard takes time in every call and is not needed: the compiler leaves the code of this package alone
-        (:func:`protrain.forward.compilation.compile_blocks`).
+        (``protrain.forward.compilation.compile_blocks``).
         """
         return False
 

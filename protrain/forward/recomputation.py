@@ -39,8 +39,8 @@ class _Stop(Exception):
 class Recomputation:
     """One call of the block ``modules``, which errors name by ``label``, on ``device``. See [Note: a second run].
 
-    Who runs the block calls, in this order: :meth:`called`, the block, with :meth:`note` for every tensor that autograd
-    saves, and :meth:`over`. In backward :meth:`again` gives what stands for a saved tensor.
+    Who runs the block calls, in this order: ``called``, the block, with ``note`` for every tensor that autograd
+    saves, and ``over``. In backward ``again`` gives what stands for a saved tensor.
     """
 
     def __init__(self, label: str, modules: BlockModules, device: torch.device) -> None:

@@ -43,7 +43,7 @@ class _SharedGenerator:
         return self._state
 
     def go_back(self, state: Any) -> None:
-        """Set the state to what :meth:`state` returned before."""
+        """Set the state to what ``state`` returned before."""
         if self.state() is not state:
             self._write(state)
             self._state, self._seen = state, self._memory()

@@ -65,7 +65,7 @@ class HardwareProfile(Record):
     ``source`` says where the figures come from: "measured", "shipped" or "detected" (sizes read from the system, rates
     assumed). On a CPU the device is simulated: ``device_bytes`` is its budget, and the rates are those of host memory.
     In a run of several processes the rates are those of one process while all of them do the same, and in a plan
-    ``host_bytes`` are what one of them may take: :meth:`shared_by` divides the profile of a whole machine.
+    ``host_bytes`` are what one of them may take: ``shared_by`` divides the profile of a whole machine.
     """
 
     file_kind = "a hardware profile"
@@ -162,7 +162,7 @@ class HardwareProfile(Record):
 
     @property
     def rates(self) -> str:
-        """How most rates are known: "measured", "composed" or "assumed". :meth:`known` says it of one rate."""
+        """How most rates are known: "measured", "composed" or "assumed". ``known`` says it of one rate."""
         return "assumed" if self.source == "detected" else self.known("matmul_tflops")
 
     def shared_by(self, n_ranks: int, n_nodes: int = 1) -> Self:

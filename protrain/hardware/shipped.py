@@ -29,7 +29,7 @@ _BY_GPU = {
 
 
 def shipped_names() -> list[str]:
-    """The names that :func:`load` takes without a file."""
+    """The names that ``load`` takes without a file."""
     return sorted(_BY_GPU.values())
 
 
@@ -67,7 +67,7 @@ _HOST_RATES = ("host_adam_gparams", "host_adam_weight_gparams", "host_adam_p20_g
 
 
 def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwareProfile:
-    """The profile of a whole machine with ``n_gpus``: that of :func:`load`, with a host as such machines have it.
+    """The profile of a whole machine with ``n_gpus``: that of ``load``, with a host as such machines have it.
 
     Only shipped profiles of cards that are rented in parts of a server have a larger host with more GPUs.
     """

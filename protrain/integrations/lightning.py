@@ -1,7 +1,7 @@
 """Lightning's Trainer and Fabric on ProTrain: ``strategy="protrain"``, which exists once this module is imported.
 
 Both strategies are those of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks
-are Lightning's, and model and optimizer are given to :func:`protrain.wrap`. Lightning finds strategies in a registry of
+are Lightning's, and model and optimizer are given to ``protrain.wrap``. Lightning finds strategies in a registry of
 its own and looks for no entry points, hence the import.
 """
 
@@ -86,7 +86,7 @@ class ProTrainStrategy(DDPStrategy):
 
     Args:
         example_batch: what the dataloader gives to ``training_step``.
-        wrap_arguments: of :func:`protrain.wrap`, such as ``device_memory="24GiB"``.
+        wrap_arguments: of ``protrain.wrap``, such as ``device_memory="24GiB"``.
     """
 
     optimizers: Any  # of Lightning's strategy, as is the next
@@ -163,15 +163,15 @@ class ProTrainStrategy(DDPStrategy):
         return self._run("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`training_step`."""
+        """See ``training_step``."""
         return self._run("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`training_step`."""
+        """See ``training_step``."""
         return self._run("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See :meth:`training_step`."""
+        """See ``training_step``."""
         return self._run("predict_step", *args, **kwargs)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -207,7 +207,7 @@ class ProTrainFabricStrategy(FabricDDPStrategy):
     """Fabric's ``Fabric(strategy="protrain")``, for ``model, optimizer = fabric.setup(model, optimizer)``.
 
     Args:
-        wrap_arguments: of :func:`protrain.wrap`, such as ``accumulation=4`` or ``device_memory="24GiB"``.
+        wrap_arguments: of ``protrain.wrap``, such as ``accumulation=4`` or ``device_memory="24GiB"``.
     """
 
     precision: Any  # of Lightning's strategy

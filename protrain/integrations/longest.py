@@ -53,7 +53,7 @@ def _kind(value: Any) -> str:
 
 
 def _lengths_of_arrow(dataset: Any) -> tuple[dict[str, np.ndarray], bool]:
-    """What :func:`_lengths_of_list` returns."""
+    """What ``_lengths_of_list`` returns."""
     from pyarrow import compute, types
 
     found: dict[str, list[np.ndarray]] = {}

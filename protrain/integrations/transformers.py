@@ -48,7 +48,7 @@ class ProTrainMixin(_Base):
 
     Args:
         args: of the Trainer.
-        protrain: arguments of :func:`protrain.wrap`, such as ``{"device_memory": "24GiB"}``.
+        protrain: arguments of ``protrain.wrap``, such as ``{"device_memory": "24GiB"}``.
         kwargs: of the Trainer.
     """
 

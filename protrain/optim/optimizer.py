@@ -46,7 +46,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     Hyperparameters are read from ``param_groups`` when ``step`` is called, so every scheduler works.
 
-    Where :func:`protrain.wrap` is given no example batch, there is no engine before the first call of the model. Until
+    Where ``protrain.wrap`` is given no example batch, there is no engine before the first call of the model. Until
     then groups can be read and changed, and a state can be loaded, which goes to the engine when that begins.
 
     Args:
@@ -241,7 +241,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return self._state_dict("the optimizer's state_dict()", kept=True)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """:meth:`state_dict` on the first rank, and an empty dict on all others, which hold one parameter at a time.
+        """``state_dict`` on the first rank, and an empty dict on all others, which hold one parameter at a time.
 
         With several ranks all of them must call it.
         """
@@ -341,7 +341,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             return export_part(self._by_name[name], self._engine.step.updates.steps)
 
     def export_bytes(self, names: Iterable[str]) -> int:
-        """The host memory that :meth:`export_part` of the parameters ``names`` takes on this rank."""
+        """The host memory that ``export_part`` of the parameters ``names`` takes on this rank."""
         members = [self._by_name[name] for name in names]
         return sum(
             (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
@@ -358,7 +358,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return own_elements(self._by_name[name])
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Raise a ValueError if :meth:`import_parameter` could not set ``tensors``.
+        """Raise a ValueError if ``import_parameter`` could not set ``tensors``.
 
         Their shapes are enough to check.
         """
@@ -370,7 +370,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 
     def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Set what :meth:`export_parameter` returned. A ValueError names a wrong name or shape.
+        """Set what ``export_parameter`` returned. A ValueError names a wrong name or shape.
 
         With several ranks all of them must call it, with the same tensors.
         """
@@ -379,7 +379,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.import_part(name, slice(0, self._parameters[name].numel()), tensors)
 
     def import_part(self, name: str, elements: slice, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``elements`` of a parameter to ``tensors``, as those of a :class:`Part`.
+        """Set ``elements`` of a parameter to ``tensors``, as those of a ``Part``.
 
         With several ranks every one of them must be given at least once what it has of each parameter, though that be
         no elements, so that it learns of the step and drops the weights that it has gathered before.
@@ -400,7 +400,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         }
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError if :meth:`load_scalar_state` could not set ``state``."""
+        """Raise a ValueError if ``load_scalar_state`` could not set ``state``."""
         if len(state["param_groups"]) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(state['param_groups'])} parameter groups, this optimizer {len(self.param_groups)}"
@@ -410,7 +410,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.groups.check_names(state.get("parameters", []))
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Set what :meth:`scalar_state` returned."""
+        """Set what ``scalar_state`` returned."""
         self.check_scalar_state(state)
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})

@@ -66,7 +66,7 @@ def host_error(
     """The PlanError of a plan of ``counts`` that needs more host memory than there is.
 
     ``on_device`` is the device memory with which a plan fits, 0 if it is not known or none does. The other arguments
-    are those of :func:`device_error`.
+    are those of ``device_error``.
     """
     hardware, n_persist = memory.hardware, counts.n_persist
     needed = memory.host_bytes(counts, activations)

@@ -134,7 +134,7 @@ class Layout(Record):
         return STAGING_BUFFERS * usual + large + (STAGING_BUFFERS + 1) * sent + 2 * large_sent
 
     def sum_bytes(self, n_persist: int, element_bytes: int) -> int:
-        """Device memory that several ranks need beside :meth:`staging_elements` for steps of several backwards.
+        """Device memory that several ranks need beside ``staging_elements`` for steps of several backwards.
 
         The fp32 sums of chunks in host memory pass through it in place of their shards. The gradient that a fold makes
         of any sum lies in it, too, of which nothing but its squares is needed.
@@ -200,7 +200,7 @@ def pack(profile: ModelProfile, chunk_elements: int | None = None, world_size: i
     A unit's parameters stay together. They go into the current chunk if all of them fit, else into a new one, and a
     unit larger than a chunk spreads over several. Inside a unit, parameters are sorted by optimizer group and then by
     definition. A parameter larger than a chunk has a large chunk of its own: see [Note: large parameters].
-    ``chunk_elements`` is by default chosen by :func:`choose_chunk_elements`. See [Note: shards] for several ranks.
+    ``chunk_elements`` is by default chosen by ``choose_chunk_elements``. See [Note: shards] for several ranks.
 
     Raises:
         ValueError: ``chunk_elements`` is not a positive multiple of 128.

@@ -56,8 +56,8 @@ class Counts(NamedTuple):
 class Plan(Record):
     """Everything the engine needs to know. The engine never searches, and never changes its plan.
 
-    Chunks ``0 .. n_persist - 1`` of :func:`layout_of` are persistent. n_buffer, n_swap and n_ckpt have the paper's
-    meaning; ``block_modes`` spells the last two out, one mode per block. :class:`Counts` describes every integer.
+    Chunks ``0 .. n_persist - 1`` of ``layout_of`` are persistent. n_buffer, n_swap and n_ckpt have the paper's
+    meaning; ``block_modes`` spells the last two out, one mode per block. ``Counts`` describes every integer.
     """
 
     file_kind = "a plan"
@@ -186,7 +186,7 @@ def fingerprint(profile: ModelProfile) -> str:
 
 
 def parameters_fingerprint(parameters: Iterable[ParameterRecord], dtype: str) -> str:
-    """The first part of :func:`fingerprint`."""
+    """The first part of ``fingerprint``."""
     return _digest([dtype, [(record.name, record.shape, record.group) for record in parameters]])
 
 

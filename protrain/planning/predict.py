@@ -1,6 +1,6 @@
 """Predictions: one pure function from a profile, a machine and a plan to time, memory and timeline.
 
-:func:`predict` is for one plan. :class:`Models` keeps what the plans of one layout have in common, for callers who ask
+``predict`` is for one plan. ``Models`` keeps what the plans of one layout have in common, for callers who ask
 about many plans: the search and the what-if table.
 """
 
@@ -52,7 +52,7 @@ class Models:
     """Memory model and runtime model of one layout on one machine.
 
     ``keep_attention`` says whether recomputed blocks keep the outputs of attention. The other arguments are those of
-    :class:`MemoryModel`.
+    ``MemoryModel``.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 It is a pattern search from several starts. A coarse grid over placements finds where to begin. From the best of these
 starts, every integer is changed by a step, alone or together with an integer that trades against it, and a change that
 makes the step faster is kept. Steps halve until they are 1. The last changes are those of the what-if table
-(:mod:`protrain.planning.changes`), so no plan has a better neighbour in its own table. Every time and size comes from
-the models of :mod:`protrain.planning.predict`, in a fixed order, so the search is deterministic.
+(``protrain.planning.changes``), so no plan has a better neighbour in its own table. Every time and size comes from
+the models of ``protrain.planning.predict``, in a fixed order, so the search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
 So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers never make a
@@ -12,8 +12,8 @@ step slower, so a plan has all that fit. Speculative updates compute only the we
 more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
-(:mod:`protrain.planning.rates.host_rates`), plus a share of that time for every mechanism that costs memory:
-:data:`_MUST_GAIN`. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
+(``protrain.planning.rates.host_rates``), plus a share of that time for every mechanism that costs memory:
+``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
 since a transfer may be late.
 """
 
@@ -89,7 +89,7 @@ def search(
     Args:
         profile: of the model and the batch.
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
-        chunk_elements: size of a chunk; default: :func:`protrain.planning.layout.choose_chunk_elements`.
+        chunk_elements: size of a chunk; default: ``protrain.planning.layout.choose_chunk_elements``.
         step_during_backward: plan for updates inside backward.
         known: plans of the same model. Those that fit are additional starts.
         without: mechanisms that the plan must not use, by the name of its field: "n_swap", "stream", ...

@@ -4,7 +4,7 @@ Updates wait in one queue, in the order in which the next forward needs their ch
 takes the first one that the host would not finish in time and that the GPU would finish sooner, if forward then waits
 for less. It may wait for more, as the host is slower while the GPU streams states from the same memory. So a host that
 is almost as fast as forward needs it to be is left alone, and a slower host gets help. The engine asks
-:func:`first_late` with the rates that it has measured in this run, and the runtime model with those of calibration. Who
+``first_late`` with the rates that it has measured in this run, and the runtime model with those of calibration. Who
 updates a chunk changes no bit of it.
 """
 

@@ -73,7 +73,7 @@ def measure_block(
 
     Dispatch modes see nothing inside a compiled forward, so the eager forward says what is computed and used. On the
     CPU, where the meter is such a mode, the eager forward is traced in place of the compiled one, which needs no more
-    memory. ``apart`` is the context of each run (:func:`run_apart`). ``without_modes`` suspends the trace's function
+    memory. ``apart`` is the context of each run (``run_apart``). ``without_modes`` suspends the trace's function
     modes.
     """
     eager = eager_of(forward)

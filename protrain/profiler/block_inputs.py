@@ -84,7 +84,7 @@ class CheckpointedCall(Recomputation):
         return self.fresh_input(leaf) if isinstance(leaf, Tensor) else super().as_given(leaf)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first run, after :meth:`called`."""
+        """The first run, after ``called``."""
         with saved_tensors_hooks(self.note, self.again):
             output = self.function(*args, **kwargs)
         self.over()

@@ -6,7 +6,7 @@ The values of tensors, and attributes that are objects, are not compared. A mode
 profiled anew with ``PROTRAIN_CACHE=0``.
 
 Building a large model takes longer than planning for it. A caller who builds it from a description, and has it counted
-on the meta device, asks :func:`counted_profile` for the profile of the description instead.
+on the meta device, asks ``counted_profile`` for the profile of the description instead.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def cached_profile(
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """Return what :func:`protrain.profile` would, from the cache if possible.
+    """Return what ``protrain.profile`` would, from the cache if possible.
 
     Profiles of GPUs are cached, and those that are counted on the meta device. On a CPU profiling is quick, and its
     times depend on what else the machine is doing at that moment.

@@ -44,7 +44,7 @@ class StorageMeter(RuntimeMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The maximum of ``alive_bytes`` since :meth:`reset_peak`."""
+        """The maximum of ``alive_bytes`` since ``reset_peak``."""
         self._count_fused()
         return self._peak_bytes
 
@@ -118,7 +118,7 @@ class StorageMeter(RuntimeMode):
 
 
 class CudaMeter:
-    """Counts with the caching allocator's statistics, less what was allocated before and what :meth:`managed` adds."""
+    """Counts with the caching allocator's statistics, less what was allocated before and what ``managed`` adds."""
 
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # without it there are no statistics to reset
@@ -141,7 +141,7 @@ class CudaMeter:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes allocated since :meth:`reset_peak`."""
+        """The most bytes allocated since ``reset_peak``."""
         return max(self._peak, torch.cuda.max_memory_allocated(self._device) - self._outside)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:

@@ -1,7 +1,7 @@
 """Makes the meta device behave like a GPU in a trace: fused attention, and answers to questions about values.
 
 For most operators torch works out in Python what they return on the meta device, which takes most of the time of a
-trace. A trace calls many thousands, nearly all of them alike. So the answers are remembered (:class:`_Results`).
+trace. A trace calls many thousands, nearly all of them alike. So the answers are remembered (``_Results``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Several ranks against plain torch that shares no code with the engine, its kernels or the plain loop.
 
 The reference adds the gradients of all micro-batches from left to right in fp32 and rounds the sum once. Its norm,
-clipping and AdamW are its own (:mod:`tests.engine.test_finished_gradients`).
+clipping and AdamW are its own (``tests.engine.test_finished_gradients``).
 """
 
 from __future__ import annotations

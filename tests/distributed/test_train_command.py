@@ -197,7 +197,7 @@ def test_an_error_of_one_rank_ends_all_with_one_message(
 
 
 def train_and_stop(rank: int, command: list[str]) -> tuple[int, list[str]]:
-    """:func:`train_as_rank`, where the last rank alone is told to stop after the last step."""
+    """``train_as_rank``, where the last rank alone is told to stop after the last step."""
     sample = protrain.cli.finish.sample
 
     def stop(run: Run) -> str:

@@ -1,14 +1,14 @@
 """A GPU's freedom to be late, on the CPU and deterministic: copies and host updates at the worst moment allowed.
 
 On a GPU a copy may run at any time between its issue and the point where somebody waits for it, and tests on real
-hardware meet the harmful moments by luck alone. :class:`LateStreams` takes both extremes at once. From its issue on, a
+hardware meet the harmful moments by luck alone. ``LateStreams`` takes both extremes at once. From its issue on, a
 copy's target holds garbage, as it could be half written; its source is read only when somebody has waited, and must be
 unchanged by then. Two kinds of waiting are told apart: what the compute stream has waited for is true of device memory
 (the host may still be ahead of it), what a host thread has waited for is true of all memory. Device memory that is
 freed while neither knows of the copy's end is an error, as the allocator could have given it away.
 
 Work of the compute stream itself runs at once. That it may run later than its issue shows in what the host knows, and
-in :class:`Watch`: a copy must come after the last operation that used its device memory.
+in ``Watch``: a copy must come after the last operation that used its device memory.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Engines whose copies and host updates come at the worst moment allowed; see late_streams.
 
-:class:`LateWorker` stands in for the host worker: updates run as late, as early, or as arbitrarily as their order
+``LateWorker`` stands in for the host worker: updates run as late, as early, or as arbitrarily as their order
 allows, and what follows an update comes as late as the thread could be.
 """
 

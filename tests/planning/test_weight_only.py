@@ -1,6 +1,6 @@
 """Speculative updates of the weight alone: the memory that they take, and steps that can be worked out by hand.
 
-See [Note: weight-only updates] in :mod:`protrain.planning.runtime.update_queue`.
+See [Note: weight-only updates] in ``protrain.planning.runtime.update_queue``.
 """
 
 from __future__ import annotations

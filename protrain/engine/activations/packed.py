@@ -8,7 +8,7 @@ In backward most tensors are views of the buffer that was fetched. One kernel un
 memory of their own. To unpack every tensor would take as long as packing, and twice the device memory. The price of
 views is that the buffer stays until the last of them is used.
 
-The plan of packing is made at the first call of a block and reused for the same layout (:func:`protrain_kernels.pack`).
+The plan of packing is made at the first call of a block and reused for the same layout (``protrain_kernels.pack``).
 """
 
 from __future__ import annotations

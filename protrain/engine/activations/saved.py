@@ -9,7 +9,7 @@ of the same form (type, shape, stride, offset) there. This copies nothing and wo
 check tensors that go through hooks. So the engine checks the version of every tensor that stays on the device, or is
 copied to the host later, when it is used. The inputs of a block that is recomputed are checked likewise.
 
-A :class:`Frame` stands for one call of a unit. Its class is the activation mode: keep saved tensors (NONE), keep the
+A ``Frame`` stands for one call of a unit. Its class is the activation mode: keep saved tensors (NONE), keep the
 inputs only and run forward again (CKPT), move saved tensors to host memory and back (SWAP), or keep the inputs in host
 memory and run forward again (CKPT_SWAP).
 """
@@ -60,7 +60,7 @@ def own_copy(tensor: Tensor) -> Tensor:
 
 
 class Offloads(Protocol):
-    """What a frame asks of :class:`protrain.engine.activations.swap.Swaps`."""
+    """What a frame asks of ``protrain.engine.activations.swap.Swaps``."""
 
     def unit_called(self, arguments: Any) -> set[int]:
         """A unit is called with ``arguments``. Returns the storages among them that the unit before was given, too."""
@@ -70,7 +70,7 @@ class Offloads(Protocol):
 
 
 class FrameEngine(Protocol):
-    """What a frame asks of :class:`protrain.engine.engine.Engine`."""
+    """What a frame asks of ``protrain.engine.engine.Engine``."""
 
     device: torch.device
     plan: Plan

@@ -1,6 +1,6 @@
 """The norm of a step's gradients, and the factor that the update multiplies them by.
 
-[Note: torch's own clipping] ``.grad`` is a stand-in (:mod:`protrain.engine.gradients.proxy`) that supports what
+[Note: torch's own clipping] ``.grad`` is a stand-in (``protrain.engine.gradients.proxy``) that supports what
 ``torch.nn.utils.clip_grad_norm_`` does: it asks each gradient for its norm, and then multiplies each by one and the
 same factor. The update has one factor for all gradients, so every gradient must have got the factor by the time of
 ``step()``. torch computes the norm of norms in fp32. That may differ in the last bit from the root of all squares

@@ -11,11 +11,11 @@ If it is not, the first backward of a step leaves 16-bit gradients, and accumula
 device while the budget allows, and in host memory otherwise. Either place does the same additions in the same order. A
 chunk that the device updates from an accumulator in host memory streams it through the staging buffers. If the chunk is
 larger than these, it is streamed in parts through the memory of its own 16-bit gradient, which nothing else needs from
-then on, or through a buffer of the gradient pool. Gradients in a pool (:mod:`protrain.engine.gradients.pool`) do not
+then on, or through a buffer of the gradient pool. Gradients in a pool (``protrain.engine.gradients.pool``) do not
 last until the next backward, so that the first backward under no_sync() makes accumulators for their chunks.
 
 The sum stays fp32. The norm and the update each round it once to the type of the weights when they read it
-(:mod:`protrain_kernels.rounding`), so they see a gradient of that type after any number of backwards.
+(``protrain_kernels.rounding``), so they see a gradient of that type after any number of backwards.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Gradients:
             self.pending.setdefault(member.chunk, []).append((member, gradient))
 
     def abandon(self) -> None:
-        """Drop the gradients that a failed backward has brought and no :meth:`flush` has stored."""
+        """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""
         self.pending.clear()
         for member in self.members:  # after a hook that raised some gradients were not collected
             take_gradient(member.parameter)
@@ -361,7 +361,7 @@ class Gradients:
     def _own_staging(self, chunk: Chunk) -> Tensor:
         """The memory of the 16-bit gradient of a persistent chunk, whose gradients are summed on the host.
 
-        If chunks share that memory, ``chunk`` has it until :meth:`release`.
+        If chunks share that memory, ``chunk`` has it until ``release``.
         """
         self._acquire(chunk)
         assert chunk.grad is not None

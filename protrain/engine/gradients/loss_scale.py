@@ -56,7 +56,7 @@ class LossScale:
         return {"scale": self.scale, "finite_steps": self.finite_steps, "skipped": self.skipped}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Set what :meth:`state` returned."""
+        """Set what ``state`` returned."""
         self.scale = float(state["scale"])
         self.finite_steps = int(state["finite_steps"])
         self.skipped = int(state["skipped"])

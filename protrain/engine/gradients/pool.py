@@ -33,7 +33,7 @@ class GradientPool:
         self._released: dict[Chunk, Tensor] = {}  # in the order of release; an update may still read them
 
     def acquire(self, chunk: Chunk) -> None:
-        """Give ``chunk`` memory for its gradient until :meth:`release`. Waits for an update if no buffer is free.
+        """Give ``chunk`` memory for its gradient until ``release``. Waits for an update if no buffer is free.
 
         A chunk gets the buffer that it has released itself without a wait for the updates that read it.
         """

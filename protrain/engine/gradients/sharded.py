@@ -1,6 +1,6 @@
 """The gradients of one of several ranks: reduced after each visit of backward, and known to all ranks at its end.
 
-Gradients wait until backward leaves the visit after which all ranks reduce them. :class:`Reduction` then brings the
+Gradients wait until backward leaves the visit after which all ranks reduce them. ``Reduction`` then brings the
 rank's shard of the reduced gradients into chunks. At the end of every backward the ranks tell each other which
 parameters have a gradient, and exchange the partial sums of the norm. So clipping and updates are local afterwards.
 """
@@ -32,7 +32,7 @@ class ShardedGradients(Gradients):
         sent_elements: the size of a buffer for what is sent to other ranks, for usual chunks and for large ones.
         staging_elements: the size of a shard that is offloaded, likewise.
         accumulates: whether the plan is for steps of several backwards.
-        options: what :class:`Gradients` needs besides.
+        options: what ``Gradients`` needs besides.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def size_bytes(elements: int, kinds: Mapping[str, torch.dtype]) -> list[int]:
 def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]:
     """All chunks, with zeros in their states. The arena is reserved in one piece.
 
-    Persistent chunks have their weights and masters only, until :func:`complete_chunks` gives them the rest. The first
+    Persistent chunks have their weights and masters only, until ``complete_chunks`` gives them the rest. The first
     ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
     ``plan.n_weight_only`` of these a second copy of the weight only. All states in host memory are pinned if the device
     may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.

@@ -1,6 +1,6 @@
 """The host arena: all host memory of the engine, exact to the page, pinned where transfers touch it.
 
-The arena consists of anonymous mappings (:mod:`protrain.common.host_memory`), which it hands out page by page. A piece
+The arena consists of anonymous mappings (``protrain.common.host_memory``), which it hands out page by page. A piece
 that is copied to or from a GPU is registered with the CUDA driver when it is handed out. Each piece is registered by
 itself, because a copy must not cross from one registration into another. torch's ``pin_memory`` rounds sizes up to
 powers of two and takes several times longer.
@@ -45,7 +45,7 @@ class Arena:
 
     @property
     def free_bytes(self) -> int:
-        """The size of the largest piece that :meth:`take` can hand out without mapping more memory."""
+        """The size of the largest piece that ``take`` can hand out without mapping more memory."""
         return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
 
     def reserve(self, count: int) -> None:

@@ -8,7 +8,7 @@ A persistent chunk has all of them on the device. Every other chunk has them in 
 into a chunk buffer while it is needed. With several ranks, each rank has one shard of every state, a contiguous piece
 as long as those of the others, and buffers hold the whole weight of any chunk while it is needed. A frozen chunk has a
 weight and nothing else. A step of several backwards needs an fp32 accumulator of gradients as well. Chunks that share
-memory for gradients (:mod:`protrain.engine.gradients.pool`) have no gradient of their own. Every length is a multiple
+memory for gradients (``protrain.engine.gradients.pool``) have no gradient of their own. Every length is a multiple
 of 128 elements.
 
 [Note: chunk states] The host works on a chunk beside the main thread. The state of the chunk says what the main thread
@@ -23,7 +23,7 @@ has queued and not waited for; only the main thread changes it:
 Ctrl-C may come between any two lines. So the state and its jobs are assigned at once, before the jobs are queued, and
 whoever waits for a job that was not queued yet does that.
 
-:mod:`protrain.engine.states.allocation` makes chunks from a plan.
+``protrain.engine.states.allocation`` makes chunks from a plan.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Chunk:
             self.last_job.end()  # it comes after the addition, and its own error is raised in whoever needs it
 
     def is_free(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Whether ``wait`` would return at once."""
         last = self._queued.last
         return last is None or last.done
 
@@ -283,7 +283,7 @@ class Chunk:
                 adam_out_of_place(old, new, gradient[part], scalars, **how)
 
     def commit(self) -> None:
-        """Take over what :meth:`step_speculatively` wrote. If that is the weight only, :meth:`catch_up` comes later."""
+        """Take over what ``step_speculatively`` wrote. If that is the weight only, ``catch_up`` comes later."""
         assert self.speculative is not None
         if isinstance(self.speculative, Tensor):
             self.uploaded.wait()  # it reads the weight before: from now on uploads read the speculative one

@@ -1,7 +1,7 @@
 """The record of how a tensor without memory was made, and its replay.
 
-A model that is built under :func:`protrain.empty_parameters` has no values, only a record of the operations that would
-have made them. The record is a graph. A :class:`Record` stands for one storage and knows the last :class:`Operation`
+A model that is built under ``protrain.empty_parameters`` has no values, only a record of the operations that would
+have made them. The record is a graph. A ``Record`` stands for one storage and knows the last ``Operation``
 that wrote it, and an operation knows those that must run before it. So the record of a parameter is what can be reached
 from it, and a storage that is freed takes its record along. Nothing in a record is as large as what it stands for,
 except for copies of tensors that were made outside.

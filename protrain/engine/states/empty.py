@@ -23,7 +23,7 @@ _INSIDE = "inside `with protrain.empty_parameters():`, which records it, or afte
 class EmptyParameter(nn.Parameter):
     """A parameter on the meta device whose values follow from a record, and recording has ended.
 
-    A later write to it would be lost, so its version is checked, and :func:`check_recorded` refuses the write.
+    A later write to it would be lost, so its version is checked, and ``check_recorded`` refuses the write.
     """
 
     def _refuse_data(self, value: Tensor) -> None:
@@ -53,7 +53,7 @@ def empty_parameters() -> Iterator[None]:
     """Models that are built inside take no memory for their parameters, and train as if they had been built plainly.
 
     The operations that make the values of each parameter are recorded: those of its module's constructor, of later
-    calls such as ``model.apply(init)``, and of copies and computations from other parameters. :func:`protrain.wrap`
+    calls such as ``model.apply(init)``, and of copies and computations from other parameters. ``protrain.wrap``
     replays them for one parameter at a time, where the values are needed, or loads weights with ``weights=``. After the
     ``with`` block parameters are on the meta device. Buffers have values, except those computed from parameters. A
     parameter whose values were made outside (a tensor that was loaded, a numpy array) has them at once.
@@ -140,7 +140,7 @@ def values_of(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Construction:
-    """The parameters and buffers that are built inside one :func:`empty_parameters`."""
+    """The parameters and buffers that are built inside one ``empty_parameters``."""
 
     def __init__(self) -> None:
         self._recorder = Recorder()

@@ -65,7 +65,7 @@ def _load(
         The members that got no value, because the model says that files may lack them.
 
     Raises:
-        ValueError: as :func:`protrain.engine.states.weight_files.weight_sources`, or a file cannot be read any more.
+        ValueError: as ``protrain.engine.states.weight_files.weight_sources``, or a file cannot be read any more.
     """
     by_name = {member.name: member for member in members}
     others, found = unmanaged(model), weight_sources(model, folder)

@@ -60,12 +60,12 @@ def export_part(member: Member, steps: list[int]) -> Part:
 
 
 def export_parameter(member: Member, steps: list[int]) -> dict[str, Tensor]:
-    """The tensors of :func:`export_part` for the whole parameter. All ranks must call it."""
+    """The tensors of ``export_part`` for the whole parameter. All ranks must call it."""
     return _whole(member, export_part(member, steps).tensors)
 
 
 def import_part(member: Member, steps: list[int], elements: slice, tensors: Mapping[str, Tensor]) -> None:
-    """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a :class:`Part`."""
+    """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a ``Part``."""
     if "weight" in tensors:
         write_weight(member, tensors["weight"], elements)
     elif member.group < 0:  # it was trainable when it was saved
@@ -83,7 +83,7 @@ def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
 
 
 def with_master_step(state: dict[str, Tensor]) -> dict[str, Any]:
-    """``state`` of :func:`export_state`, with the step at which the master was exported, if there is one.
+    """``state`` of ``export_state``, with the step at which the master was exported, if there is one.
 
     Other optimizers keep the master in their state but do not update it. When their state is loaded here, the old
     master must not replace the weight that they have trained. The step is no tensor, as other optimizers cast tensors.
@@ -92,7 +92,7 @@ def with_master_step(state: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any], elements: slice | None = None) -> None:
-    """Set the states that :func:`export_state` returned. States that are missing become those of an untrained model.
+    """Set the states that ``export_state`` returned. States that are missing become those of an untrained model.
 
     ``elements`` are those that ``tensors`` have. None: all of them.
     """
@@ -114,7 +114,7 @@ def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> No
 
 
 def _own_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
-    """:func:`export_state` of what this rank has: 1-d."""
+    """``export_state`` of what this rank has: 1-d."""
     state = {"step": torch.tensor(float(steps[member.index]), device="cpu")}
     state |= {name: read_own_state(member, name) for name in _STATES}
     if member.chunk.master is not None:

@@ -61,7 +61,7 @@ _READS = frozenset((_RAW.numpy, _RAW.tolist, _RAW.__array__, _RAW.__deepcopy__, 
 
 
 class Recorder(RuntimeMode):
-    """Records the operations that run inside, until :meth:`close`."""
+    """Records the operations that run inside, until ``close``."""
 
     def __init__(self) -> None:
         super().__init__()

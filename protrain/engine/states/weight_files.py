@@ -127,7 +127,7 @@ def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
     """Check ``folder`` before it is loaded, and warn of tensors in it that the model has no place for.
 
     Raises:
-        ValueError: as :func:`weight_sources`, or names of one parameter have different values in the files.
+        ValueError: as ``weight_sources``, or names of one parameter have different values in the files.
     """
     found = weight_sources(model, folder)
     with reading(tensor for pair in found.repeated for source in pair for tensor in source.stored) as read:

@@ -20,7 +20,7 @@ idle, even before their turn.
 
 [Note: streamed updates] Once the norm is known, updates wait in one queue, in the order of need. The host takes the
 first. Another thread has the device do those with which the host would be late, judged by when forward needs them and
-by the rates that both have had in this run (:mod:`protrain.planning.sharing`). It waits for what the host worker would
+by the rates that both have had in this run (``protrain.planning.sharing``). It waits for what the host worker would
 wait for, has the device stream the states through its memory, and sleeps until they are back. So what follows an update
 need not know who did it. A commit of a speculative update costs the host nothing, so the device takes such a chunk only
 if its update must be done again.

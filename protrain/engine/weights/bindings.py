@@ -60,7 +60,7 @@ class Bindings:
             member.parameter.__class__ = PresentParameter
 
     def unbind(self, unit: Unit) -> None:
-        """End one :meth:`bind`. MisuseError if a parameter was edited."""
+        """End one ``bind``. MisuseError if a parameter was edited."""
         error = self._undo_edits(find_edited(unit.members))
         for member in unit.members:
             member.bound -= 1

@@ -17,7 +17,7 @@ The buffer of a resident chunk is RESIDENT. No transition leads to that state or
 Only the main thread assigns and evicts, in the order of the schedule, whatever the timing: other threads do no more
 than fill a buffer that is assigned already. With several ranks an upload is the rank's own shard. Between UPLOADED and
 WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one visit of the
-schedule ahead of the use (:meth:`BufferPool.make_whole`). On one GPU the upload is the whole weight.
+schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is the whole weight.
 
 [Note: interrupts] Ctrl-C may come between any two lines. The buffer itself therefore says which chunk it holds, and an
 entry in the pool's table counts only if the buffer agrees. A buffer is ASSIGNED until its upload was issued. Whoever

@@ -19,7 +19,7 @@ from protrain.engine.weights.buffers import BufferPool
 
 
 class ParameterEngine(Protocol):
-    """What a managed parameter asks of :class:`protrain.engine.engine.Engine`."""
+    """What a managed parameter asks of ``protrain.engine.engine.Engine``."""
 
     device: torch.device
     placeholder: Tensor  # one NaN element on the device, which expands to any shape

@@ -1,9 +1,9 @@
 """A managed parameter: its gradient, and how its data may be changed.
 
 A parameter keeps its identity, so that the optimizer's groups, the module and the autograd graph all have the same
-object. What changes is its data and its class. While a unit that uses it runs it is a :class:`PresentParameter`, whose
+object. What changes is its data and its class. While a unit that uses it runs it is a ``PresentParameter``, whose
 data is a view of a chunk on the device. Everything works then as with any parameter, except that its gradient is in the
-chunk and not in ``.grad``. The other classes are in :mod:`protrain.engine.weights.released`.
+chunk and not in ``.grad``. The other classes are in ``protrain.engine.weights.released``.
 """
 
 from __future__ import annotations

@@ -322,6 +322,6 @@ def make_full(parameter: nn.Parameter, copy: Tensor) -> None:
 
 
 def end_full(parameter: nn.Parameter) -> None:
-    """End what :func:`make_full` began."""
+    """End what ``make_full`` began."""
     vars(parameter).pop("protrain_full", None)  # it is absent if there was no memory for the copy
     parameter.__class__ = ReleasedParameter

@@ -58,7 +58,7 @@ class Collectives:
         self.exchange(self._whole.nbytes)
 
     def units_in(self, seconds: float) -> int:
-        """How many times all ranks are to do :meth:`both`, so that it takes longer than ``seconds``."""
+        """How many times all ranks are to do ``both``, so that it takes longer than ``seconds``."""
         if self._both_s is None:
             self.both()
             self._both_s = max(self._ranks.all_values(batch_s(self.both, self._device, _WARM_UP), _WHAT))

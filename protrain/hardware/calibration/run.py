@@ -115,7 +115,7 @@ def calibrate_twice(
 ) -> tuple[HardwareProfile, HardwareProfile]:
     """Calibrate twice in a row and keep the second profile. ``differences`` says how far the two can be trusted.
 
-    The arguments are those of :func:`calibrate`. ``progress`` counts to 1 twice.
+    The arguments are those of ``calibrate``. ``progress`` counts to 1 twice.
     """
     first = calibrate(device, seconds=seconds, save=False, progress=progress)
     return first, calibrate(device, seconds=seconds, progress=progress)

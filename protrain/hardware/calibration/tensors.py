@@ -33,7 +33,7 @@ def fill_random(tensor: Tensor, *, positive: bool = False) -> Tensor:
 
 
 def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
-    """A random 1-d tensor. On the host it lies in memory of :func:`protrain.common.host_memory.map_host_memory`."""
+    """A random 1-d tensor. On the host it lies in memory of ``protrain.common.host_memory.map_host_memory``."""
     empty = (
         map_host_memory(elements * dtype.itemsize).view(dtype)
         if device.type == "cpu"

@@ -4,7 +4,7 @@ With updates inside backward, a chunk's gradient is needed only from when it beg
 so chunks need not have a region each. Persistent chunks share regions on the device. A region there is free again when
 the update is issued, in the order of the stream, so nothing ever waits for one. Chunks in host memory share regions
 there. A region there is free again when the update is done, on the host or by the GPU, and while none is free the step
-waits. Large chunks in host memory (:mod:`protrain.planning.layout`), of which there are one or two, have a region each.
+waits. Large chunks in host memory (``protrain.planning.layout``), of which there are one or two, have a region each.
 
 If gradients of several batches are summed, those of chunks in host memory share regions as well. A region is free again
 when the host has added the gradient to the chunk's accumulator. On the device a gradient is added at once.
@@ -115,7 +115,7 @@ class GradientRegions:
     def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """The gradients that take over another chunk's region, as (gradient, the chunk whose update it waits for).
 
-        They come in the order in which they arrive. A gradient is given by its index in :func:`gradients_by_visit`.
+        They come in the order in which they arrive. A gradient is given by its index in ``gradients_by_visit``.
         It takes over the region of the chunk whose gradient has been complete for the longest time, so this depends on
         the order of gradients alone.
         """

@@ -2,16 +2,16 @@
 
 Device memory is the sum of two parts. One part is taken for the whole training: the model's buffers, persistent chunks,
 chunk buffers, gradient staging, and staging for states that are streamed through the GPU for their update. The other
-part is the peak of activations over the step (:mod:`protrain.planning.memory.segments`).
+part is the peak of activations over the step (``protrain.planning.memory.segments``).
 
 With several ranks both kinds of memory are those of one rank. All states are its shards, and the buffers for whole
 weights serve every chunk. In addition there are whole gradients on their way between ranks, and what the library that
-sends them takes (:mod:`protrain.planning.layout` has the sizes).
+sends them takes (``protrain.planning.layout`` has the sizes).
 
 If a step has several batches, every chunk has an fp32 accumulator in place of its gradient, and 16-bit gradients on
 their way to accumulators in host memory share regions.
 
-With updates inside backward, gradients share regions too (:mod:`protrain.planning.memory.gradient_regions`). On the
+With updates inside backward, gradients share regions too (``protrain.planning.memory.gradient_regions``). On the
 device there are as many regions as are needed. In host memory there are as many as fit, since with more regions
 backward waits less.
 """
@@ -115,7 +115,8 @@ class MemoryModel:
                 size + layout.sum_bytes(n_persist, element) for n_persist, size in enumerate(self._staging_bytes)
             ]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
-        self._library_bytes = _NCCL_BYTES if layout.world_size > 1 and hardware.device_type == "cuda" else 0
+        # What a library takes of the GPU beside torch's allocator.
+        self.library_bytes = _NCCL_BYTES if layout.world_size > 1 and hardware.device_type == "cuda" else 0
         # By n_persist: bytes of all states of the persistent chunks.
         self._persistent = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
         whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
@@ -186,8 +187,8 @@ class MemoryModel:
         }
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
-        if self._library_bytes:
-            parts["NCCL and its contexts"] = self._library_bytes
+        if self.library_bytes:
+            parts["NCCL and its contexts"] = self.library_bytes
         return parts
 
     def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
@@ -283,7 +284,7 @@ class MemoryModel:
         return self.with_margin(peak_bytes), swapped_bytes
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
-        """The fields of :class:`Activations` in their order, each as an array by choice."""
+        """The fields of ``Activations`` in their order, each as an array by choice."""
         firsts = range(0, choices.n_choices, _AT_ONCE)
         parts = [
             self._segments.peaks(Choices(*(of_block[:, first : first + _AT_ONCE] for of_block in choices)))

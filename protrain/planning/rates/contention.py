@@ -1,6 +1,6 @@
 """The share of its rate that each lane keeps while others run, as calibrated or derived from shared ceilings.
 
-What computing loses beside collectives is in its durations (:mod:`protrain.planning.runtime.durations`). Otherwise
+What computing loses beside collectives is in its durations (``protrain.planning.runtime.durations``). Otherwise
 collectives are taken to slow nothing down, and to be slowed down by nothing.
 """
 

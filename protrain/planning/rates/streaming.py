@@ -1,7 +1,7 @@
 """Streamed updates: the GPU updates some chunks in host memory while the host updates the others (not in the paper).
 
 Their states are streamed through the GPU. Host memory limits both kinds of update, and yet the two together update more
-parameters a second than the host does alone. :mod:`protrain.planning.sharing` chooses the chunks.
+parameters a second than the host does alone. ``protrain.planning.sharing`` chooses the chunks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which chunk is fetched when, and whose buffer it takes: what the engine's buffer pool will do, worked out ahead.
 
 Fetches depend on the placement of chunks alone, not on how long anything takes. Buffers are given up and filled by the
-order of use (:mod:`protrain.planning.schedule`).
+order of use (``protrain.planning.schedule``).
 """
 
 from __future__ import annotations

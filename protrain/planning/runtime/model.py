@@ -1,6 +1,6 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-From the memory model of a profile, a machine and a layout it makes the :class:`~protrain.planning.runtime.step.Step` of
+From the memory model of a profile, a machine and a layout it makes the ``protrain.planning.runtime.step.Step`` of
 any plan, whose time the simulation works out. On a CPU nothing overlaps, and the operations add up.
 
 [Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
@@ -39,7 +39,7 @@ _KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks abo
 class RuntimeModel(Durations):
     """Predictions for the model, layout and machine of ``memory``, with updates inside backward if it says so.
 
-    The arguments are those of :class:`Durations`.
+    The arguments are those of ``Durations``.
     """
 
     def __init__(

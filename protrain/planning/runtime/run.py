@@ -1,10 +1,10 @@
 """A simulated run: two steps in order of issue on all lanes. The second step is in steady state.
 
 [Note: waiting for regions] Gradients of chunks in host memory may share regions of it
-(:mod:`protrain.planning.memory.gradient_regions`). Where no region is free, the engine issues nothing until an update
+(``protrain.planning.memory.gradient_regions``). Where no region is free, the engine issues nothing until an update
 ends that frees one: the update of the chunk whose gradient has been complete for the longest time. Until then the GPU
 runs what was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are
-awaited does not depend on how long anything takes. So awaited updates are not in the :class:`UpdateQueue`, and the host
+awaited does not depend on how long anything takes. So awaited updates are not in the ``UpdateQueue``, and the host
 makes them before the updates of the queue.
 
 [Note: collectives] Several ranks gather a chunk once its buffer is given up and each of them has its shard there, by an

@@ -3,16 +3,16 @@
 GPU       computes, flattens gradients into chunks, updates persistent chunks
 up, down  the copy engines, first in first out; a weight is uploaded once its chunk is updated
 host      updates chunks in host memory, one after the other, in the order in which the next forward needs them
-streamed  the GPU updates chunks in host memory with which the host would be late (:mod:`protrain.planning.sharing`)
+streamed  the GPU updates chunks in host memory with which the host would be late (``protrain.planning.sharing``)
 gathers   several ranks make whole chunks of their shards
 reduce    several ranks sum the gradients of a chunk, each to its shard
 
-The engine's order of issue is known (:mod:`protrain.planning.runtime.fetches` for uploads). Every operation starts when
+The engine's order of issue is known (``protrain.planning.runtime.fetches`` for uploads). Every operation starts when
 its lane is free and what it needs is there: a buffer is given up, a chunk is updated, a gradient is offloaded, or the
 norm is known. The second simulated step is the steady state.
 
 A first run gives every operation its full rate. A second run lengthens each operation by its slowdown beside the
-operations of other lanes (:mod:`protrain.planning.runtime.slowdowns`).
+operations of other lanes (``protrain.planning.runtime.slowdowns``).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def stages_ms(step: Step) -> tuple[float, float, float, float]:
 
 
 def stages(step: Step) -> Timeline:
-    """The timeline of a step on a CPU: see :func:`stages_ms`."""
+    """The timeline of a step on a CPU: see ``stages_ms``."""
     ends = list(accumulate(stages_ms(step)))
     operations = tuple(
         Operation(lane=lane, name=name, start_ms=start, end_ms=end)

@@ -2,7 +2,7 @@
 
 [Note: contention] Operations that run at the same time share the link, the root complex, the host's DRAM and the card's
 power (not in the paper). Beside other lanes an operation keeps a share of its rate
-(:mod:`protrain.planning.rates.contention`). How long it runs beside which lanes is read from a run at full rates. Each
+(``protrain.planning.rates.contention``). How long it runs beside which lanes is read from a run at full rates. Each
 lane is busy for some part of the operation's time there, and lanes are taken to be busy independently of each other
 within that time.
 """
@@ -25,7 +25,7 @@ class Slowdowns:
     """The slowdowns of operations on one machine.
 
     Args:
-        rates: of :func:`protrain.planning.rates.contention.rates`.
+        rates: of ``protrain.planning.rates.contention.rates``.
     """
 
     def __init__(self, rates: Times) -> None:

@@ -1,4 +1,4 @@
-"""What a step does under one plan. :mod:`protrain.planning.runtime.simulate` works out when."""
+"""What a step does under one plan. ``protrain.planning.runtime.simulate`` works out when."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Visit:
 
 
 class AwaitedUpdate(NamedTuple):
-    """An update that a gradient waits for: see [Note: waiting for regions] in :mod:`protrain.planning.runtime.run`."""
+    """An update that a gradient waits for: see [Note: waiting for regions] in ``protrain.planning.runtime.run``."""
 
     chunk: int
     ms: float
