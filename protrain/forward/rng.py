@@ -49,26 +49,54 @@ class _SharedGenerator:
             self._state, self._seen = state, self._memory()
 
 
-def _memory_of(thing: object) -> bytes:
-    """The C fields of ``thing``."""
+def _memory_of(*things: object) -> object:
+    """The C fields of ``things``."""
     head = object.__basicsize__
-    return ctypes.string_at(id(thing) + head, type(thing).__basicsize__ - head)
+    return [ctypes.string_at(id(thing) + head, type(thing).__basicsize__ - head) for thing in things]
 
 
-def _python_memory() -> object:
-    read: Any = random.getstate
-    return _memory_of(read.__self__), read.__self__.gauss_next
+def _python_memory(generator: random.Random) -> object:
+    kept: Any = generator
+    return _memory_of(generator), kept.gauss_next
 
 
-def _numpy_memory() -> object:
-    module: Any = np.random
-    numbers, bits = module.get_state.__self__, module.get_bit_generator()
+def _numpy_memory(generator: np.random.RandomState, bits: np.random.BitGenerator) -> object:
     # One that a script has put there may keep its state elsewhere. No memory is equal to a new object.
-    return (_memory_of(numbers), _memory_of(bits)) if type(bits) is np.random.MT19937 else object()
+    return _memory_of(generator, bits) if type(bits) is np.random.MT19937 else object()
 
 
-_python = _SharedGenerator(random.getstate, random.setstate, _python_memory)
-_numpy = _SharedGenerator(partial(np.random.get_state, legacy=False), np.random.set_state, _numpy_memory)
+def _shows_draws() -> bool:
+    """Whether memory does show what is drawn, here where Python and numpy may be newer than any that was tried.
+
+    The second of two normal numbers comes from what the first has kept, and leaves the other fields as they are.
+    """
+    python, bits = random.Random(0), np.random.MT19937(0)
+    numpy = np.random.RandomState(bits)
+    found = []
+    for draw in (python.random, partial(python.gauss, 0, 1), partial(python.gauss, 0, 1)):
+        before = _python_memory(python)
+        draw()
+        found.append(_python_memory(python) != before)
+    for draw in (numpy.random_sample, numpy.standard_normal, numpy.standard_normal):
+        before = _numpy_memory(numpy, bits)
+        draw()
+        found.append(_numpy_memory(numpy, bits) != before)
+    return all(found)
+
+
+def _shared_python() -> object:
+    read: Any = random.getstate
+    return _python_memory(read.__self__)
+
+
+def _shared_numpy() -> object:
+    module: Any = np.random
+    return _numpy_memory(module.get_state.__self__, module.get_bit_generator())
+
+
+_memories: tuple[Callable[[], object], ...] = (_shared_python, _shared_numpy) if _shows_draws() else (object, object)
+_python = _SharedGenerator(random.getstate, random.setstate, _memories[0])
+_numpy = _SharedGenerator(partial(np.random.get_state, legacy=False), np.random.set_state, _memories[1])
 
 
 class RandomState:
