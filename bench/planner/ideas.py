@@ -127,7 +127,7 @@ COMPARISONS = (
         ),
     ),
 )
-NARROW = tuple(replace(one, case=replace(one.case, hidden=128, batch=2, sequence=64)) for one in COMPARISONS)
+NARROW = tuple(replace(one, case=replace(one.case, hidden=64, batch=2, sequence=32)) for one in COMPARISONS)
 
 
 @dataclass(frozen=True, kw_only=True)

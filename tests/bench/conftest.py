@@ -9,9 +9,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from torch import nn
 
 from bench.kernels.machine import this_machine
 from bench.kernels.rows import OURS, Row
+from protrain.profiler import ModelProfile
+from protrain.profiler.cache import cached_profile, fingerprint
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +30,24 @@ def imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["bench.planner.computing", "bench.planner.profile_time"])
     monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
+
+
+@pytest.fixture(scope="module")
+def profiled_once() -> Iterator[None]:
+    """A model is profiled once on the CPU, and not again for each plan under which it is trained."""
+    known: dict[str, ModelProfile] = {}
+
+    def kept(model: nn.Module, example_batch: Any, **how: Any) -> ModelProfile:
+        of = {name: how[name] for name in ("optimizer", "device", "dtype")}
+        key = fingerprint(model, example_batch, **of)
+        if key not in known:
+            known[key] = cached_profile(model, example_batch, **how)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("protrain.wrapping", "bench.planner.measure", "bench.swap.training"):
+            patch.setattr(f"{module}.cached_profile", kept)
+        yield
 
 
 @pytest.fixture

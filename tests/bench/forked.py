@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,17 +19,20 @@ from typing import Any
 from tests.distributed.warm import Process
 
 
-def run_module(arguments: list[str], folder: Path | None) -> None:
-    """What ``python -m`` does with these arguments in ``folder``, in a session of its own."""
+def run_python(how: str, arguments: list[str], folder: Path | None) -> None:
+    """What ``python -m`` or ``python -c`` does with these arguments in ``folder``, in a session of its own."""
     os.setsid()
     if folder is not None:
         os.chdir(folder)
     sys.argv = arguments
-    runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    if how == "-c":
+        exec(arguments[0], {"__name__": "__main__"})
+    else:
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
 
 
 class Forked:
-    """A ``subprocess.Popen`` of ``[python, "-m", module, ...]``."""
+    """A ``subprocess.Popen`` of ``[python, "-m", module, ...]`` or ``[python, "-c", code, ...]``."""
 
     def __init__(
         self,
@@ -39,13 +43,18 @@ class Forked:
         cwd: Path | None = None,
         **_: Any,
     ) -> None:
-        assert command[:2] == [sys.executable, "-m"]
+        python, how, *arguments = command
+        assert python == sys.executable
+        assert how in ("-c", "-m")
         printed = None if stdout is None else Path(stdout.name)
-        self._process = Process(run_module, command[2:], cwd, environment=env, printed=printed)
+        self._process = Process(run_python, how, arguments, cwd, environment=env, printed=printed)
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
         return self._process.status
+
+    def kill(self) -> None:
+        self._process.send(signal.SIGKILL)
 
     def wait(self) -> int:
         while (status := self.poll()) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from tests.bench.forked import ForkedWorkers
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("on a GPU the command measures whole models, which takes minutes a case")
+    trial = replace(TRIAL[0], sequence=16)
+    monkeypatch.setattr("bench.planner.ablation.TRIAL", (trial,))
     monkeypatch.setattr("bench.planner.ablation.subprocess", ForkedWorkers())
     assert main(["--out", str(tmp_path)]) == 0
     [found] = Ablation.load(tmp_path / FILE).cases
-    assert found.case == TRIAL[0]
+    assert found.case == trial
     for slow in (False, True):
         of_host = {choice.without: choice for choice in found.choices if choice.slow_host is slow}
         assert set(of_host) == {"nothing", *MECHANISMS}
@@ -27,4 +30,4 @@ def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         best = of_host["nothing"].plan
         assert min(found.step_ms[best]) > 0
         assert min(found.loaded_ms[best]) > 0
-    assert TRIAL[0].name in capsys.readouterr().out
+    assert trial.name in capsys.readouterr().out

@@ -15,6 +15,7 @@ from bench.swap.training import Training, profiled
 from protrain.hardware import detect
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

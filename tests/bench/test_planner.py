@@ -28,6 +28,8 @@ from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
 from tests.bench.forked import ForkedWorkers
 
+SMALLEST = replace(SMOKE[0], layers=2, sequence=16, n_plans=1)
+
 
 @pytest.fixture(scope="module")
 def profile() -> ModelProfile:
@@ -183,10 +185,15 @@ def test_a_folder_without_measurements_is_named(tmp_path: Path, capsys: pytest.C
     assert f"--read: cannot read Results from {tmp_path / 'planner.json'}" in capsys.readouterr().err
 
 
-def test_a_run_is_recorded_and_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_a_run_is_recorded_and_read_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.planner.__main__.SMOKE", (SMALLEST,))
+    monkeypatch.setattr("bench.train.ranks.subprocess", ForkedWorkers())
     assert main(["--steps", "1", "--out", str(tmp_path), "--traces", str(tmp_path / "traces")]) == 0
     results = Results.load(tmp_path / FILES["accuracy"])
-    assert len(results.cases[0].points) == 3
+    assert len(results.cases[0].points) == 2
     traced = [f"{result.case.name}-{number}.json" for result in results.cases for number in range(len(result.points))]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == sorted(traced)
     assert (tmp_path / "planner.png").stat().st_size > 1000
@@ -228,15 +235,13 @@ def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
 
 
 @pytest.mark.xdist_group("ranks")
-def test_limits_count_what_was_refused_before_it_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = replace(SMOKE[0], device_memory="1MiB")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bench.planner.__main__.SMOKE", (*SMOKE, case))
-        patch.setattr("bench.planner.__main__.subprocess", ForkedWorkers())
-        assert (
-            main(["--kind", "limits", "--jobs", "2", "--host-memory", "1GiB", "--steps", "1", "--out", str(tmp_path)])
-            == 0
-        )
+def test_limits_count_what_was_refused_before_it_was_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.planner.__main__.SMOKE", (SMALLEST, replace(SMALLEST, device_memory="1MiB")))
+    monkeypatch.setattr("bench.train.ranks.subprocess", ForkedWorkers())
+    options = ["--jobs", "2", "--host-memory", "1GiB", "--steps", "1", "--out", str(tmp_path)]
+    assert main(["--kind", "limits", *options]) == 0
     assert "0 of 1 chosen plans ran out of memory; for 1 of 2 cases nothing fits" in capsys.readouterr().out
     assert {len(result.points) for result in Results.load(tmp_path / FILES["limits"]).cases} == {0, 1}
 
@@ -273,9 +278,10 @@ def test_cases_of_regret_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_point_says_how_many_updates_were_early(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(_Window, "is_closed", lambda _: False)  # as if the host were always in time
-    chosen = measure(SMOKE[0], None, device, steps=1)
+    case = replace(SMOKE[0], sequence=16)
+    chosen = measure(case, None, device, steps=1)
     plan = replace(chosen.plan, n_persist=1, n_buffer=chosen.plan.n_chunks - 1, n_speculate=2)
-    point = measure(SMOKE[0], plan, device, steps=1)
+    point = measure(case, plan, device, steps=1)
     assert point.error == ""
     assert point.early_updates == 2 * 3, "of two steps before the timed one, and of that"
     assert (point.redone_updates, chosen.early_updates) == (0, 0)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.dram_load import enough_loaders
+from bench.planner import slow_host
 from bench.planner.by_hand import moves
 from bench.planner.largest import profile_of
-from bench.planner.slow_host import FILE, SHARES, UNTIMED, hosts_of, main
+from bench.planner.slow_host import FILE, SHARES, hosts_of, main
 from bench.planner.slow_host_record import Floor, Host, Row, SlowHost
 from protrain.common.errors import PlanError
 from protrain.hardware import load
@@ -22,11 +24,14 @@ GIB = 1024**3
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command's case for a GPU takes minutes."""
+    """The command's case for a GPU takes minutes. Here few tokens are trained, and one plan is tried by hand."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(slow_host, "TRIAL", replace(slow_host.TRIAL, sequence=16))
+    monkeypatch.setattr(slow_host, "UNTIMED", 1)
+    monkeypatch.setattr(slow_host, "moves", lambda *args, **options: islice(moves(*args, **options), 1))
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("on_cpu", "profiled_once")
 def test_a_run_is_recorded_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--steps", "2", "--switch-every", "2", "--out", str(tmp_path)]
     assert main([*options, "--time-limit", "0"]) == 0
@@ -46,7 +51,7 @@ def test_a_run_is_recorded_and_gone_on_with(tmp_path: Path, capsys: pytest.Captu
     ]
     for row in record.measured:
         assert len(row.timed_ms) == 2
-        assert row.untimed == (UNTIMED if row.host.after is None else 0)
+        assert row.untimed == (slow_host.UNTIMED if row.host.after is None else 0)
         assert min(row.step_ms) > 0
         assert row.host_gparams > 0
         assert row.redone_updates == 0, "no step is clipped"
@@ -57,7 +62,7 @@ def test_a_run_is_recorded_and_gone_on_with(tmp_path: Path, capsys: pytest.Captu
         main(["--steps", "3", "--out", str(tmp_path)])
 
 
-@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.usefixtures("on_cpu", "profiled_once")
 def test_the_table_begins_with_the_slowest_host(tmp_path: Path) -> None:
     assert main(["--steps", "1", "--switch-every", "0", "--out", str(tmp_path), "--time-limit", "0"]) == 0
     record = SlowHost.load(tmp_path / FILE)

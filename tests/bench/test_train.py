@@ -70,7 +70,7 @@ def test_the_loss_is_chunked_where_it_can_be(
 ) -> None:
     pytest.importorskip("transformers")
     if installed:
-        pytest.importorskip("liger_kernel")
+        pytest.importorskip("liger_kernel.transformers")  # which looks for a GPU when it is imported
     tasks: list[Task] = []
 
     def compare(args: object, task: Task, *others: object) -> None:
@@ -108,7 +108,9 @@ def test_a_failure_says_what_memory_was_taken_as_far_as_it_is_known() -> None:
     assert replace(full, error="").failure == ""
 
 
-def test_the_first_line_of_a_worker_s_error_is_the_row_s(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_the_first_line_of_a_worker_s_error_is_the_row_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.train.launch.subprocess", ForkedWorkers())
     job = Job(task=TASK, contestant=ONE, tokens=str(tmp_path / "none.pt"), planned_by=None, until=0.0)
     job.save(tmp_path / "job.json")
     out = tmp_path / "out.json"

@@ -195,7 +195,9 @@ os._exit(worker.main())
 """
 
 
-def test_an_error_on_one_rank_is_the_outcome_and_ends_all(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("ranks")
+def test_an_error_on_one_rank_is_the_outcome_and_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.train.launch.subprocess", ForkedWorkers())
     make_tokens(TASK, tmp_path / "tokens.pt")
     job = Job(task=TASK, contestant=ONE, tokens=str(tmp_path / "tokens.pt"), planned_by=None, until=time.time() + 99)
     job.save(tmp_path / "job.json")

@@ -50,17 +50,16 @@ def _forget_parameter(save: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "said", "older"),
     [
-        (lambda save: (save / STATE).unlink(), f"{STATE} is missing"),
-        (lambda save: _cut(save / STATE), f"{STATE} has "),
-        (lambda save: _spoil_header(save / STATE), f"{STATE} is damaged: "),
-        (lambda save: _cut(save / MANIFEST), f"{MANIFEST} is damaged"),
-        (_forget_parameter, f"{STATE} is damaged: it lacks the parameter 'other.weight' that {MANIFEST} names"),
+        (lambda save: (save / STATE).unlink(), f"{STATE} is missing", True),
+        (lambda save: _cut(save / STATE), f"{STATE} has ", False),
+        (lambda save: _spoil_header(save / STATE), f"{STATE} is damaged: ", True),
+        (lambda save: _cut(save / MANIFEST), f"{MANIFEST} is damaged", False),
+        (_forget_parameter, f"{STATE} is damaged: it lacks the parameter 'other.weight' that {MANIFEST} names", True),
     ],
-    ids=["missing", "truncated", "header", "manifest", "other manifest"],
+    ids=["missing", "truncated, no older save", "header", "manifest, no older save", "other manifest"],
 )
-@pytest.mark.parametrize("older", [True, False], ids=["two saves", "one save"])
 def test_a_damaged_save_is_named_before_any_work(
     damage: Callable[[Path], None],
     said: str,

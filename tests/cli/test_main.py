@@ -401,7 +401,7 @@ def test_memory_that_holds_no_plan_says_what_is_missing(tmp_path: Path, capsys: 
 
 
 def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text, err = run(capsys, "plan", "llama2-13b", "--hardware", "rtx3090", "--batch", "1", "--json")
+    status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx3090", "--batch", "1", "--json")
     assert status == 0, err
     plan = json.loads(text)["plan"]
     assert plan["device_bytes"] <= 24 * 1024**3

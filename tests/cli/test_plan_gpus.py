@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from protrain.hardware import load
-from protrain.planning import Comparison, Plan
+from protrain.planning import Comparison, Frontier, Plan
 from tests.cli.test_plan import TINY, by_label, run
 
 TIGHT = ["--device-memory", "800MiB", "--host-memory", "1GiB", "--no-compile"]
@@ -50,15 +50,14 @@ def test_one_gpu_has_no_line_about_shards(capsys: pytest.CaptureFixture[str]) ->
     assert "host memory  " in out
 
 
-def test_other_answers_are_for_several_gpus_too(capsys: pytest.CaptureFixture[str]) -> None:
-    two = [*TINY, *TIGHT, "--gpus", "2"]
-    status, out, err = run(capsys, *two, "--frontier")
+def test_other_answers_are_for_several_gpus_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two, file = [*TINY, *TIGHT, "--gpus", "2"], tmp_path / "frontier.json"
+    status, out, err = run(capsys, *two, "--frontier", "--out", str(file))
     assert status == 0, err
     assert "2 of them with 1/2 of the states each" in out
     assert "host memory a GPU" in out
     assert max(map(len, out.splitlines())) <= 80
-    points = json.loads(run(capsys, *two, "--frontier", "--json")[1])["points"]
-    assert {point["plan"]["world_size"] for point in points} == {2}
+    assert {point.plan.world_size for point in Frontier.load(file).points} == {2}
     status, out, err = run(capsys, *two, "--explain")
     assert status == 0, err
     assert "device memory a GPU" in out

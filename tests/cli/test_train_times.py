@@ -18,7 +18,7 @@ from protrain.cli.training_run import Run
 pytest.importorskip("transformers")
 
 STEPS = 8
-PAUSE_S = 0.5
+PAUSE_S = 0.3
 
 
 @pytest.mark.parametrize(

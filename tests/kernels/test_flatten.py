@@ -126,9 +126,14 @@ def test_every_16_bit_value_widens_as_torch_does(backend: Any, same_bits: Callab
 
 
 @pytest.mark.parametrize(
-    ("place", "bad"), [(0, torch.inf), (5000, torch.nan), (TILE, -torch.inf), (3 * TILE + 6, torch.nan)]
+    ("dtype", "place", "bad"),
+    [
+        (torch.float32, 0, torch.inf),
+        (torch.bfloat16, 5000, torch.nan),
+        (torch.bfloat16, TILE, -torch.inf),
+        (torch.float32, 3 * TILE + 6, torch.nan),
+    ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_value_that_is_not_finite_shows_in_its_partial(
     backend: Any, dtype: torch.dtype, place: int, bad: float
 ) -> None:
@@ -169,8 +174,17 @@ def test_an_empty_tensor_between_others(backend: Any) -> None:
     assert chunk.cpu().tolist() == [1.0] * 3 + [0.0] * 125 + [2.0] * 2 + [0.0] * 126
 
 
-@pytest.mark.parametrize("chunk_dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "chunk_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.bfloat16),
+    ],
+)
 def test_unflatten_writes_the_tensors_and_nothing_else(
     backend: Any, same_bits: Callable[..., None], dtype: torch.dtype, chunk_dtype: torch.dtype
 ) -> None:

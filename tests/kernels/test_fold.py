@@ -35,7 +35,7 @@ def _slices() -> tuple[list[Slice], int, int]:
         (0, 1, 1),
         (0, 0, 300),  # the range ends where the parameter begins
         (0, 300, 300),
-        (2 * TILE, 2 * TILE, 5 * TILE),  # begins and ends between tiles
+        (2 * TILE, TILE, 4 * TILE),  # begins and ends between tiles
         (256, 384, 1024),  # begins and ends inside one tile
         (0, TILE + 256, 3 * TILE + 5),  # ends inside a tile
     ]
@@ -171,7 +171,7 @@ def test_one_rank_gives_what_flatten_gives(backend: Any, same_bits: Callable[...
     same_bits(sums[1], sums[0])
 
 
-@pytest.mark.parametrize(("numel", "ranks"), [(5 * TILE + 77, 3), (TILE + 1, 4), (100, 2)])
+@pytest.mark.parametrize(("numel", "ranks"), [(3 * TILE + 77, 3), (100, 2)])
 def test_shards_together_have_the_gradient_and_its_partials(
     backend: Any, same_bits: Callable[..., None], numel: int, ranks: int
 ) -> None:
@@ -232,8 +232,9 @@ def test_micro_batches_are_one_left_fold_that_is_rounded_once(
     same_bits(partials, sum_of_squares_reference(gradient.cpu()))
 
 
-@pytest.mark.parametrize("absent", [(0,), (1, 2), (0, 1)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "absent"), [(torch.bfloat16, (0,)), (torch.float16, (1, 2)), (torch.float32, (0, 1))]
+)
 def test_a_rank_without_a_gradient_changes_nothing(
     backend: Any,
     same_bits: Callable[..., None],
@@ -294,18 +295,24 @@ def test_the_factor_is_rounded_to_fp32_first(same_bits: Callable[..., None]) -> 
     same_bits(gradients[0], _left_fold([*values]) * torch.tensor(1 / 3))
 
 
-@pytest.mark.parametrize(("place", "bad"), [(0, torch.inf), (TILE, -torch.inf), (3 * TILE + 6, torch.nan)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "place", "bad"),
+    [
+        (torch.float32, 0, torch.inf),
+        (torch.bfloat16, TILE, -torch.inf),
+        (torch.bfloat16, 2 * TILE + 6, torch.nan),
+    ],
+)
 def test_a_value_that_is_not_finite_shows_in_its_partial(
     backend: Any, dtype: torch.dtype, place: int, bad: float
 ) -> None:
-    numel = 3 * TILE + 7
+    numel = 2 * TILE + 7
     pieces = torch.ones(2, padded(numel), dtype=dtype)
     pieces[1, place] = bad
     gradient = torch.zeros(padded(numel), dtype=dtype, device=backend.device)
-    partials = torch.zeros(4, device=backend.device)
+    partials = torch.zeros(3, device=backend.device)
     backend.fold(pieces.to(backend.device), _whole(numel), gradient=gradient, partials=partials)
-    assert partials.isfinite().tolist() == [tile != place // TILE for tile in range(4)]
+    assert partials.isfinite().tolist() == [tile != place // TILE for tile in range(3)]
 
 
 def test_partials_are_of_what_the_gradient_holds(backend: Any) -> None:
@@ -319,7 +326,7 @@ def test_partials_are_of_what_the_gradient_holds(backend: Any) -> None:
         assert partials.item() == (torch.inf if overflows else pytest.approx(128 * 3.6e9, rel=1e-3))
 
 
-@pytest.mark.parametrize("ranks", [5, 8, 16])
+@pytest.mark.parametrize("ranks", [5, 16])
 def test_many_ranks(backend: Any, same_bits: Callable[..., None], ranks: int) -> None:
     numel = TILE + 5
     pieces = _spread(ranks, padded(numel), torch.bfloat16)

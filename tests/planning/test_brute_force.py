@@ -23,27 +23,19 @@ from tests.planning.brute_force import (
 )
 
 pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
-# Frozen chunks lie between others: 37, 59, 107. The best plan leaves some updates for after the norm: 1072.
-# Contention decides: 15, 44. All chunks persistent take less memory than all but one: 3126.
-SEEDS = (15, 37, 44, 59, 107, 1072, 3126)
-# By seed and share. Input offload saves more than 1% beside swapped blocks: 4, 20. Nothing fits without it: 82, 1095.
-# The best plan has neither the most buffers that it can make room for (80, 463) nor the fewest (416, 474).
-OFFLOADING = (
-    (416, 16),
-    *((seed, 4) for seed in (4, 20, 80, 82, 1095)),
-    *((seed, 8) for seed in (463, 474)),
-)
-# By seed and share, of machines whose GPU may help. It makes the step 7% faster or more: 10558, 10673, 12451, 12626. It
-# gains less than the memory of its staging is worth: 10888, 13686. Plans swap blocks or offload inputs: 10558, 10673,
-# 10888, 12451. All chunks are persistent: 11835.
-STREAMING = (
-    (13686, 16),
-    *((seed, 4) for seed in (10558, 10888, 12451)),
-    *((seed, 8) for seed in (10673, 11835, 12626)),
-)
-# Updates run inside backward with little host memory. The best plan swaps beside input offload: 75, 156, 243; it
-# offloads inputs alone: 91, 290.
-SHARING = (75, 91, 156, 243, 290)
+# Frozen chunks lie between others: 37, 59. The best plan leaves some updates for after the norm: 1072. Contention
+# decides: 44. All chunks persistent take less memory than all but one: 3126.
+SEEDS = (37, 44, 59, 1072, 3126)
+# By seed and share. Input offload saves more than 1% beside swapped blocks: 4. Nothing fits without it: 82. The best
+# plan has neither the most buffers that it can make room for (463) nor the fewest (416).
+OFFLOADING = ((416, 16), (4, 4), (82, 4), (463, 8))
+# By seed and share, of machines whose GPU may help. It makes the step 7% faster or more, and the plan swaps blocks or
+# offloads inputs: 10558. It gains less than the memory of its staging is worth: 13686. All chunks are persistent:
+# 11835.
+STREAMING = ((13686, 16), (10558, 4), (11835, 8))
+# Updates run inside backward with little host memory. The best plan swaps beside input offload: 75, 156; it offloads
+# inputs alone: 91.
+SHARING = (75, 91, 156)
 # A block that is no longer recomputed takes memory from a persistent chunk, which pays only if that chunk gets a
 # speculative update. The block is kept: 60070; swapped: 50016.
 SPECULATING = (50016, 60070)
@@ -95,7 +87,7 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     assert check_search(profile, hardware, inside=True).n_host_gradient > 0
 
 
-@pytest.mark.parametrize("seed", [2, 3, 8, 15])
+@pytest.mark.parametrize("seed", [2, 3])
 def test_no_plan_is_better_where_a_step_has_several_batches(seed: int) -> None:
     draw = random.Random(seed)
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))

@@ -129,7 +129,7 @@ def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: 
     if counts.get("n_persist") == 6:
         counts = {**counts, "n_buffer": 0}
     plan = hand_made(traced, hardware, **counts)
-    why = explain(plan, traced, hardware, step_during_backward=inside)
+    why = explain(plan, traced, hardware, step_during_backward=inside, more_memory=False)
     for phase in why.phases:
         assert phase.compute_ms + sum(phase.waits_ms.values()) == pytest.approx(phase.length_ms, abs=1e-6)
     assert sum(phase.length_ms for phase in why.phases) == pytest.approx(why.plan.step_ms)
@@ -142,7 +142,7 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
     slow_host, slow_link, quick = machine(8192, **SLOW_HOST), machine(8192, **SLOW_LINK), machine(8192)
 
     def forward_limit(hardware: HardwareProfile, **counts: int) -> str:
-        return explain(hand_made(traced, hardware, **counts), traced, hardware).phases[0].limit
+        return explain(hand_made(traced, hardware, **counts), traced, hardware, more_memory=False).phases[0].limit
 
     assert forward_limit(slow_host) == "host optimizer"
     assert forward_limit(slow_link) == "uploads"
@@ -161,7 +161,7 @@ def test_on_a_cpu_nothing_overlaps() -> None:
     assert busy_ms(timeline, GPU) == pytest.approx(compute_ms + flatten_ms)
     assert busy_ms(timeline, HOST) == pytest.approx(6 * N / 1e6)
     assert sum(busy_ms(timeline, lane) for lane in range(4)) == pytest.approx(plan.step_ms)
-    after = explain(plan, traced, hardware).phases[2]
+    after = explain(plan, traced, hardware, more_memory=False).phases[2]
     assert after.compute_ms == 0.0
     assert after.waits_ms["uploads"] + after.waits_ms["host optimizer"] == pytest.approx(after.length_ms)
 
@@ -175,7 +175,7 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced = replace(traced, blocks=blocks)
     counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2, "n_weight_only": 1}
     plan = hand_made(traced, hardware, **counts)
-    changes = explain(plan, traced, hardware).changes
+    changes = explain(plan, traced, hardware, more_memory=False).changes
     slower = with_host(hardware, slower_share(hardware))
     knobs = [(knob, step) for knob in KNOBS for step in (1, -1)]
     assert [(change.knob, change.step) for change in changes] == [*knobs, ("keep_attention", 1)]
@@ -202,7 +202,7 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
     roomy = machine(8192)
     plan = hand_made(traced, roomy, n_persist=2)
     exact = replace(roomy, device_bytes=plan.device_bytes, host_bytes=plan.host_bytes)
-    why = explain(plan, traced, exact)
+    why = explain(plan, traced, exact, more_memory=False)
     more = hand_made(traced, roomy, n_persist=3)
     fewer = hand_made(traced, roomy, n_persist=1)
     assert found(why.changes, "n_persist", 1).device_over_bytes == more.device_bytes - plan.device_bytes > 0
@@ -215,7 +215,7 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
 
 def test_impossible_knobs_say_why() -> None:
     traced, hardware = make_profile(), machine(16384)
-    why = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware)
+    why = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware, more_memory=False)
     changes = why.changes
     assert "n_swap 0 -> 1 " in why.knob_table()
     assert "n_swap 0 -> -1" not in why.knob_table()  # which there is no need to say
@@ -227,18 +227,20 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
     assert found(changes, "keep_attention", 1).impossible == "no block has a fused attention"
     assert found(changes, "n_weight_only", 1).impossible == "no other update is speculative"
-    kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
+    kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware, more_memory=False).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
-    moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
+    moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware, more_memory=False).changes
     assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block are offloaded"
     assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0)  # with as many inputs as it then has
     assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory has a speculative update"
-    early = explain(hand_made(traced, hardware, n_persist=2, n_speculate=4), traced, hardware).changes
+    early = explain(
+        hand_made(traced, hardware, n_persist=2, n_speculate=4), traced, hardware, more_memory=False
+    ).changes
     assert found(early, "n_persist", 1).counts[-2:] == (3, 0)  # with as many speculative updates as there are chunks
-    one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
+    one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware, more_memory=False).changes
     assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
     plan = hand_made(traced, hardware, n_persist=0, n_buffer=1)
-    inside = explain(plan, traced, hardware, step_during_backward=True).changes
+    inside = explain(plan, traced, hardware, step_during_backward=True, more_memory=False).changes
     assert found(inside, "n_speculate", 1).impossible == "no update waits for step()"
 
 
@@ -294,7 +296,7 @@ def test_a_plan_by_hand_learns_of_the_better_one() -> None:
 def test_bytes_by_kind_add_up() -> None:
     traced, hardware = make_profile(), machine(8192)
     plan = hand_made(traced, hardware, n_persist=2, n_swap=2, n_ckpt=2)
-    why = explain(plan, traced, hardware)
+    why = explain(plan, traced, hardware, more_memory=False)
     assert sum(why.device_parts.values()) == plan.device_bytes
     assert sum(why.host_parts.values()) == plan.host_bytes
     assert why.device_parts["persistent chunks"] == 2 * N * 14
@@ -307,7 +309,7 @@ def test_frozen_chunks_have_weights_alone() -> None:
     traced, hardware = make_profile(), machine(8192)
     frozen = tuple(replace(record, group=-1) for record in traced.parameters[:4])
     traced = replace(traced, parameters=(*frozen, *traced.parameters[4:]))
-    parts = explain(hand_made(traced, hardware), traced, hardware).host_parts
+    parts = explain(hand_made(traced, hardware), traced, hardware, more_memory=False).host_parts
     assert (parts["weights"], parts["gradients"]) == (6 * N * 2, 2 * N * 2)
     assert parts["optimizer states"] == 2 * N * 10
 

@@ -16,7 +16,7 @@ from tests.planning.brute_force import CLOSE, MIB, N, as_measured, check_search,
 
 pytestmark = pytest.mark.usefixtures("judged_as_calibrated")
 # Some cases keep attention and others do not; all have few enough plans to try every one.
-SEEDS = (31, 37, 52, 58)
+SEEDS = (31, 37, 52)
 
 
 def with_attention(profile: ModelProfile, share: float, part: int) -> ModelProfile:

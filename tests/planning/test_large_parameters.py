@@ -27,7 +27,7 @@ def large_vocabulary(draw: random.Random, *, tied: bool) -> ModelProfile:
     return replace(profile, parameters=tuple(parameters), units=units)
 
 
-@pytest.mark.parametrize("seed", [15, 33, 41, 83, 97])
+@pytest.mark.parametrize("seed", [15, 41, 97])
 @pytest.mark.usefixtures("judged_as_calibrated")
 def test_no_plan_is_better(seed: int) -> None:
     draw = random.Random(seed)

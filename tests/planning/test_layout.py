@@ -215,7 +215,7 @@ def test_small_blocks_share_chunks_of_the_size_from_where_transfers_are_fast() -
     layout = pack(profile)
     assert layout.chunk_elements == LARGE_CHUNK // 16, "none wastes less"
     draw = random.Random(0)
-    uneven = make_profile([(n, [(draw.randrange(LARGE_CHUNK // 32, LARGE_CHUNK // 16), 0)]) for n in range(600)])
+    uneven = make_profile([(n, [(draw.randrange(LARGE_CHUNK // 32, LARGE_CHUNK // 16), 0)]) for n in range(200)])
     assert LARGE_CHUNK / 2 < choose_chunk_elements(uneven) <= LARGE_CHUNK
 
 

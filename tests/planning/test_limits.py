@@ -71,9 +71,8 @@ def machine(device_mib: int, host_mib: int, **changes: Any) -> HardwareProfile:
 # -- frontier ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("device_mib", [900, 8192])
-def test_the_frontier_goes_from_the_least_that_works_to_all_there_is(device_mib: int) -> None:
-    traced, hardware = make_profile(8), machine(device_mib, 4096)
+def test_the_frontier_goes_from_the_least_that_works_to_all_there_is() -> None:
+    traced, hardware = make_profile(8), machine(900, 4096)
     found = frontier(traced, hardware)
     limits = [point.device_limit_bytes for point in found.points]
     assert len(limits) >= 8
@@ -84,7 +83,7 @@ def test_the_frontier_goes_from_the_least_that_works_to_all_there_is(device_mib:
         search(traced, replace(hardware, device_bytes=limits[0] - 1))
     for number, point in enumerate(found.points):
         assert point.plan.device_bytes <= point.device_limit_bytes
-        if number % 3 == 0:
+        if number % 4 == 0:
             alone = search(traced, replace(hardware, device_bytes=point.device_limit_bytes))
             assert point.plan.step_ms <= 1.01 * alone.step_ms
         assert point.tokens_per_s == pytest.approx(1024e3 / point.plan.step_ms)

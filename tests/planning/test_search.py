@@ -108,7 +108,7 @@ def test_with_room_for_all_nothing_is_moved() -> None:
     assert plan.step_ms == pytest.approx(compute + flatten + traced.n_trainable / 100e6, rel=1e-6)
 
 
-@pytest.mark.parametrize(("device", "kind"), [("1.5GiB", "cuda"), ("2GiB", "cpu"), ("3GiB", "cuda"), ("4GiB", "cpu")])
+@pytest.mark.parametrize(("device", "kind"), [("1.5GiB", "cuda"), ("4GiB", "cpu")])
 def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
     traced = replace(make_profile(4), device=kind)
     hardware = machine(device, "3GiB", device_type=kind)
@@ -146,7 +146,7 @@ def test_more_memory_never_makes_it_slower() -> None:
     for helped in (None, 3.4):  # with a device that helps it, a slow host matters less
         plans = [
             search(traced, machine(n * 256 * MIB, "4GiB", streamed_adam_gparams=helped, **slow_host))
-            for n in range(4, 30, 4)
+            for n in (4, 8, 16, 28)
         ]
         times = [plan.step_ms for plan in plans]
         assert all(more <= 1.01 * less for less, more in pairwise(times))
@@ -158,7 +158,7 @@ def test_more_memory_never_makes_it_slower() -> None:
 def test_more_host_memory_never_makes_it_slower(host_adam_gparams: float) -> None:
     traced = make_profile(12, ms=2.0)
     rates = {"host_adam_gparams": host_adam_gparams, "streamed_adam_gparams": None}
-    plans = [search(traced, machine("1200MiB", n * 512 * MIB, **rates)) for n in range(3, 12)]
+    plans = [search(traced, machine("1200MiB", n * 512 * MIB, **rates)) for n in (3, 6, 11)]
     # Whole updates are preferred to weight-only updates that gain less than 1% on the slower host.
     assert all(more.step_ms <= (1.02 if less.n_weight_only else 1.01) * less.step_ms for less, more in pairwise(plans))
     assert plans[-1].step_ms < 0.95 * plans[0].step_ms
@@ -191,7 +191,7 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
 def test_states_on_their_way_through_the_device_have_room_there() -> None:
     traced = make_profile(12, ms=2.0)
     options = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
-    for limit in range(1100, 3500, 400):
+    for limit in (1100, 2300, 3100):
         hardware = machine(limit * MIB, "4GiB", **options)
         plan = search(traced, hardware)
         assert plan.stream
@@ -364,6 +364,7 @@ def test_a_small_model_has_several_chunks_and_every_plan_is_possible(
     traced = profile(tiny_model("llama"), tiny_batch())
     assert len(pack(traced).chunks) >= 4
     everything = replace(H100, device_type="cpu", device_bytes=64 * MIB, host_bytes=64 * MIB)
-    assert search(traced, everything).n_persist == search(traced, everything).n_chunks
-    least = search(traced, replace(everything, device_bytes=search(traced, everything).device_bytes - 1))
+    most = search(traced, everything)
+    assert most.n_persist == most.n_chunks
+    least = search(traced, replace(everything, device_bytes=most.device_bytes - 1))
     assert least.n_persist < least.n_chunks or least.n_ckpt + least.n_swap > 0

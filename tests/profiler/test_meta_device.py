@@ -124,15 +124,15 @@ class _Block(nn.Module):
 
 
 def _uneven() -> tuple[nn.Module, Any]:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*map(_Block, range(5))), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(*map(_Block, range(3))), nn.Linear(8, 8))
     return model, (torch.randn(16, 8),)
 
 
 @pytest.mark.parametrize(
     ("family", "compiled"),
     [
-        *((family, False) for family in ("gpt2", "llama", "opt", "mistral", "t5", "uneven")),
-        *((family, True) for family in ("gpt2", "uneven")),
+        *((family, False) for family in ("gpt2", "llama", "opt", "t5", "uneven")),
+        ("uneven", True),
     ],
 )
 def test_the_profile_is_that_of_a_trace_which_remembers_nothing(
