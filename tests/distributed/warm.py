@@ -1,8 +1,9 @@
 """Processes that have imported everything when they start, as a template imports it once and they are forked from it.
 
 To import torch, transformers and protrain takes seconds, and to fork a process milliseconds. A process runs one
-function and ends as a script ends: an exception reaches ``sys.excepthook``, and Python shuts down. This file is also
-the script that the template runs.
+function and ends as a script ends: an exception reaches ``sys.excepthook``, threads are waited for, and functions of
+``atexit`` are called. Then it exits. Python would free all modules first, which takes twenty times as long as the rest
+of an empty process, so only a test of that asks for it. This file is also the script that the template runs.
 """
 
 from __future__ import annotations
@@ -39,12 +40,18 @@ class Process:
     Args:
         environment: what to change in that of the template.
         printed: the file to print to. None: where the tests print.
+        frees_modules: whether Python frees all modules in the end.
     """
 
     def __init__(
-        self, function: Callable[..., None], *args: Any, environment: Mapping[str, str], printed: Path | None = None
+        self,
+        function: Callable[..., None],
+        *args: Any,
+        environment: Mapping[str, str],
+        printed: Path | None = None,
+        frees_modules: bool = False,
     ) -> None:
-        self.pid: int = _ask(function, args, dict(environment), printed)
+        self.pid: int = _ask(function, args, dict(environment), printed, frees_modules)
 
     @property
     def status(self) -> int | None:
@@ -85,8 +92,34 @@ def _template() -> subprocess.Popen[bytes]:
     return process
 
 
+_exit_status: int | None = None  # with which the process exits before Python frees its modules; None: it does not
+
+
+def _exit() -> None:
+    """Exit, if the status is known."""
+    if _exit_status is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_status)
+
+
+def _run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Call ``function``, and know the exit status that follows from how it ends."""
+    global _exit_status
+    try:
+        function(*args)
+        _exit_status = 0
+    except SystemExit as end:
+        _exit_status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    except Exception:
+        _exit_status = 1
+        raise
+
+
 def _serve() -> None:
     """Answer requests as the template. In each process that it forks, this runs what is asked for."""
+    atexit.register(_exit)  # before the imports, so that it is called after all that they register
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
@@ -107,13 +140,16 @@ def _serve() -> None:
         else:
             answer = os.fork()
             if not answer:
-                function, args, environment, printed = request
+                function, args, environment, printed, frees_modules = request
                 os.environ.update(environment)
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 if printed is not None:
                     os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
                 os.dup2(2, 1)
-                function(*args)
+                if frees_modules:
+                    function(*args)
+                else:
+                    _run(function, args)
                 return
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.flush()
