@@ -12,7 +12,7 @@ from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import batches, make
 from tests.engine.harness import adamw, assert_same, default_loss, states
 
-STEPS = 3
+STEPS = 2
 
 
 def train(rank: int, size: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
