@@ -51,18 +51,24 @@ class Process:
         printed: Path | None = None,
         frees_modules: bool = False,
     ) -> None:
-        self.pid: int = _ask(function, args, dict(environment), printed, frees_modules)
+        self.pid: int = _ask("fork", function, args, dict(environment), printed, frees_modules)
 
     @property
     def status(self) -> int | None:
         """The exit status; negative: the signal that killed the process; None: it runs."""
-        status: int | None = _ask(self.pid)
+        status: int | None = _ask("status", self.pid)
         return status
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal. Nothing happens if the process has ended."""
         if self.status is None:
             os.kill(self.pid, number)
+
+
+def import_early(names: frozenset[str]) -> bool:
+    """Let the template import these modules, for all later processes. Returns whether it had not, and could."""
+    imported: bool = _ask("import", names)
+    return imported
 
 
 _lock = threading.Lock()
@@ -117,40 +123,53 @@ def _run(function: Callable[..., None], args: tuple[Any, ...]) -> None:
         raise
 
 
+def _imports(name: str) -> bool:
+    """Import a module. Returns False if it was imported before, or is not installed."""
+    if name in sys.modules:
+        return False
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    gc.collect()
+    gc.freeze()  # a collection in a process would copy the pages of all that was imported
+    return True
+
+
 def _serve() -> None:
     """Answer requests as the template. In each process that it forks, this runs what is asked for."""
     atexit.register(_exit)  # before the imports, so that it is called after all that they register
     for name in IMPORTED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # a collection in a process would copy the pages of all that was imported
+        _imports(name)
     statuses: dict[int, int] = {}
     while True:
         try:
             request = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
-        if len(request) == 1:
-            (pid,) = request
-            if pid not in statuses:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
-                    statuses[pid] = os.waitstatus_to_exitcode(status)
-            answer = statuses.get(pid)
-        else:
-            answer = os.fork()
-            if not answer:
-                function, args, environment, printed, frees_modules = request
-                os.environ.update(environment)
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-                if printed is not None:
-                    os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
-                os.dup2(2, 1)
-                if frees_modules:
-                    function(*args)
-                else:
-                    _run(function, args)
-                return
+        answer: Any
+        match request:
+            case "import", names:
+                answer = True in list(map(_imports, names))
+            case "status", pid:
+                if pid not in statuses:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        statuses[pid] = os.waitstatus_to_exitcode(status)
+                answer = statuses.get(pid)
+            case "fork", function, args, environment, printed, frees_modules:
+                answer = os.fork()
+                if not answer:
+                    os.environ.update(environment)
+                    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+                    if printed is not None:
+                        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT), 2)
+                    os.dup2(2, 1)
+                    if frees_modules:
+                        function(*args)
+                    else:
+                        _run(function, args)
+                    return
         pickle.dump(answer, sys.stdout.buffer)
         sys.stdout.flush()
 
