@@ -70,7 +70,7 @@ def train(rank: int, case: Case, size: int, spec: Spec) -> tuple[list[float], li
         (Case(torch.bfloat16, 6, None, gain=0.25), 3, SPECS[1:2]),
         (Case(torch.float16, 2, 0.05, gain=1.0, skipped=1), 2, SPECS[2:]),
     ],
-    ids=str,
+    ids=lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else str(value),
 )
 def test_the_bits_of_plain_torch(case: Case, size: int, specs: tuple[Spec, ...]) -> None:
     expected = reference(case, made=make)

@@ -64,7 +64,16 @@ def six(workplace: Path) -> Path:
     return folder
 
 
-def test_the_number_of_gpus_changes_no_bit(workplace: Path, six: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def run_command(words: Sequence[str]) -> None:
+    """Run the command as ``python -m protrain`` does."""
+    sys.exit(main(words))
+
+
+def test_the_number_of_gpus_changes_no_bit(
+    workplace: Path, six: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LaunchedRanks(run_command, tmp_path)
+    monkeypatch.setattr("protrain.cli.launch.subprocess", ranks)
     folder = workplace / "two"
     assert main(arguments(workplace, folder, accumulation=3, gpus=2)) == 0
     expected, found = outcome(six), outcome(folder)
@@ -72,10 +81,21 @@ def test_the_number_of_gpus_changes_no_bit(workplace: Path, six: Path, capfd: py
     assert found == expected
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["gpus"], summary["accumulation"], summary["tokens_per_step"]) == (2, 3, 6 * 2 * 32)
-    printed = capfd.readouterr()
-    assert [line.split()[0] for line in printed.err.splitlines() if "  loss " in line] == ["1/4", "4/4"]
-    assert len([line for line in printed.out.splitlines() if line.startswith("loss ")]) == 1
+    printed = [*capfd.readouterr().err.splitlines(), *ranks.said()]
+    assert [line.split()[0] for line in printed if "  loss " in line] == ["1/4", "4/4"]
+    assert len([line for line in printed if line.startswith("loss ")]) == 1
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in six.iterdir())
+    assert ranks.are_gone()
+
+
+def test_the_command_starts_processes_of_which_one_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """These are real ones. They refuse the run as soon as they have found each other."""
+    TrainJob(model="tiny", device="cpu", micro_batches=3).save(tmp_path / "job.json")
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--resume", "--folder", str(tmp_path), "--gpus", "2"])
+    assert end.value.code == 2
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("protrain train: ")]
+    assert "has 3 batches, of which 2 GPUs cannot have equally many" in error
     assert not children_that_run()
 
 
@@ -136,11 +156,6 @@ def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: 
         f"protrain train: a step of the run in {tmp_path} has 4 batches, of which 3 GPUs cannot have equally many: "
         "resume it with one of these numbers of --gpus: 1, 2, 4"
     )
-
-
-def run_command(words: Sequence[str]) -> None:
-    """Run the command as ``python -m protrain`` does."""
-    sys.exit(main(words))
 
 
 def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
