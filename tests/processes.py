@@ -1,16 +1,11 @@
-"""Run as one of two processes: every order of process groups, wrappers and protrain.wrap, each with what it said.
-
-Usage: python -m tests.processes FOLDER, with RANK and WORLD_SIZE as torchrun sets them. Prints one line for each order,
-``ORDER: ERROR``. Each group has a store of its own in FOLDER, as a shared one would have the addresses of the group
-before it.
-"""
+"""What one of two processes does: every order of process groups, wrappers and protrain.wrap, each with what it said."""
 
 from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +21,8 @@ _groups = itertools.count()
 
 
 def start_group() -> None:
-    path = f"file://{sys.argv[1]}/{next(_groups)}"
+    """Each group has a store of its own, as a shared one would have the addresses of the group before it."""
+    path = f"file://{os.environ['STORES']}/{next(_groups)}"
     dist.init_process_group("gloo", init_method=path, rank=int(os.environ["RANK"]), world_size=2)
 
 
@@ -104,7 +100,11 @@ WITHOUT_GROUP = {
 }
 
 
-def main() -> None:
+def run_all(rank: int, size: int, folder: Path) -> None:
+    """Print one line for each order, ``ORDER: ERROR``. Stores of groups are made in ``folder``."""
+    os.environ["STORES"] = str(folder)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
     torch.set_num_threads(1)
     for name, run in {**WITHOUT_GROUP, **WITH_GROUP}.items():
         if name in WITH_GROUP:
@@ -118,7 +118,3 @@ def main() -> None:
             dist.barrier()  # neither leaves while the other one connects
             dist.destroy_process_group()
         print(f"{name}: {' '.join(said.split())}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

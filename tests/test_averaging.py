@@ -15,6 +15,8 @@ from tests.distributed.pool import on_ranks
 from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
+pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
+
 RESIDENT = Spec("all", "least", (NONE,))
 OFFLOADED = Spec("none", "least", (CKPT, NONE), speculate=True)
 BOTH = pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)

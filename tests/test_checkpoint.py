@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +21,7 @@ from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import TensorWriter
 from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
+from tests.distributed.warm import Process
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -194,34 +192,25 @@ def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> Non
     assert all((tmp_path / file.name).stat().st_size == file.bytes < 1500 for file in writer.files)
 
 
-_SAVE_FOREVER = """
-import sys
-from protrain.checkpoint.saving import save_checkpoint
-from tests.checkpoints import make_run, train
-model, optimizer, scheduler = make_run(0)
-print("ready", flush=True)
-while True:
-    train(model, optimizer, scheduler, 1)
-    save_checkpoint(sys.argv[1], model, optimizer, scheduler=scheduler)
-"""
+def save_forever(folder: Path) -> None:
+    model, optimizer, scheduler = make_run(0)
+    while True:
+        train(model, optimizer, scheduler, 1)
+        save_checkpoint(folder, model, optimizer, scheduler=scheduler)
 
 
+@pytest.mark.xdist_group("ranks")  # which has the template of such processes
 def test_a_save_killed_at_any_moment_leaves_a_loadable_one(tmp_path: Path) -> None:
     serials: list[int] = []
     for attempt in range(5):
-        process = subprocess.Popen(
-            [sys.executable, "-c", _SAVE_FOREVER, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
-        )
-        assert process.stdout is not None
-        process.stdout.readline()
+        process = Process(save_forever, tmp_path, environment={})
         while not (saves := list_saves(tmp_path)) or int(saves[-1].name[:5]) <= max(serials, default=0):
+            assert process.status is None
             time.sleep(0.005)
         time.sleep(0.013 * (attempt + 1))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+        process.send(signal.SIGKILL)
+        while process.status is None:
+            time.sleep(0.005)
         model, optimizer, scheduler = make_run(1)
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
         newest = list_saves(tmp_path)[-1]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,9 +9,10 @@ import torch
 
 import protrain
 from tests import processes
+from tests.distributed.apart import Group
 from tests.engine.residual import make
 
-ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 SAID = {
     "no group": "MASTER_ADDR is missing",
     "group afterwards": "the model was wrapped as one of 1 processes, and now there are 2",
@@ -29,19 +27,11 @@ SAID = {
 
 
 def test_every_order_in_both_processes(tmp_path: Path) -> None:
-    shared = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "tests.processes", str(tmp_path)]
-    started = [
-        subprocess.Popen(command, cwd=ROOT, env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    try:
-        said = [process.communicate(timeout=200)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for text in said:
-        lines = dict(line.split(": ", 1) for line in text.splitlines() if ": " in line)
+    with Group(2, processes.run_all, tmp_path, folder=tmp_path) as group:
+        endings = group.endings(range(2), timeout_s=100)
+    for ending in endings.values():
+        assert ending.status == 0, ending.text
+        lines = dict(line.split(": ", 1) for line in ending.text.splitlines() if ": " in line)
         assert SAID.keys() == {*processes.WITHOUT_GROUP, *processes.WITH_GROUP}
         for name, words in SAID.items():
             assert words in lines[name], (name, lines[name])

@@ -32,12 +32,17 @@ def environments(size: int) -> list[dict[str, str]]:
 
 
 class Group:
-    """``size`` ranks that each run ``function(rank, size, *args)``, and print to files in ``folder``."""
+    """``size`` ranks that each run ``function(rank, size, *args)``, and print to files in ``folder``.
 
-    def __init__(self, size: int, function: Callable[..., None], *args: Any, folder: Path) -> None:
+    ``frees_modules`` is for tests in which Python's end matters (:class:`~tests.distributed.warm.Process`).
+    """
+
+    def __init__(
+        self, size: int, function: Callable[..., None], *args: Any, folder: Path, frees_modules: bool = False
+    ) -> None:
         self._printed = [folder / f"rank{rank}.txt" for rank in range(size)]
         self._processes = [
-            Process(function, rank, size, *args, environment=environment, printed=path)
+            Process(function, rank, size, *args, environment=environment, printed=path, frees_modules=frees_modules)
             for rank, (environment, path) in enumerate(zip(environments(size), self._printed, strict=True))
         ]
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed.apart import environments
-from tests.distributed.warm import Process
+from tests.distributed.warm import Process, import_early
 from tests.engine.profiles import share_profiles
 
 _pools: dict[int, Pool] = {}
@@ -93,6 +93,13 @@ def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: flo
     if pool is None or not pool.is_alive:
         pool = _pools[size] = Pool(size)
     return pool.run(function, *args, timeout_s=timeout_s)
+
+
+def import_in_pools(*names: str) -> None:
+    """Import modules once for the ranks of all tests that follow, where each rank would import them for itself."""
+    if import_early(frozenset(names)):
+        while _pools:
+            _pools.popitem()[1].kill()
 
 
 def _serve(address: str, rank: int) -> None:

@@ -23,7 +23,16 @@ from tests.engine.harness import Spec, assert_same
 from tests.engine.profiles import share_profiles
 
 SEED = 20251126
-RUNS, MOMENTS = 5, 10  # runs go on at once, each with so many moments one after another: 50 in all
+RUNS = 3  # which go on at once; each has a moment of every kind, one after another
+KINDS = (
+    (signal.SIGKILL, "one"),
+    (signal.SIGKILL, "one"),
+    (signal.SIGKILL, "all"),
+    (signal.SIGKILL, "rank 0 while saving"),
+    (signal.SIGKILL, "rank 0 while saving"),
+    (signal.SIGSTOP, "one"),
+    (signal.SIGSTOP, "rank 0 while saving"),
+)
 MICRO_BATCHES = 6  # of a step, which two and three ranks share
 WITHIN_S = 10.0  # within which a rank ends by itself when another one was killed
 TIMEOUT_S = 5.0  # of the process group: within which, and the time above, it ends when another one was stopped
@@ -80,13 +89,12 @@ def wait_for_save(group: Group, folder: Path, number: int) -> None:
 
 
 def disturb(draw: random.Random, folder: Path, undisturbed: Undisturbed) -> None:
-    """Kill or stop ranks of one run at ``MOMENTS`` moments. After each, other ranks go on from the newest save."""
+    """Kill or stop ranks of one run at moments of all kinds. After each, other ranks go on from the newest save."""
     saves = folder / "saves"
     saves.mkdir(parents=True)
-    for moment in range(MOMENTS):
-        size, spec, count = draw.choice((2, 2, 3)), draw.choice(SPECS), draw.choice((0, 1, 1, 2))
-        number = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
-        who = draw.choice(("one", "one", "all", "rank 0 while saving"))
+    specs = draw.sample(SPECS, k=len(KINDS), counts=[2] * len(SPECS))
+    for moment, (number, who) in enumerate(draw.sample(KINDS, k=len(KINDS))):
+        size, spec, count = draw.choice((2, 2, 3)), specs[moment], draw.choice((0, 1, 1, 2))
         victims = {"one": [draw.randrange(size)], "all": list(range(size)), "rank 0 while saving": [0]}[who]
         count = max(count, who == "rank 0 while saving")  # the first save removes what killed ones have left
         part = draw.random()

@@ -11,7 +11,7 @@ import torch
 import protrain
 from protrain.checkpoint.adapters import Base
 from protrain.cli.prepare import adamw
-from tests.distributed.pool import on_ranks
+from tests.distributed.pool import import_in_pools, on_ranks
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
 
@@ -49,6 +49,7 @@ def train(rank: int, folder: str) -> None:
 def test_two_ranks_write_an_adapter_and_what_peft_would_merge(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "source")
+    import_in_pools("peft")
     on_ranks(2, train, str(tmp_path))
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     before = {name: value.clone() for name, value in base.state_dict().items()}

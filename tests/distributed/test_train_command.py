@@ -8,8 +8,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+import protrain.cli.data
 import protrain.cli.finish
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.job import TrainJob
@@ -27,11 +30,10 @@ from protrain.cli.training_run import Run
 from protrain.distributed.processes import announced_by_slurm
 from protrain.planning import Plan
 from tests.distributed.pool import on_ranks
-from tests.distributed.train_runs import command, outcome
+from tests.distributed.train_runs import LaunchedRanks, command, outcome
 
 transformers = pytest.importorskip("transformers")
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
 
 
@@ -62,7 +64,16 @@ def six(workplace: Path) -> Path:
     return folder
 
 
-def test_the_number_of_gpus_changes_no_bit(workplace: Path, six: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def run_command(words: Sequence[str]) -> None:
+    """Run the command as ``python -m protrain`` does."""
+    sys.exit(main(words))
+
+
+def test_the_number_of_gpus_changes_no_bit(
+    workplace: Path, six: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = LaunchedRanks(run_command, tmp_path)
+    monkeypatch.setattr("protrain.cli.launch.subprocess", ranks)
     folder = workplace / "two"
     assert main(arguments(workplace, folder, accumulation=3, gpus=2)) == 0
     expected, found = outcome(six), outcome(folder)
@@ -70,10 +81,22 @@ def test_the_number_of_gpus_changes_no_bit(workplace: Path, six: Path, capfd: py
     assert found == expected
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["gpus"], summary["accumulation"], summary["tokens_per_step"]) == (2, 3, 6 * 2 * 32)
-    printed = capfd.readouterr()
-    assert [line.split()[0] for line in printed.err.splitlines() if "  loss " in line] == ["1/4", "4/4"]
-    assert len([line for line in printed.out.splitlines() if line.startswith("loss ")]) == 1
+    printed = [*capfd.readouterr().err.splitlines(), *ranks.said()]
+    assert [line.split()[0] for line in printed if "  loss " in line] == ["1/4", "4/4"]
+    assert len([line for line in printed if line.startswith("loss ")]) == 1
     assert sorted(path.name for path in folder.iterdir()) == sorted(path.name for path in six.iterdir())
+    assert ranks.are_gone()
+
+
+def test_the_command_starts_processes_of_which_one_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """These are real ones. They refuse the run as soon as they have found each other."""
+    TrainJob(model="tiny", device="cpu", micro_batches=3).save(tmp_path / "job.json")
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--resume", "--folder", str(tmp_path), "--gpus", "2"])
+    assert end.value.code == 2
+    (error,) = [line for line in capfd.readouterr().err.splitlines() if line.startswith("protrain train: ")]
+    assert "has 3 batches, of which 2 GPUs cannot have equally many" in error
+    assert not children_that_run()
 
 
 def train_as_rank(rank: int, command: list[str]) -> tuple[int, list[str]]:
@@ -136,8 +159,10 @@ def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: 
 
 
 def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
-    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ranks = LaunchedRanks(run_command, tmp_path)
+    monkeypatch.setattr("protrain.cli.launch.subprocess", ranks)
     folder = tmp_path / "run"
 
     def stop() -> None:
@@ -153,9 +178,9 @@ def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
     step = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])["step"]
     assert [save.name.rpartition("-")[2] for save in list_saves(folder / "checkpoints")] == [str(step)]
     again = f"stopped at step {step} of 100000; continue with: protrain train --resume --folder {folder}"
-    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("protrain train: ")]
-    assert said == [f"protrain train: {again}"]
-    assert not children_that_run()
+    lines = [*capfd.readouterr().err.splitlines(), *ranks.said()]
+    assert [line for line in lines if line.startswith("protrain train: ")] == [f"protrain train: {again}"]
+    assert ranks.are_gone()
 
 
 def children_that_run() -> list[str]:
@@ -166,34 +191,33 @@ def children_that_run() -> list[str]:
     return [command for command in found if "-m protrain train" in command]
 
 
-ONE_FAILS = """
-import os
-if os.environ.get("RANK") == "1":
-    import protrain.cli.data as data
-    batch = data.training_batch
+def run_and_fail_on_one_rank(words: Sequence[str]) -> None:
+    """Run the command, with a disk of rank 1 that is gone at the third step."""
+    if os.environ["RANK"] == "1":
+        batch = protrain.cli.data.training_batch
 
-    def training_batch(*args, step, **more):
-        if step == 2:
-            raise ValueError("--data: the disk of this rank is gone")
-        return batch(*args, step=step, **more)
+        def training_batch(*args: Any, step: int, **more: Any) -> Any:
+            if step == 2:
+                raise ValueError("--data: the disk of this rank is gone")
+            return batch(*args, step=step, **more)
 
-    data.training_batch = training_batch
-"""
+        protrain.cli.data.training_batch = training_batch
+    sys.exit(main(words))
 
 
 def test_an_error_of_one_rank_ends_all_with_one_message(
     workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(ONE_FAILS)  # which Python runs before the command
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
+    ranks = LaunchedRanks(run_and_fail_on_one_rank, tmp_path)
+    monkeypatch.setattr("protrain.cli.launch.subprocess", ranks)
     with pytest.raises(SystemExit) as end:
         main(arguments(workplace, tmp_path / "run", gpus=2))
     assert end.value.code == 2
-    lines = capfd.readouterr().err.splitlines()  # libraries may say something, too, when they are imported
+    lines = [*capfd.readouterr().err.splitlines(), *ranks.said()]  # libraries may say something, too
     said = [line for line in lines if line.startswith("protrain train: ") or "Traceback" in line]
     assert said == ["protrain train: --data: the disk of this rank is gone"]
     assert not (tmp_path / "run" / LOCK_FILE).exists()
-    assert not children_that_run()
+    assert ranks.are_gone()
 
 
 def train_and_stop(rank: int, command: list[str]) -> tuple[int, list[str]]:

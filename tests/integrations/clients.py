@@ -240,3 +240,12 @@ def train_on_rank(
     rank: int, client: str, folder: Path, on_protrain: bool, resume: Path | None, arguments: dict[str, Any]
 ) -> Run:
     return train(client, folder, on_protrain=on_protrain, resume=resume, **arguments)
+
+
+def error_on_rank(rank: int, client: str, folder: Path, arguments: dict[str, Any]) -> str:
+    """The error of a training on ProTrain."""
+    try:
+        train(client, folder, on_protrain=True, **arguments)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,18 @@ import torch
 
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
-from tests.integrations.clients import CLIENTS, WORDS, Run, llama, make, prepare, texts, train, train_on_rank
+from tests.integrations.clients import (
+    CLIENTS,
+    WORDS,
+    Run,
+    error_on_rank,
+    llama,
+    make,
+    prepare,
+    texts,
+    train,
+    train_on_rank,
+)
 
 WHOLE, HALF = "64MiB", "checkpoint-2"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
@@ -80,8 +92,8 @@ def test_a_reference_without_a_model_is_computed_by_the_wrapped_one(
 def test_two_processes_compute_a_reference_for_a_dataset_in_files(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     arguments: dict[str, Any] = {"precompute_ref_log_probs": True, "save_strategy": "no"}
-    with pytest.raises(Exception, match=r"the dataset is in memory, and 2 processes .*load_from_disk"):
-        two("DPO", tmp_path / "refused", on_protrain=True, **arguments)
+    for error in on_ranks(2, error_on_rank, "DPO", tmp_path / "refused", arguments):
+        assert re.search(r"the dataset is in memory, and 2 processes .*load_from_disk", error)
     texts("prompt", "chosen", "rejected").save_to_disk(tmp_path / "data")
     ours = two("DPO", tmp_path / "ours", on_protrain=True, data=str(tmp_path / "data"), **arguments)
     plain = two("DPO", tmp_path / "plain", on_protrain=False, save_strategy="no")

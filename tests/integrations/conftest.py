@@ -1,0 +1,22 @@
+"""Tests of what trains with other libraries run in one process of the test run, which imports these once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.pool import import_in_pools
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_libraries() -> None:
+    import_in_pools("transformers.trainer", "accelerate", "datasets", "trl", "peft", "lightning")
