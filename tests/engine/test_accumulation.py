@@ -41,7 +41,7 @@ def test_the_plain_loops_bits_within_what_was_planned(
     """
     dtype, loop, inside = SETTINGS[name]
     monkeypatch.setattr(Gradients, "_make_accumulator", None)  # none is made on demand
-    n_batches = 3 * loop.accumulate
+    n_batches = 2 * loop.accumulate
     batches = [tiny_batch(seed) for seed in range(n_batches + 1)]
     expected, final = plain_run(lambda: tiny_model("gpt2"), batches, loop=loop, device=device, dtype=dtype)
     for spec in SPECS[list(SETTINGS).index(name) % 2 :: 2]:

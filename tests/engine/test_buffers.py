@@ -327,7 +327,7 @@ def test_buffers_full_after_forward_serve_backward_and_fill_for_the_next_forward
     profile = protrain.profile(model, batch, optimizer=optimizer, device="cpu", dtype=torch.float32)
     machine = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
     n_chunks = 6 * per_block
-    for n_persist, n_buffer in [*((0, n_buffer) for n_buffer in range(per_block, n_chunks + 1)), (per_block, 3)]:
+    for n_persist, n_buffer in [(0, per_block), (0, per_block + 1), (0, n_chunks - 1), (0, n_chunks), (per_block, 3)]:
         model = build()
         counts: dict[str, Any] = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": 0, "n_ckpt": n_ckpt}
         wrapped, trainer = protrain.wrap(

@@ -43,8 +43,9 @@ def with_past(model: nn.Module, batch: Batch) -> Tensor:
     return loss + output.loss
 
 
-@pytest.mark.parametrize("loss", [with_cache, with_past])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize(
+    ("family", "loss"), [("gpt2", with_past), ("llama", with_cache), ("t5", with_cache), ("t5", with_past)]
+)
 def test_caches_grow_once(
     tiny_model: Model,
     tiny_batch: MakeBatch,
@@ -52,7 +53,7 @@ def test_caches_grow_once(
     loss: Callable[[nn.Module, Batch], Tensor],
     device: torch.device,
 ) -> None:
-    batches = [tiny_batch(seed) for seed in range(3)]
+    batches = [tiny_batch(seed) for seed in range(2)]
     check_equal_to_plain(lambda: tiny_model(family), batches, loop=Loop(loss=loss), device=device, specs=SPECS)
 
 

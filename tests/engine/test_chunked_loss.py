@@ -36,9 +36,7 @@ def _with_chunks(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("family", "words"), [("llama", 96), ("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD), ("gpt2", _ODD)]
-)
+@pytest.mark.parametrize(("family", "words"), [("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD)])
 def test_loss_and_gradients_are_the_usual_ones(
     tiny_model: Build,
     tiny_batch: Callable[..., Batch],
@@ -54,7 +52,7 @@ def test_loss_and_gradients_are_the_usual_ones(
         return compute(**options)
 
     monkeypatch.setattr(module, "_liger", lambda: watched)
-    batch = {name: value.to(device) for name, value in tiny_batch().items()}
+    batch = {name: value.to(device) for name, value in tiny_batch(sequence=6).items()}
     batch["labels"][:, :3] = -100
     models = [tiny_model(family, words=words).to(device) for _ in range(2)]
     _with_chunks(models[1], device)

@@ -15,7 +15,7 @@ import protrain
 from protrain.common.errors import PlanError
 from protrain.forward.compilation import CompiledForward, compile_blocks
 from protrain.profiler.blocks import find_blocks
-from tests.engine.harness import FEW_PLANS, Loop, adamw, assert_same, plain_run, seeded, states, wrap_under
+from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, plain_run, seeded, states, wrap_under
 
 Build = Callable[[str], nn.Module]
 Batch = dict[str, Tensor]
@@ -31,9 +31,18 @@ def compiler(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.bfloat16), ("gpt2", torch.float32)])
+@pytest.mark.parametrize(
+    ("family", "dtype", "specs"),
+    [("llama", torch.bfloat16, FEW_PLANS[::2]), ("gpt2", torch.float32, FEW_PLANS[1::2])],
+    ids=["llama-bf16", "gpt2-fp32"],
+)
 def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
-    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, dtype: torch.dtype, device: torch.device
+    tiny_model: Build,
+    tiny_batch: Callable[..., Batch],
+    family: str,
+    dtype: torch.dtype,
+    specs: tuple[Spec, ...],
+    device: torch.device,
 ) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(4)]
     loop = Loop(max_norm=0.5, accumulate=2)
@@ -46,7 +55,7 @@ def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
     expected, final = plain_run(compiled, batches, loop=loop, device=device, dtype=dtype)
     torch._dynamo.reset()
     counters.clear()
-    for spec in FEW_PLANS:
+    for spec in specs:
         model = tiny_model(family)
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, dtype=dtype, compile=True)
         assert loop.run(wrapped, optimizer, batches) == expected, str(spec)

@@ -1,4 +1,4 @@
-"""Families of transformers, in tiny: three offloaded steps have the losses and weights of the plain loop."""
+"""Families of transformers, in tiny: two offloaded steps have the losses and weights of the plain loop."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from tests.engine.plain_loop import prepare_plain
 
 transformers = pytest.importorskip("transformers")
 
+# Of two blocks in a row either meets two modes, and all four are met.
 PLANS = (
-    Spec("none", "least", (CKPT, NONE, SWAP)),
-    Spec("some", "least", (SWAP, CKPT), small=True),
-    Spec("none", "least", (CKPT_SWAP,)),
+    Spec("none", "least", (CKPT, SWAP)),
+    Spec("some", "least", (CKPT_SWAP, NONE), small=True),
 )
 # `python -m bench.families` trains all of them. Each of these takes a path that no other test does.
 FAMILIES = (
@@ -56,7 +56,7 @@ def test_families(family: str, device: torch.device) -> None:
     """Half of the families in either type: tests of models have every structure in both."""
     if family == "deformable_detr" and device.type == "cuda":
         pytest.skip("torch has no deterministic backward of grid_sample there")
-    batches = known.FAMILIES[family].batches(3)
+    batches = known.FAMILIES[family].batches(2)
     dtype = (torch.float32, torch.bfloat16)[FAMILIES.index(family) % 2]
     check_equal_to_plain(
         maker(family), batches, device=device, dtype=dtype, loop=Loop(max_norm=0.5, loss=own_loss), specs=PLANS
@@ -65,7 +65,7 @@ def test_families(family: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("family", ["t5", "qwen2", "mamba", "gpt2"])
 def test_generation_between_steps(family: str, device: torch.device) -> None:
-    batches = known.FAMILIES[family].batches(3)
+    batches = known.FAMILIES[family].batches(2)
 
     def run(model: nn.Module, optimizer: Trainer) -> list[Any]:
         found: list[Any] = []
@@ -74,7 +74,7 @@ def test_generation_between_steps(family: str, device: torch.device) -> None:
             model.eval()
             generate: Any = model.generate
             prompt = batch["input_ids"][:, :4].to(device)
-            options = {"max_new_tokens": 6, "min_new_tokens": 6, "pad_token_id": 0}
+            options = {"max_new_tokens": 3, "min_new_tokens": 3, "pad_token_id": 0}
             found.append(generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options).tolist())
             torch.manual_seed(3)
             found.append(generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=True, **options).tolist())

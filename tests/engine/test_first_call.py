@@ -16,7 +16,7 @@ from protrain.common.errors import CheckpointError, MisuseError, PlanError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.plain_loop import prepare_plain
 
-STEPS, ROWS, WIDTH = 5, 4, 16
+STEPS, ROWS, WIDTH = 4, 4, 16
 
 
 class Net(nn.Module):

@@ -8,10 +8,14 @@ from protrain.engine.updates.updates import _Window
 from tests.engine.harness import CKPT, NONE, Spec
 
 
-@pytest.fixture(params=["states", "weights", "both"])
+@pytest.fixture
 def spec(request: pytest.FixtureRequest) -> Spec:
-    """Speculative updates of all states, of weights alone, or some of either."""
-    weights, whole = request.param != "states", request.param == "both"
+    """Speculative updates of all states in some chunks and of weights alone in the others.
+
+    A test may ask for "states" or "weights" in every chunk by an indirect parameter.
+    """
+    kind = getattr(request, "param", "both")
+    weights, whole = kind != "states", kind == "both"
     return Spec("none", "least", (NONE, CKPT), speculate=True, weights=weights, whole=whole)
 
 

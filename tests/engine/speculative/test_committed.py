@@ -34,8 +34,16 @@ from tests.engine.speculative.trained import STEPS, clipping, counts, trained, u
 
 
 @pytest.mark.parametrize(
-    ("dtype", "max_norm"),
-    [(torch.bfloat16, None), (torch.bfloat16, 1e6), (torch.float16, 1e6), (torch.float32, None)],
+    ("spec", "dtype", "max_norm"),
+    [
+        ("states", torch.bfloat16, None),
+        ("states", torch.float16, 1e6),
+        ("weights", torch.bfloat16, 1e6),
+        ("weights", torch.float32, None),
+        ("both", torch.float16, 1e6),
+        ("both", torch.float32, None),
+    ],
+    indirect=["spec"],
 )
 def test_all_are_committed_when_nothing_is_clipped(
     spec: Spec, device: torch.device, dtype: torch.dtype, max_norm: float | None
@@ -45,6 +53,7 @@ def test_all_are_committed_when_nothing_is_clipped(
     assert updated_on_host(optimizer) == STEPS
 
 
+@pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)
 def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
     optimizer, n_chunks = trained(clipping(1e-3), device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
@@ -105,7 +114,7 @@ def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
     assert counts(optimizer) == (0, 0)
 
 
-@pytest.mark.parametrize("idle", [0, 2, 4])
+@pytest.mark.parametrize(("spec", "idle"), [("states", 2), ("weights", 0), ("both", 4)], indirect=["spec"])
 def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, idle: int
 ) -> None:

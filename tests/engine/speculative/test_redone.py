@@ -130,6 +130,7 @@ def test_copies_of_a_weight_are_traced_under_its_name(spec: Spec, device: torch.
         assert names[chunk.weight.data_ptr()] == f"weights {chunk.index}"
 
 
+@pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)
 def test_host_memory_is_as_planned(spec: Spec, device: torch.device) -> None:
     data, model = residual.batches(1), residual.make(width=256)
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
