@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Timer
@@ -27,14 +28,18 @@ from tests.engine.harness import (
     SWAP,
     Loop,
     Spec,
+    Trainer,
     adamw,
     assert_same,
     default_loss,
+    make_plan,
+    plain_run,
     seeded,
     states,
     wrap_under,
 )
 from tests.engine.lateness import Lateness
+from tests.engine.plain_loop import prepare_plain
 
 SPECS = (
     Spec("all", "least", (NONE, CKPT), small=True),
@@ -44,7 +49,6 @@ SPECS = (
     Spec("none", "least", (CKPT, NONE), small=True, stream=True),
 )
 HOST = SPECS[2]
-KINDS = [Lateness("late"), Lateness("early"), *(Lateness("random", seed) for seed in range(3))]
 WIDTH = 64
 CPU = torch.device("cpu")
 Batch = dict[str, Tensor]
@@ -56,84 +60,124 @@ Wrap = Callable[..., Wrapped]
 def wrapped(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], device: torch.device
 ) -> Callable[..., Wrapped]:
-    def build(spec: Spec, *, inside: bool, family: str = "gpt2", **options: Any) -> Wrapped:
+    def build(spec: Spec, *, family: str = "gpt2", **options: Any) -> Wrapped:
         model = tiny_model(family)
-        options |= {"step_during_backward": inside, "tight_host": inside}
+        options |= {"step_during_backward": True, "tight_host": True}
         return wrap_under(spec, model, adamw(model), tiny_batch(), device=device, **options)
 
     return build
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.fixture(scope="module")
+def plainly_trained(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
+) -> Callable[..., tuple[list[float], dict[str, Tensor]]]:
+    """Losses and states of the plain loop, which are made once."""
+
+    @functools.cache
+    def run(family: str, dtype: torch.dtype, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
+        batches = [tiny_batch(seed) for seed in range(3)]
+        return plain_run(lambda: tiny_model(family), batches, loop=Loop(), device=device, dtype=dtype)
+
+    return run
+
+
 @pytest.mark.parametrize(
     "family", ["gpt2", "llama"]
 )  # with tied weights, used at the start and at the end, and without
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_bits_are_those_of_gradients_with_room_of_their_own(
+def test_the_bits_are_those_of_the_plain_loop(
     wrapped: Wrap,
+    plainly_trained: Callable[..., tuple[list[float], dict[str, Tensor]]],
     tiny_batch: Callable[..., Batch],
     monkeypatch: pytest.MonkeyPatch,
     spec: Spec,
     family: str,
-    dtype: torch.dtype,
+    device: torch.device,
 ) -> None:
+    """Every plan meets either type with one of both families."""
     forbid_more(monkeypatch)
-    batches = [tiny_batch(seed) for seed in range(4)]
-    results = []
-    for inside in (False, True):
-        model, optimizer = wrapped(spec, inside=inside, family=family, dtype=dtype)
-        plan = optimizer.plan
+    dtype = (torch.float32, torch.bfloat16)[(SPECS.index(spec) + (family == "llama")) % 2]
+    expected, final = plainly_trained(family, dtype, device)
+    model, optimizer = wrapped(spec, family=family, dtype=dtype)
+    profile = optimizer._engine.profile
+    for plan in (make_plan(spec, profile, device), optimizer.plan):
+        inside = plan is optimizer.plan
         n_away = plan.n_chunks - plan.n_persist
         assert 0 <= plan.n_device_gradient < max(1, plan.n_persist)
         assert 0 <= plan.n_host_gradient < max(1, n_away)
         assert (plan.n_device_gradient > 0) == (inside and plan.n_persist > 2)
         assert (plan.n_host_gradient > 0) == (inside and n_away > 3)
-        results.append((Loop().run(model, optimizer, batches), states(model, optimizer)))
-    assert len(set(results[0][0])) > 1, "it does not train"
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
+    assert len(set(expected)) > 1, "it does not train"
+    assert Loop().run(model, optimizer, [tiny_batch(seed) for seed in range(3)]) == expected
+    assert_same(states(model, optimizer), final)
+
+
+_accumulated: dict[torch.device, tuple[list[float], dict[str, Tensor]]] = {}  # by the plain loop
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_accumulation_in_no_sync_gives_the_same_bits(
-    wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, spec: Spec
+    wrapped: Wrap,
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
+    spec: Spec,
+    device: torch.device,
 ) -> None:
     """Gradients under no_sync() must outlast their shared buffers; steps before and after need no accumulators."""
+
+    def run(model: nn.Module, optimizer: Trainer) -> tuple[list[float], dict[str, Tensor]]:
+        batches = [tiny_batch(seed) for seed in range(8)]
+        values = Loop().run(model, optimizer, batches[:1])
+        values += Loop(accumulate=3, no_sync=True).run(model, optimizer, batches[1:7])
+        values += Loop().run(model, optimizer, batches[7:])
+        return values, states(model, optimizer)
+
     forbid_more(monkeypatch)
-    batches = [tiny_batch(seed) for seed in range(10)]
-    results = []
-    for inside in (False, True):
-        model, optimizer = wrapped(spec, inside=inside, dtype=torch.bfloat16)
-        optimizer._engine.gradients.host_bytes = 2**32  # accumulators come on top
-        values = Loop().run(model, optimizer, batches[:2])
-        values += Loop(accumulate=3, no_sync=inside).run(model, optimizer, batches[2:8])
-        values += Loop().run(model, optimizer, batches[8:])
-        results.append((values, states(model, optimizer)))
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
+    if device not in _accumulated:
+        plain = tiny_model("gpt2")
+        _accumulated[device] = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
+    model, optimizer = wrapped(spec, dtype=torch.bfloat16)
+    optimizer._engine.gradients.host_bytes = 2**32  # accumulators come on top
+    losses, final = run(model, optimizer)
+    assert losses == _accumulated[device][0]
+    assert_same(final, _accumulated[device][1])
 
 
-def residual_under(spec: Spec, *, inside: bool, **options: Any) -> Wrapped:
-    model = residual.make(WIDTH, depth=6)
-    options |= {"step_during_backward": inside, "tight_host": inside, "dtype": torch.bfloat16}
-    options.setdefault("device", CPU)
-    return wrap_under(spec, model, adamw(model), residual.batches(1)[0], **options)
+def make_residual() -> nn.Module:
+    return residual.make(WIDTH, depth=6)
 
 
-@pytest.mark.parametrize("kind", [Lateness("late"), Lateness("early"), Lateness("random", 0)], ids=str)
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[2], SPECS[4]], ids=str)
+@functools.cache
+def expected_of_residual() -> tuple[list[float], dict[str, Tensor]]:
+    return plain_run(make_residual, residual.batches(4), loop=Loop(), device=CPU, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind"),
+    [
+        (SPECS[1], Lateness("late")),
+        (SPECS[2], Lateness("late")),
+        (SPECS[4], Lateness("late")),
+        (SPECS[1], Lateness("early")),
+        (SPECS[4], Lateness("early")),
+        (SPECS[2], Lateness("random", 0)),
+    ],
+    ids=str,
+)
 def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
     spec: Spec, kind: Lateness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies and updates come as late as the engine's own ordering allows."""
-    data = residual.batches(6)
-    model, optimizer = residual_under(spec, inside=False)
-    expected = Loop().run(model, optimizer, data), states(model, optimizer)
+    expected = expected_of_residual()
     monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)
     with kind.applied(monkeypatch):
-        model, optimizer = residual_under(spec, inside=True)
+        model = make_residual()
+        options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}
+        model, optimizer = wrap_under(spec, model, adamw(model), residual.batches(1)[0], device=CPU, **options)
         assert 0 < optimizer.plan.n_host_gradient < optimizer.plan.n_chunks / 2
-        assert Loop().run(model, optimizer, data) == expected[0]
+        assert Loop().run(model, optimizer, residual.batches(4)) == expected[0]
         assert_same(states(model, optimizer), expected[1])
 
 

@@ -110,11 +110,11 @@ def rows(count: int = 4) -> list[Batch]:
     return [(torch.randn(ROWS, 8, generator=generator),) for _ in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "specs"), [(torch.float32, MOVES[::2]), (torch.bfloat16, MOVES[1::2])])
 def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
-    device: torch.device, dtype: torch.dtype
+    device: torch.device, dtype: torch.dtype, specs: tuple[Spec, ...]
 ) -> None:
-    check_equal_to_plain(make_rows, rows(), device=device, dtype=dtype, specs=MOVES)
+    check_equal_to_plain(make_rows, rows(2), device=device, dtype=dtype, specs=specs)
 
 
 def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, offloaded: list[int]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from protrain.engine.activations import swap
 from protrain.engine.weights.buffers import BufferPool
@@ -60,14 +60,9 @@ def train(training: Wrapped, numbers: tuple[int, ...]) -> list[float]:
     return losses
 
 
-def outcome(training: Wrapped) -> tuple[list[float], dict[str, Tensor]]:
-    return train(training, (1, 2)), states(*training)
-
-
-def undisturbed(spec: Spec) -> tuple[list[float], dict[str, Tensor]]:
-    training = wrapped(spec)
-    train(training, (0,))
-    return outcome(training)
+def check_goes_on(training: Wrapped, undisturbed: Wrapped, number: int, *, where: str) -> None:
+    """A step of ``training`` has the loss of the same step of one that was never interrupted."""
+    assert train(training, (number,)) == train(undisturbed, (number,)), where
 
 
 class _Calls:
@@ -100,21 +95,18 @@ def interrupted(training: Wrapped, calls: _Calls) -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in a finalizer nobody sees it
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_training_goes_on_after_ctrl_c_anywhere(spec: Spec) -> None:
-    training = wrapped(spec)
-    train(training, (0,))
+    training, undisturbed = wrapped(spec), wrapped(spec)
+    check_goes_on(training, undisturbed, 0, where="before")
     calls = _Calls()
     interrupted(training, calls)
-    losses, expected = undisturbed(spec)
-    assert outcome(training)[0] == losses
     assert calls.made > 500
+    check_goes_on(training, undisturbed, 1, where="without an interrupt")
     for point in range(POINTS):
-        training = wrapped(spec)
-        train(training, (0,))
         # Not at the same place of every unit.
         interrupted(training, _Calls(at=1 + (calls.made * point // POINTS + 37 * point) % calls.made))
-        found, final = outcome(training)
-        assert found == losses, f"call {point} of {POINTS}"
-        assert_same(final, expected, where=f"call {point} of {POINTS}")
+        check_goes_on(training, undisturbed, point % 3, where=f"call {point} of {POINTS}")
+    check_goes_on(training, undisturbed, 1, where="after the last")
+    assert_same(states(*training), states(*undisturbed))
 
 
 @pytest.mark.parametrize("buffers", ["least", "middle"])
@@ -123,25 +115,24 @@ def test_a_chunk_that_never_came_up_is_not_taken_for_there(
     buffers: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = Spec("none", buffers, (NONE,), small=True)
-    losses, expected = undisturbed(spec)
+    training, undisturbed = wrapped(spec), wrapped(spec)
+    check_goes_on(training, undisturbed, 0, where="before")
     for at in (1, 2, 5):
-        training = wrapped(spec)
-        train(training, (0,))
         training[1].state_dict()  # waits for updates: from now on the main thread issues
         with monkeypatch.context() as patch:
             patch.setattr(BufferPool, name, _failing(getattr(BufferPool, name), at, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):
                 train(training, (1,))
         training[1].zero_grad()
-        assert train(training, (1, 2)) == losses
-        assert_same(states(*training), expected, where=f"{name} {at}")
+        check_goes_on(training, undisturbed, 2, where=f"{name} {at}")
+        assert_same(states(*training), states(*undisturbed), where=f"{name} {at}")
 
 
 def test_out_of_memory_in_a_fetch_leaves_nothing_without_content(monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph is kept, and backward is called again."""
     norms = []
+    model, optimizer = wrapped(Spec("none", "least", (SWAP,)))
     for at in (0, 1, 3, 5):
-        model, optimizer = wrapped(Spec("none", "least", (SWAP,)))
         torch.manual_seed(3)
         loss = default_loss(model, DATA[0])
         if at:
@@ -152,6 +143,7 @@ def test_out_of_memory_in_a_fetch_leaves_nothing_without_content(monkeypatch: py
             optimizer.zero_grad()
         loss.backward()
         norms.append(optimizer.clip_grad_norm_(1e9).item())
+        optimizer.zero_grad()
     assert norms == norms[:1] * 4
 
 
@@ -177,8 +169,8 @@ def test_what_a_running_forward_holds_is_not_let_go(where: str, buffers: str) ->
         (block if where == "after a block" else block.drop).register_forward_hook(act)
     losses = train((model, optimizer), (0, 1, 2))
     assert done
-    plain = wrapped(Spec("none", buffers, (NONE,), small=True))
     if buffers == "least":  # what is drawn at random in the forward of the hook changes the rest
+        plain = wrapped(Spec("none", buffers, (NONE,), small=True))
         assert losses == train(plain, (0, 1, 2))
         assert_same(states(model, optimizer), states(*plain))
 

@@ -110,34 +110,40 @@ def computed(model: nn.Module, batch: Batch) -> int:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-@pytest.mark.parametrize("repeats", [1, 2])
-def test_attention_runs_once(
-    monkeypatch: pytest.MonkeyPatch, device: torch.device, compile: bool, repeats: int
-) -> None:
+def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.device, compile: bool) -> None:
     if device.type == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     found = {}
     for modes in ((CKPT,), (CKPT_SWAP,), (NONE,)):
         for attention in (False, True):
-            model = make_rows(repeats=repeats)
+            model = make_rows(repeats=2)
             spec = Spec("none", "least", modes, attention=attention)
             wrapped, optimizer = wrap_under(
                 spec, model, adamw(model), rows()[0], device=device, dtype=torch.bfloat16, compile=compile
             )
             assert optimizer.plan.keep_attention == attention
-            found[modes[0].value, attention] = computed(wrapped, rows()[0]) // repeats
+            found[modes[0].value, attention] = computed(wrapped, rows()[0])
     torch._dynamo.reset()
-    twice, once = 2 * DEPTH, DEPTH
+    twice, once = 2 * 2 * DEPTH, 2 * DEPTH
     modes_found = {name: [found[name, False], found[name, True]] for name in ("ckpt", "ckpt_swap", "none")}
     assert modes_found == {"ckpt": [twice, once], "ckpt_swap": [twice, once], "none": [once, once]}
 
 
-@pytest.mark.parametrize("options", [{}, {"repeats": 3}, {"dropout": 0.2}, {"frozen": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.bfloat16, {"repeats": 3}),
+        (torch.float32, {"repeats": 2, "dropout": 0.2}),
+        (torch.bfloat16, {"dropout": 0.2}),
+        (torch.bfloat16, {"frozen": True}),
+    ],
+    ids=str,
+)
 def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dtype, options: dict[str, Any]) -> None:
     make = functools.partial(make_rows, **options)
-    check_equal_to_plain(make, rows(), device=device, dtype=dtype, specs=KEEPING)
+    check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
 def test_what_has_no_backward_is_computed_again(device: torch.device) -> None:
@@ -190,8 +196,7 @@ class Reusing(Block):
         return x + self.out(attended.mul_(0.5).transpose(1, 2).flatten(2)) + hidden
 
 
-@pytest.mark.parametrize("block", [Detached, Reusing])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("block", "dtype"), [(Detached, torch.float32), (Reusing, torch.bfloat16)])
 def test_what_is_written_over_is_not_kept(device: torch.device, dtype: torch.dtype, block: type[Block]) -> None:
     def make() -> nn.Module:
         with seeded():
@@ -199,7 +204,7 @@ def test_what_is_written_over_is_not_kept(device: torch.device, dtype: torch.dty
             model.blocks = nn.ModuleList(block() for _ in range(DEPTH))
             return model
 
-    check_equal_to_plain(make, rows(), device=device, dtype=dtype, specs=KEEPING)
+    check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
 def test_an_attention_that_puts_out_no_sums_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,10 +235,10 @@ def test_dropout_inside_attention_draws_what_it_drew(device: torch.device) -> No
             model.blocks = nn.ModuleList(Dropped() for _ in range(DEPTH))
             return model
 
-    check_equal_to_plain(make, rows(), device=device, dtype=torch.bfloat16, specs=KEEPING)
+    check_equal_to_plain(make, rows(2), device=device, dtype=torch.bfloat16, specs=KEEPING)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "mistral"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_models_of_transformers_keep_it(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]], family: str
 ) -> None:
@@ -251,9 +256,9 @@ def test_the_bits_of_a_compiled_model(
     if device.type == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    batches = [tiny_batch(seed=seed) for seed in range(3)]
+    batches = [tiny_batch(seed=seed) for seed in range(2)]
     loop, found = Loop(max_norm=0.5), []
-    for spec in (Spec("all", "least", (NONE,)), *KEEPING):
+    for spec in (Spec("all", "least", (NONE,)), *KEEPING[1:]):
         model = tiny_model("llama")
         wrapped, optimizer = wrap_under(
             spec, model, adamw(model), batches[0], device=device, dtype=torch.bfloat16, compile=True
@@ -266,11 +271,11 @@ def test_the_bits_of_a_compiled_model(
 
 
 def test_forwards_without_a_backward_leave_the_next_step_whole(device: torch.device) -> None:
-    expected, final = plain_run(make_rows, rows(), loop=Loop(), device=device, dtype=torch.float32)
+    expected, final = plain_run(make_rows, rows(2), loop=Loop(), device=device, dtype=torch.float32)
     for spec in KEEPING:
         model = make_rows()
         wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
         for _ in range(2):
             default_loss(wrapped, rows()[0])
-        assert Loop().run(wrapped, optimizer, rows()) == expected
+        assert Loop().run(wrapped, optimizer, rows(2)) == expected
         assert_same(states(wrapped, optimizer), final)

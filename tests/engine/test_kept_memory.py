@@ -45,7 +45,7 @@ class _AttentionLast(nn.Module):
 
 def test_attention_is_given_up_where_it_was_used() -> None:
     torch.manual_seed(0)
-    rows = torch.randn(8, 64, 64, dtype=torch.bfloat16)
+    rows = torch.randn(4, 64, 64, dtype=torch.bfloat16)
     model: nn.Module = nn.Sequential(*[_AttentionLast() for _ in range(4)])
     spec = Spec("all", "least", (CKPT,), attention=True)
     model, optimizer = wrap_under(spec, model, adamw(model), (rows,), device=CPU, dtype=torch.bfloat16)

@@ -23,6 +23,7 @@ from protrain.planning.runtime.fetches import Fetches
 from protrain.profiler import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.lateness import Lateness
+from tests.engine.profiles import shared_profile
 from tests.engine.true_memory import make_batch, make_model, plans_within_budgets, true_peak_bytes
 
 WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
@@ -71,12 +72,12 @@ def make(family: str) -> nn.Module:
 @functools.cache
 def traced(family: str) -> ModelProfile:
     model = make(family)
-    return protrain.profile(model, BATCH, optimizer=adamw(model), device="cpu", dtype=torch.bfloat16)
+    return shared_profile(model, BATCH, optimizer=adamw(model), device=torch.device("cpu"), dtype=torch.bfloat16)
 
 
 @functools.cache
 def plain(family: str, loop: Loop, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
-    data = [BATCH] * 4
+    data = [BATCH] * (2 * loop.accumulate)
     return plain_run(lambda: make(family), data, loop=loop, device=device, dtype=torch.bfloat16)
 
 
@@ -134,7 +135,7 @@ def wrap_with(
 )
 def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torch.device) -> None:
     """Every family and every plan with updates inside backward, and with clipping."""
-    data = [BATCH] * 4
+    data = [BATCH] * 2
     loop = UNCLIPPED if inside else CLIPPED
     expected, final = plain(family, loop, device)
     plan = plan_of(traced(family), n_persist, mode, inside=inside)
@@ -145,7 +146,7 @@ def test_bits(family: str, n_persist: int, mode: Any, inside: bool, device: torc
 
 @pytest.mark.parametrize("counts", [{"n_speculate": 100}, {"n_speculate": 100, "n_weight_only": 100}, {"stream": True}])
 def test_bits_where_updates_are_speculative_or_streamed(counts: dict[str, Any], device: torch.device) -> None:
-    data, loop = [BATCH] * 4, CLIPPED
+    data, loop = [BATCH] * 2, CLIPPED
     expected, final = plain("llama", loop, device)
     profile = traced("llama")
     n_chunks = len(pack(profile).chunks)
@@ -200,7 +201,7 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
         upload(pool, buffer, chunk)
 
     monkeypatch.setattr(BufferPool, "_upload", count)
-    for _ in range(3):
+    for _ in range(2):
         issued.clear()
         loss_of(wrapped(**BATCH)).backward()
         optimizer.step()
@@ -215,7 +216,7 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
 
 @pytest.mark.parametrize(
     ("family", "n_persist", "schedule"),
-    [("llama", 0, "late"), ("llama", 0, "early"), ("llama", 2, "late"), ("llama", 100, "early"), ("gpt2", 1, "late")],
+    [("llama", 0, "early"), ("llama", 2, "late"), ("llama", 100, "early"), ("gpt2", 1, "late")],
 )
 def test_sums_of_gradients_take_no_more_of_the_device(
     family: str, n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch
@@ -240,11 +241,11 @@ def test_sums_of_gradients_take_no_more_of_the_device(
         ("llama", torch.float32),
         ("llama-frozen", torch.bfloat16),
         ("gpt2", torch.float32),
-        ("t5", torch.float32),
     ],
 )
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
-    plans = plans_within_budgets(lambda: make(family), make_batch(4), dtype, count=4)
+    batch = make_batch(2 if dtype is torch.bfloat16 else 4)  # in bf16 a CPU multiplies by a large table slowly
+    plans = plans_within_budgets(lambda: make(family), batch, dtype, count=3)
     assert len({plan.device_bytes for plan in plans}) >= 3
     assert all(plan.chunk_elements < WORDS * 64 for plan in plans), "chunks are not of a block"
 

@@ -66,12 +66,12 @@ def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def met(lateness: Lateness, name: str) -> tuple[Spec, ...]:
-    """The plans that a test of this name meets with this kind of lateness; with all three kinds it meets every plan.
+    """The plans that a test of this name meets with this kind of lateness; all names together meet every plan.
 
-    Late copies come with half of the plans and each other kind with a quarter. Which half changes with the name.
+    Late copies come with a third of the plans and each other kind with one. Which ones changes with the name.
     """
-    turn = len(name) % 2
-    first, step = {"late": (turn, 2), "early": (1 - turn, 4), "random": (3 - turn, 4)}[lateness.schedule]
+    turn = len(name)
+    first, step = {"late": (turn % 3, 3), "early": (turn % 7, 7), "random": ((turn + 3) % 7, 7)}[lateness.schedule]
     return SPECS[first::step]
 
 
@@ -154,7 +154,8 @@ LOOPS = {
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str, lateness: Lateness) -> None:
-    check(lateness, lambda model, optimizer: LOOPS[name].run(model, optimizer, batches(4)), name)
+    loop = LOOPS[name]
+    check(lateness, lambda model, optimizer: loop.run(model, optimizer, batches(2 + loop.accumulate)), name)
 
 
 @pytest.mark.parametrize("name", ["accumulation", "accumulation without sync"])
@@ -181,7 +182,7 @@ def test_updates_inside_backward(lateness: Lateness) -> None:
 
 def evaluate_after_backward(model: nn.Module, optimizer: Trainer) -> list[float]:
     values = []
-    for batch in batches():
+    for batch in batches(3):
         default_loss(model, batch).backward()
         optimizer.clip_grad_norm_(0.1)
         with torch.no_grad():
@@ -194,7 +195,7 @@ def evaluate_after_backward(model: nn.Module, optimizer: Trainer) -> list[float]
 
 
 def several_backwards(model: nn.Module, optimizer: Trainer) -> None:
-    for batch in batches():
+    for batch in batches(2):
         first, second = default_loss(model, batch), default_loss(model, (batch[0].flip(1),))
         second.backward(retain_graph=True)
         first.backward()
@@ -214,7 +215,7 @@ def backwards_without_step(model: nn.Module, optimizer: Trainer) -> None:
 
 def inputs_get_gradients(model: nn.Module, optimizer: Trainer) -> list[float]:
     values = []
-    for batch in batches(4):
+    for batch in batches(2):
         x = batch[0].clone().requires_grad_()
         default_loss(model, (x,)).backward()
         (other,) = torch.autograd.grad(model(x).float().sum(), [x])
@@ -246,7 +247,7 @@ def failures(model: nn.Module, optimizer: Trainer) -> list[float]:
 
 def states_between(model: nn.Module, optimizer: Trainer) -> list[float]:
     values = []
-    for batch in batches():
+    for batch in batches(3):
         values.append(sum(float(value.sum()) for value in model.state_dict().values()))
         default_loss(model, batch).backward()
         values.append(sum(float(value.sum()) for value in model.state_dict().values()))
@@ -281,7 +282,7 @@ def test_steps_in_a_row(lateness: Lateness) -> None:
         model = make()
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, dtype=torch.bfloat16)
         torch.manual_seed(1)
-        for batch in batches(3):
+        for batch in batches(2):
             default_loss(wrapped, batch).backward()
             for max_norm in (0.5, 0.01):  # the second factor comes while updates with the first may still wait
                 optimizer.clip_grad_norm_(max_norm)
@@ -296,7 +297,7 @@ def test_edited_weights_reach_the_device(lateness: Lateness) -> None:
     for spec in met(lateness, "edited weights"):
         model = make()
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU)
-        for batch in batches():
+        for batch in batches(2):
             loss = default_loss(wrapped, batch)
             loss.backward()
             optimizer.step()

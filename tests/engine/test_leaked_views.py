@@ -66,7 +66,7 @@ KEPT = r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) after its fo
 
 @pytest.mark.parametrize("keeps", ["nothing", "cycle"])
 def test_views_that_are_saved(keeps: str, device: torch.device) -> None:
-    check_equal_to_plain(lambda: make(keeps), batches(3), device=device, specs=SPECS)
+    check_equal_to_plain(lambda: make(keeps), batches(2), device=device, specs=SPECS[keeps == "cycle" :: 2])
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

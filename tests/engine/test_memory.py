@@ -26,12 +26,12 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("family", "dtype"),
-    [("gpt2", torch.bfloat16), ("llama", torch.float32), ("llama", torch.bfloat16), ("t5", torch.float32)],
+    [("gpt2", torch.bfloat16), ("llama", torch.float32), ("t5", torch.float32)],
 )
 def test_the_true_peak_keeps_within_every_budget(family: str, dtype: torch.dtype) -> None:
     plans = {
         str(plan)
-        for plan in plans_within_budgets(lambda: make_model(family), make_batch(), dtype, count=4, least_ratio=2.0)
+        for plan in plans_within_budgets(lambda: make_model(family), make_batch(), dtype, count=3, least_ratio=2.0)
     }
     assert len(plans) >= 3, "the budget hardly changes the plan"
 
@@ -166,9 +166,9 @@ def test_gradients_of_a_unit_that_is_no_block_are_predicted(make: type[nn.Module
 @pytest.mark.parametrize(
     ("family", "vocabulary", "modes"),
     [
-        *(("gpt2", VOCABULARY, modes) for modes in ((NONE,), (SWAP, CKPT, NONE, NONE), (CKPT_SWAP,))),
-        *(("llama", VOCABULARY, modes) for modes in ((NONE,), (SWAP,), (CKPT,), (CKPT, CKPT, CKPT, SWAP))),
-        *(("llama", 4096, modes) for modes in ((NONE,), (SWAP, CKPT, NONE, NONE), (CKPT_SWAP,))),
+        *(("gpt2", VOCABULARY, modes) for modes in ((NONE,), (SWAP, CKPT, NONE, NONE))),
+        *(("llama", VOCABULARY, modes) for modes in ((NONE,), (SWAP,), (CKPT, CKPT, CKPT, SWAP))),
+        *(("llama", 4096, modes) for modes in ((NONE,), (CKPT_SWAP,))),
     ],
     ids=str,
 )
@@ -186,13 +186,13 @@ def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: i
 
 @pytest.mark.parametrize(
     "modes",
-    [(NONE,), (CKPT,), (SWAP,), (SWAP, CKPT, NONE), (CKPT_SWAP,), (CKPT_SWAP, CKPT, NONE)],
+    [(NONE,), (SWAP,), (SWAP, CKPT, NONE), (CKPT_SWAP,), (CKPT_SWAP, CKPT, NONE)],
     ids=lambda m: m[0].value + str(len(m)),
 )
 def test_accumulation_keeps_within_the_budget(modes: Any) -> None:
     """With no byte to spare every sum is in host memory; with some, which block modes do not change, few are."""
     batch = make_batch()
-    roomy = [("some", False)] if NONE in modes else []
+    roomy = [("some", False)] if modes == (NONE,) else []
     for persist, tight in (("none" if CKPT in modes else "some", True), *roomy):
         model = make_model("llama")
         spec = Spec(persist, "least", modes)
@@ -204,8 +204,7 @@ def test_accumulation_keeps_within_the_budget(modes: Any) -> None:
         assert on_host == ({True} if tight else {False, True})
 
 
-@pytest.mark.parametrize("on_device", ["all", "two", "none"])
-def test_accumulators_lie_on_the_device_while_there_is_room(on_device: str) -> None:
+def test_accumulators_lie_on_the_device_while_there_is_room() -> None:
     def build(device_memory: int) -> tuple[nn.Module, ProTrainOptimizer]:
         model = make_model("llama")
         options: Any = {"device": "cpu", "dtype": torch.bfloat16, "host_memory": "1GiB", "progress": False}
@@ -216,28 +215,31 @@ def test_accumulators_lie_on_the_device_while_there_is_room(on_device: str) -> N
     model, batch, spec = make_model("llama"), make_batch(), Spec("all", "least", (NONE,))
     plan = wrap_under(spec, model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)[1].plan
     sizes = [4 * chunk.elements for chunk in build(1 << 30)[1]._engine.chunks]
-    room = {"all": sum(sizes), "two": sizes[-1] + sizes[-2], "none": 0}[on_device]
-    budget = plan.device_bytes + room
-    model, optimizer = build(budget)
-    assert true_peak_bytes(model, optimizer, batch, backwards=2) <= budget
-    found = [chunk.index for chunk in optimizer._engine.chunks if not chunk.accumulator_on_host]
     n_chunks = len(sizes)  # backward reaches the last ones first
-    assert found == {"all": [*range(n_chunks)], "two": [n_chunks - 2, n_chunks - 1], "none": []}[on_device]
+    for room, expected in (
+        (sum(sizes), [*range(n_chunks)]),
+        (sizes[-1] + sizes[-2], [n_chunks - 2, n_chunks - 1]),
+        (0, []),
+    ):
+        budget = plan.device_bytes + room
+        model, optimizer = build(budget)
+        assert true_peak_bytes(model, optimizer, batch, backwards=2) <= budget
+        found = [chunk.index for chunk in optimizer._engine.chunks if not chunk.accumulator_on_host]
+        assert found == expected
 
 
 def test_host_memory_is_what_the_plan_says() -> None:
     batch = make_batch()
-    for family in ("gpt2", "t5"):
-        for spec in (
-            Spec("none", "least", (SWAP,)),
-            Spec("some", "least", (SWAP, NONE), small=True),
-            Spec("none", "least", (CKPT_SWAP,)),
-            Spec("none", "least", (CKPT_SWAP,), attention=True),
-        ):
-            model = make_model(family)
-            model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU)
-            planned = optimizer.report().host_bytes
-            for _ in range(3):
-                train(model, optimizer, batch)
-                assert optimizer.report().host_bytes == planned, "the arena grew"
-            assert optimizer.plan.host_bytes - 1024**2 <= planned <= optimizer.plan.host_bytes
+    for family, spec in (
+        ("t5", Spec("none", "least", (SWAP,))),
+        ("gpt2", Spec("some", "least", (SWAP, NONE), small=True)),
+        ("t5", Spec("none", "least", (CKPT_SWAP,))),
+        ("gpt2", Spec("none", "least", (CKPT_SWAP,), attention=True)),
+    ):
+        model = make_model(family)
+        model, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU)
+        planned = optimizer.report().host_bytes
+        for _ in range(2):
+            train(model, optimizer, batch)
+            assert optimizer.report().host_bytes == planned, "the arena grew"
+        assert optimizer.plan.host_bytes - 1024**2 <= planned <= optimizer.plan.host_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import Spec, assert_same, states
-from tests.engine.unharmed import MIXED, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
+from tests.engine.unharmed import MIXED, OFFLOADED, RESIDENT, Batch, Wrap, assert_unharmed, train, wrapper
+
+Unharmed = Callable[..., None]
 
 
 @pytest.fixture
@@ -22,11 +25,17 @@ def wrapped(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
     return wrapper(tiny_model, batch)
 
 
+@pytest.fixture
+def unharmed(tiny_model: Callable[..., nn.Module], batch: Batch) -> Unharmed:
+    """``unharmed(found, dtype=..., steps_before=...)``; see assert_unharmed."""
+    return functools.partial(assert_unharmed, tiny_model=tiny_model, batch=batch)
+
+
 # -- the optimizer's methods -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_step_and_clip_need_a_backward(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
+def test_step_and_clip_need_a_backward(wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec) -> None:
     model, optimizer = wrapped(spec)
     for call, name in ((optimizer.step, "step"), (lambda: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_")):
         with pytest.raises(MisuseError, match=rf"{name}\(\) without gradients: call loss.backward\(\) first"):
@@ -35,14 +44,14 @@ def test_step_and_clip_need_a_backward(wrapped: Wrap, batch: Batch, spec: Spec) 
     optimizer.zero_grad()
     with pytest.raises(MisuseError, match="without gradients"):
         optimizer.step()
-    assert_unharmed((model, optimizer), wrapped(spec), batch)
+    unharmed((model, optimizer))
 
 
-def test_groups_are_fixed_by_wrapping(wrapped: Wrap, batch: Batch) -> None:
+def test_groups_are_fixed_by_wrapping(wrapped: Wrap, unharmed: Unharmed) -> None:
     model, optimizer = wrapped()
     with pytest.raises(MisuseError, match=r"cannot be added after protrain.wrap: make the optimizer with all groups"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    assert_unharmed((model, optimizer), wrapped(), batch)
+    unharmed((model, optimizer))
 
 
 @pytest.mark.parametrize(
@@ -54,30 +63,34 @@ def test_groups_are_fixed_by_wrapping(wrapped: Wrap, batch: Batch) -> None:
         ({"max_norm": 1.0, "norm_type": float("inf")}, "norm_type must be 2.0, not inf"),
     ],
 )
-def test_clip_refuses_what_it_cannot_do(wrapped: Wrap, batch: Batch, arguments: Any, words: str) -> None:
+def test_clip_refuses_what_it_cannot_do(
+    wrapped: Wrap, unharmed: Unharmed, batch: Batch, arguments: Any, words: str
+) -> None:
     model, optimizer = wrapped()
     model(**batch).loss.backward()
     with pytest.raises(ValueError, match=words):
         optimizer.clip_grad_norm_(**arguments)
     optimizer.zero_grad()
-    assert_unharmed((model, optimizer), wrapped(), batch)
+    unharmed((model, optimizer))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_nonfinite_gradients_are_an_error_on_request(wrapped: Wrap, batch: Batch, value: float, spec: Spec) -> None:
+def test_nonfinite_gradients_are_an_error_on_request(
+    wrapped: Wrap, unharmed: Unharmed, batch: Batch, value: float, spec: Spec
+) -> None:
     model, optimizer = wrapped(spec)
     (model(**batch).loss * value).backward()
     with pytest.raises(RuntimeError, match=r"norm of the gradients is (nan|inf), so they cannot be clipped"):
         optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
     optimizer.zero_grad()
-    assert_unharmed((model, optimizer), wrapped(spec), batch)
+    unharmed((model, optimizer))
 
 
 @pytest.mark.parametrize("during_backward", [False, True])
 @pytest.mark.parametrize("learning_rate", [-1.0, float("nan")])
 def test_a_wrong_learning_rate_leaves_no_half_step_behind(
-    wrapped: Wrap, batch: Batch, learning_rate: float, during_backward: bool
+    wrapped: Wrap, unharmed: Unharmed, batch: Batch, learning_rate: float, during_backward: bool
 ) -> None:
     model, optimizer = wrapped(MIXED, step_during_backward=during_backward)
     right = optimizer.param_groups[1]["lr"]
@@ -86,14 +99,16 @@ def test_a_wrong_learning_rate_leaves_no_half_step_behind(
         train(model, optimizer, batch)
     optimizer.param_groups[1]["lr"] = right
     optimizer.zero_grad()
-    assert_unharmed((model, optimizer), wrapped(MIXED), batch)
+    unharmed((model, optimizer))
 
 
 # -- gradients and parameters ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, MIXED, OFFLOADED], ids=str)
-def test_gradients_of_parameters_say_where_they_are(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
+def test_gradients_of_parameters_say_where_they_are(
+    wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec
+) -> None:
     model, optimizer = wrapped(spec)
     for parameter in model.parameters():
         assert parameter.grad is None
@@ -105,7 +120,7 @@ def test_gradients_of_parameters_say_where_they_are(wrapped: Wrap, batch: Batch,
             parameter.grad = torch.zeros(parameter.shape)
     optimizer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert_unharmed((model, optimizer), wrapped(spec), batch)
+    unharmed((model, optimizer))
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
@@ -149,7 +164,7 @@ def test_an_optimizer_in_the_guise_of_another(wrapped: Wrap, batch: Batch) -> No
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
+def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, unharmed: Unharmed, spec: Spec) -> None:
     model, optimizer = wrapped(spec)
     moves: list[Callable[[], nn.Module]] = [
         lambda: model.half(),
@@ -167,27 +182,23 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, batch: Batch, spec: Sp
             torch.save(whole, io.BytesIO())
     with pytest.raises(MisuseError, match=r"cannot be copied or pickled whole: use model.state_dict\(\)"):
         copy.deepcopy(model)
-    assert_unharmed((model, optimizer), wrapped(spec), batch)
+    unharmed((model, optimizer))
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, MIXED, OFFLOADED], ids=str)
-def test_backward_after_step_is_refused(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
-    def after_a_step() -> tuple[Wrapped, Tensor]:
-        model, optimizer = wrapped(spec)
-        loss = model(**batch).loss
-        loss.backward(retain_graph=True)
-        optimizer.step()
-        optimizer.zero_grad()
-        return (model, optimizer), loss
-
-    found, loss = after_a_step()
+def test_backward_after_step_is_refused(wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec) -> None:
+    model, optimizer = wrapped(spec)
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
     with pytest.raises(MisuseError, match=r"after optimizer.step\(\), or an edit, .*: call backward\(\) before"):
         loss.backward()
-    found[1].zero_grad()
-    assert_unharmed(found, after_a_step()[0], batch)
+    optimizer.zero_grad()
+    unharmed((model, optimizer), steps_before=1)
 
 
 def test_a_step_in_the_middle_of_a_blocks_backward_is_refused(wrapped: Wrap, batch: Batch) -> None:
@@ -204,7 +215,7 @@ def test_a_step_in_the_middle_of_a_blocks_backward_is_refused(wrapped: Wrap, bat
     assert len(steps) == 1
 
 
-def test_a_backward_that_fails_half_way_leaves_nothing(wrapped: Wrap, batch: Batch) -> None:
+def test_a_backward_that_fails_half_way_leaves_nothing(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
     model, optimizer = wrapped()
 
     def fail(_: Tensor) -> None:
@@ -215,18 +226,18 @@ def test_a_backward_that_fails_half_way_leaves_nothing(wrapped: Wrap, batch: Bat
         model(**batch).loss.backward()
     handle.remove()
     optimizer.zero_grad()
-    assert_unharmed((model, optimizer), wrapped(), batch)
+    unharmed((model, optimizer))
 
 
 # -- float16 -----------------------------------------------------------------------------------------------------------
 
 
-def test_float16_needs_the_optimizers_backward(wrapped: Wrap, batch: Batch) -> None:
+def test_float16_needs_the_optimizers_backward(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
     model, optimizer = wrapped(dtype=torch.float16)
     loss = model(**batch).loss
     with pytest.raises(MisuseError, match=r"call optimizer.backward\(loss\) in place of loss.backward\(\)"):
         loss.backward()
-    assert_unharmed((model, optimizer), wrapped(dtype=torch.float16), batch)
+    unharmed((model, optimizer), dtype=torch.float16)
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -139,15 +140,17 @@ def test_steps_are_counted_and_nothing_else() -> None:
     assert optimizer.report().steps == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gradient_hook_of_before_wrapping_has_the_gradient(dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize(("dtype", "specs"), [(torch.float32, FEW_PLANS[::2]), (torch.bfloat16, FEW_PLANS[1::2])])
+def test_a_gradient_hook_of_before_wrapping_has_the_gradient(
+    dtype: torch.dtype, specs: Sequence[Spec], device: torch.device
+) -> None:
     def hooked() -> nn.Module:
         model = make()
         model.get_parameter("blocks.1.first.weight").register_post_accumulate_grad_hook(halve)
         model.get_parameter("blocks.2.first.weight").register_post_accumulate_grad_hook(negate)
         return model
 
-    check_equal_to_plain(hooked, batches(3), device=device, dtype=dtype, specs=FEW_PLANS)
+    check_equal_to_plain(hooked, batches(2), device=device, dtype=dtype, specs=specs)
 
 
 def test_a_gradient_hook_of_before_wrapping_may_forget_the_gradient() -> None:

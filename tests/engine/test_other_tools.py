@@ -115,8 +115,9 @@ COMPILES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("compiles", COMPILES)
-@BOTH
+@pytest.mark.parametrize(
+    ("compiles", "spec"), zip(COMPILES, (RESIDENT, OFFLOADED, OFFLOADED, RESIDENT, OFFLOADED), strict=True), ids=str
+)
 def test_torch_compile_after_wrap_names_what_to_use(spec: Spec, compiles: str, device: torch.device) -> None:
     model = make()
     wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)

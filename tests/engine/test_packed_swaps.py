@@ -95,15 +95,17 @@ def word_batches(count: int = 3) -> list[Batch]:
     return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_masks_and_views_have_the_plain_bits(dtype: torch.dtype, device: torch.device) -> None:
-    check_equal_to_plain(make_stack, stack_batches(), device=device, dtype=dtype, specs=[*BOTH, *MIXED])
+@pytest.mark.parametrize(
+    ("dtype", "specs"), [(torch.float32, [BOTH[1], MIXED[0]]), (torch.bfloat16, [BOTH[0], BOTH[1], MIXED[1]])], ids=str
+)
+def test_masks_and_views_have_the_plain_bits(dtype: torch.dtype, specs: list[Spec], device: torch.device) -> None:
+    check_equal_to_plain(make_stack, stack_batches(2), device=device, dtype=dtype, specs=specs)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_with_padding_and_dropout_have_the_plain_bits(family: str, device: torch.device) -> None:
     check_equal_to_plain(
-        lambda: make_model(family), word_batches(), device=device, dtype=torch.bfloat16, specs=[*BOTH, MIXED[1]]
+        lambda: make_model(family), word_batches(2), device=device, dtype=torch.bfloat16, specs=[BOTH[1], MIXED[1]]
     )
 
 
@@ -183,8 +185,18 @@ def test_bools_take_an_eighth_in_host_memory() -> None:
     assert taken[False] - taken[True] == DEPTH * 3 * 24 * WIDTH * 7 // 8
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "t5"])
-@pytest.mark.parametrize("modes", [(SWAP,), (SWAP, CKPT, NONE, NONE), (CKPT, CKPT, CKPT, SWAP)], ids=str)
+@pytest.mark.parametrize(
+    ("family", "modes"),
+    [
+        ("gpt2", (SWAP,)),
+        ("gpt2", (SWAP, CKPT, NONE, NONE)),
+        ("llama", (SWAP, CKPT, NONE, NONE)),
+        ("llama", (CKPT, CKPT, CKPT, SWAP)),
+        ("t5", (SWAP,)),
+        ("t5", (CKPT, CKPT, CKPT, SWAP)),
+    ],
+    ids=str,
+)
 def test_no_more_device_memory_is_taken_than_planned(family: str, modes: Any) -> None:
     """Where a swapped block's backward is the peak, the plan has the buffer beside all that was there without it."""
     model, batch = make_model(family), make_batch()

@@ -42,28 +42,33 @@ SPECS = (
 )
 
 
+_frozen_for_some_steps: dict[torch.device, tuple[list[float], dict[str, Tensor]]] = {}  # by the plain loop
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_freezing_for_some_steps_has_the_plain_loops_bits(spec: Spec, inside: bool, device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer) -> list[float]:
         loop, parts = Loop(), [model.get_submodule(name) for name in ("enter", "blocks.0", "blocks.2.norm")]
-        losses = loop.run(model, optimizer, data[:2])
+        losses = loop.run(model, optimizer, data[:1])
         for part in parts:
             part.requires_grad_(False)
         model.get_parameter("blocks.4.first.weight").requires_grad = False
-        losses += loop.run(model, optimizer, data[2:4])
+        losses += loop.run(model, optimizer, data[1:3])
         model.requires_grad_(True)
-        return losses + loop.run(model, optimizer, data[4:])
+        return losses + loop.run(model, optimizer, data[3:])
 
-    data = batches(6)
-    model, again = make(), make()
-    plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=torch.bfloat16)
-    expected = run(plain, trainer)
+    data, again = batches(4), make()
+    if device not in _frozen_for_some_steps:
+        model = make()
+        plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=torch.bfloat16)
+        _frozen_for_some_steps[device] = run(plain, trainer), states(plain, trainer)
+    expected, final = _frozen_for_some_steps[device]
     wrapped, optimizer = wrap_under(
         spec, again, adamw(again), data[0], device=device, dtype=torch.bfloat16, step_during_backward=inside
     )
     assert run(wrapped, optimizer) == expected
-    assert_same(states(wrapped, optimizer), states(plain, trainer))
+    assert_same(states(wrapped, optimizer), final)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -190,12 +195,20 @@ EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "dtype"),
+    [
+        (SPECS[0], torch.bfloat16),
+        (SPECS[1], torch.float32),
+        (SPECS[2], torch.float16),
+        (SPECS[2], torch.bfloat16),
+    ],
+    ids=str,
+)
 def test_an_edit_outside_full_parameters_is_refused_at_once_and_changes_nothing(
     spec: Spec, dtype: torch.dtype, device: torch.device
 ) -> None:
-    data, inner, other = batches(4), make(), make()
+    data, inner, other = batches(2), make(), make()
     model, optimizer = wrap_under(spec, inner, adamw(inner), data[0], device=device, dtype=dtype)
     untouched = wrap_under(spec, other, adamw(other), data[0], device=device, dtype=dtype)
     for moment in ("before a step", "between forward and backward", "before step()"):

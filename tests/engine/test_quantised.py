@@ -60,7 +60,7 @@ def trained(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_train_as_in_the_plain_loop(kind: Callable[[], nn.Module]) -> None:
-    data, loop = residual.batches(3), Loop()
+    data, loop = residual.batches(2), Loop()
     model = Adapted(kind)
     plain, trainer = prepare_plain(model, adamw(model), device=CPU, dtype=torch.float32)
     losses, expected = loop.run(plain, trainer, data), trained(plain)

@@ -73,7 +73,7 @@ def test_collections_that_grow_meanwhile(block: type[Block], device: torch.devic
         with seeded():
             return Growing(block)
 
-    check_equal_to_plain(build, batches(3), device=device, specs=SPECS)
+    check_equal_to_plain(build, batches(2), device=device, specs=SPECS)
 
 
 def evaluated(model: nn.Module, batch: Batch) -> Tensor:
@@ -94,7 +94,7 @@ def trained(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("loss", [evaluated, trained])
 def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> None:
-    check_equal_to_plain(make, batches(3), loop=Loop(loss=loss), device=device, specs=SPECS)
+    check_equal_to_plain(make, batches(2), loop=Loop(loss=loss), device=device, specs=SPECS)
 
 
 class HoldsMemory(torch.autograd.Function):

@@ -59,7 +59,7 @@ def test_same_bits_as_steps_after_backward(
     specs: tuple[Spec, ...],
     device: torch.device,
 ) -> None:
-    batches = [tiny_batch(seed) for seed in range(4)]
+    batches = [tiny_batch(seed) for seed in range(2)]
     expected, final = plain_run(lambda: tiny_model(family), batches, loop=Loop(), device=device, dtype=dtype)
     assert len(set(expected)) > 1, "it does not train"
     for spec in specs:
@@ -82,7 +82,7 @@ def test_host_updates_begun_before_and_after_the_end_of_backward(
         work(chunk, *args, **options)
 
     monkeypatch.setattr(updates, "update_on_host", noted)
-    batches, spec = [tiny_batch(seed) for seed in range(4)], Spec("none", "least", (CKPT,), small=True)
+    batches, spec = [tiny_batch(seed) for seed in range(2)], Spec("none", "least", (CKPT,), small=True)
     model, optimizer = wrapped(spec, during=True)
     losses = Loop().run(model, optimizer, batches)
     found = states(model, optimizer)
@@ -158,7 +158,7 @@ def test_after_a_failed_backward_zero_grad_begins_anew(
     handle.remove()
     between = states(model, optimizer)
     assert any(not torch.equal(between[name], before[name]) for name in before)
-    losses = Loop().run(model, optimizer, [tiny_batch(2)] * 3)
+    losses = Loop().run(model, optimizer, [tiny_batch(2)] * 2)
     assert losses[-1] < losses[0]
     model(**tiny_batch(1)).loss.backward()
     optimizer.zero_grad()

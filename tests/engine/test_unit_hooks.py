@@ -71,7 +71,7 @@ def test_hooks_use_the_weights_of_their_block(device: torch.device) -> None:
             return hooked(Model(48, 4))
 
     for part, dtype in enumerate((torch.float32, torch.bfloat16)):
-        check_equal_to_plain(make, batches(3), device=device, dtype=dtype, specs=SPECS[part::2])
+        check_equal_to_plain(make, batches(2), device=device, dtype=dtype, specs=SPECS[part::2])
 
 
 @pytest.mark.parametrize(("normalise", "part"), [(nn.utils.weight_norm, 0), (nn.utils.spectral_norm, 1)])
@@ -81,7 +81,7 @@ def test_normalised_by_hooks(normalise: Callable[[Any], Any], part: int, device:
             warnings.simplefilter("ignore", FutureWarning)
             return Rows(normalise)
 
-    check_equal_to_plain(make, batches(3), device=device, specs=SPECS[part::2])
+    check_equal_to_plain(make, batches(2), device=device, specs=SPECS[part::2])
 
 
 def test_hooks_that_come_after_wrapping_run_once_a_call(device: torch.device) -> None:
@@ -89,15 +89,15 @@ def test_hooks_that_come_after_wrapping_run_once_a_call(device: torch.device) ->
         with seeded():
             return Model(48, 4)
 
-    expected, final = plain_run(lambda: hooked(make()), batches(3), loop=Loop(), device=device, dtype=torch.float32)
+    expected, final = plain_run(lambda: hooked(make()), batches(2), loop=Loop(), device=device, dtype=torch.float32)
     for spec in FEW_PLANS:
         model = make()
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=device)
         calls: list[str] = []
         hooked(wrapped).get_submodule("blocks.1").register_forward_hook(partial(note, calls))
-        assert Loop().run(wrapped, optimizer, batches(3)) == expected, str(spec)
+        assert Loop().run(wrapped, optimizer, batches(2)) == expected, str(spec)
         assert_same(states(wrapped, optimizer), final, where=str(spec))
-        assert len(calls) == 3
+        assert len(calls) == 2
 
 
 @pytest.mark.parametrize("mode", [NONE, CKPT])
@@ -111,14 +111,14 @@ def test_a_forward_that_is_replaced_after_wrapping(mode: Any, device: torch.devi
         with seeded():
             return Model(48, 4)
 
-    expected, final = plain_run(lambda: replaced(make()), batches(3), loop=Loop(), device=device, dtype=torch.float32)
+    expected, final = plain_run(lambda: replaced(make()), batches(2), loop=Loop(), device=device, dtype=torch.float32)
     model = make()
     spec = Spec("none", "least", (mode,))
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=device)
     replaced(wrapped)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert Loop().run(wrapped, optimizer, batches(3)) == expected
+        assert Loop().run(wrapped, optimizer, batches(2)) == expected
     assert_same(states(wrapped, optimizer), final)
     said = [str(warning.message) for warning in caught if "replaced after protrain.wrap" in str(warning.message)]
     assert bool(said) == (mode is CKPT)

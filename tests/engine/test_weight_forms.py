@@ -43,4 +43,4 @@ def test_a_weight_seen_in_another_form_has_the_plain_gradient(form: str, device:
             blocks = nn.Sequential(*(Spectral(form) for _ in range(3)))
             return nn.Sequential(nn.Linear(8, WIDTH), blocks, nn.Linear(WIDTH, 4))
 
-    check_equal_to_plain(make, batches(3), device=device, specs=SPECS)
+    check_equal_to_plain(make, batches(2), device=device, specs=SPECS[list(FORMS).index(form) % 2 :: 2])

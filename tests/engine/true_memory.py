@@ -19,6 +19,7 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
 from protrain.profiler.memory_meter import StorageMeter
 from tests.engine.harness import adamw
+from tests.engine.profiles import shared_profile
 
 VOCABULARY = 256
 Batch = dict[str, Tensor]
@@ -68,7 +69,7 @@ def plans_within_budgets(
     The last budget must be ``least_ratio`` times the first.
     """
     model = make()
-    profile = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=dtype)
+    profile = shared_profile(model, batch, optimizer=adamw(model), device=torch.device("cpu"), dtype=dtype)
 
     def machine(device_bytes: int) -> protrain.HardwareProfile:
         return protrain.hardware.detect("cpu", device_memory=device_bytes, host_memory="1GiB")

@@ -1,4 +1,7 @@
-"""What tests of misuse share: wrapped models, and that one goes on as if nothing had happened to it."""
+"""What tests of misuse share: wrapped models, and that one goes on as if nothing had happened to it.
+
+What goes on is compared with the plain loop, which is run once for each type and number of steps before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, states, wrap_under
+from tests.engine.harness import CKPT, NONE, SWAP, Spec, Trainer, adamw, assert_same, states, wrap_under
+from tests.engine.plain_loop import prepare_plain
 
 CPU = torch.device("cpu")
 OFFLOADED = Spec("none", "least", (NONE, CKPT, SWAP))
@@ -30,7 +34,7 @@ def wrapper(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
     return wrapped
 
 
-def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, steps: int = 1) -> list[float]:
+def train(model: nn.Module, optimizer: Trainer, batch: Batch, steps: int = 1) -> list[float]:
     losses = []
     for _ in range(steps):
         loss = model(**batch).loss
@@ -41,7 +45,23 @@ def train(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch, steps: i
     return losses
 
 
-def assert_unharmed(found: Wrapped, untouched: Wrapped, batch: Batch) -> None:
-    """``found`` goes on exactly as a model to which nothing happened."""
-    assert train(*found, batch, steps=2) == train(*untouched, batch, steps=2)
-    assert_same(states(*found), states(*untouched))
+_outcomes: dict[tuple[torch.dtype, int], tuple[list[float], dict[str, Tensor]]] = {}
+
+
+def assert_unharmed(
+    found: Wrapped,
+    tiny_model: Callable[..., nn.Module],
+    batch: Batch,
+    *,
+    dtype: torch.dtype = torch.float32,
+    steps_before: int = 0,
+) -> None:
+    """``found`` goes on exactly as a tiny LLaMA to which nothing happened but ``steps_before`` steps."""
+    if (dtype, steps_before) not in _outcomes:
+        model = tiny_model("llama")
+        plain = prepare_plain(model, adamw(model), device=CPU, dtype=dtype)
+        train(*plain, batch, steps=steps_before)
+        _outcomes[dtype, steps_before] = train(*plain, batch, steps=2), states(*plain)
+    losses, final = _outcomes[dtype, steps_before]
+    assert train(*found, batch, steps=2) == losses
+    assert_same(states(*found), final)
