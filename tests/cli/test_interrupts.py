@@ -47,14 +47,14 @@ def at_import(name, do):
     sys.meta_path.insert(0, AtImport(name, do))
 
 def before_profile():
-    import protrain.profiler.cache as cache
-    profile = cache.profile
+    import protrain
+    profile = protrain.profile
 
     def profile_and_press(*args, **options):
         PressedInFinalizer()
         return profile(*args, **options)
 
-    cache.profile = profile_and_press
+    protrain.profile = profile_and_press
 
 """
 

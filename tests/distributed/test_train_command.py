@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-import protrain.cli.data
 import protrain.cli.finish
+import protrain.cli.loop
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.job import TrainJob
 from protrain.cli.main import main
@@ -194,14 +194,14 @@ def children_that_run() -> list[str]:
 def run_and_fail_on_one_rank(words: Sequence[str]) -> None:
     """Run the command, with a disk of rank 1 that is gone at the third step."""
     if os.environ["RANK"] == "1":
-        batch = protrain.cli.data.training_batch
+        batch = protrain.cli.loop.training_batch
 
         def training_batch(*args: Any, step: int, **more: Any) -> Any:
             if step == 2:
                 raise ValueError("--data: the disk of this rank is gone")
             return batch(*args, step=step, **more)
 
-        protrain.cli.data.training_batch = training_batch
+        protrain.cli.loop.training_batch = training_batch
     sys.exit(main(words))
 
 

@@ -119,14 +119,19 @@ def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> 
 
 
 def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = plan_run.cached_profile
+    profile = protrain.profile
     devices = []
 
-    def first_runs_out(*args: Any, **options: Any) -> Any:
+    def runs_out(*_: Any, **options: Any) -> Any:
         devices.append(str(options["device"]))
-        return _runs_out() if devices[-1] == "cpu" else profile(*args, **options)
+        return _runs_out()
 
-    monkeypatch.setattr(plan_run, "cached_profile", first_runs_out)
+    def counted(*args: Any, **options: Any) -> Any:
+        devices.append(str(options["device"]))
+        return profile(*args, **options)
+
+    monkeypatch.setattr(plan_run, "cached_profile", runs_out)
+    monkeypatch.setattr(protrain, "profile", counted)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
     assert devices == ["cpu", "meta"]
     told = capsys.readouterr()
