@@ -11,8 +11,8 @@ PIP_ARGS ?= $(shell command -v nvidia-smi >/dev/null || $(VENV)/bin/python -m pi
 RUN = $(VENV)/bin
 DEMO_FOLDER ?= runs/demo
 DEMO_STEPS ?= 400
-# One for each core, two at least; more than eight wait for memory.
-TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 2 : n > 8 ? 8 : n)))
+# One more than cores, as some tests wait for other processes; more than eight wait for memory.
+TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 7 ? 8 : n + 1)))
 
 .PHONY: help demo test lint format types unit float8 kernels bench docs clean
 

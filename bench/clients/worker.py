@@ -5,6 +5,7 @@ python -m bench.clients.worker JOB.json OUT.json
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -121,6 +122,7 @@ def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
 
 if __name__ == "__main__":
     status = work(ClientJob, run)
+    atexit._run_exitfuncs()  # tells the other ranks that this one has ended and did not die
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # libraries leave threads and process groups, whose end could wait for other ranks
