@@ -51,7 +51,7 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Those before the timed ones included."""
+        """The steps that a client trains: those that warm up and those that are timed."""
         return self.task.warm_up + self.task.steps
 
     @property
@@ -80,8 +80,8 @@ class Run:
 
     def loader(self, *, of_all_ranks: bool = False) -> Iterable[Any]:
         """Batches [batch, sequence] of this rank, or of all ranks, where the client divides them."""
-        rows = self.rows if of_all_ranks else self.rows[self.rank :: self.task.gpus]
-        return torch.utils.data.DataLoader(rows, batch_size=self.task.batch, pin_memory=self.on_gpu)  # type: ignore[arg-type]
+        rows: Any = self.rows if of_all_ranks else self.rows[self.rank :: self.task.gpus]
+        return torch.utils.data.DataLoader(rows, batch_size=self.task.batch, pin_memory=self.on_gpu)
 
     def autocast(self) -> torch.autocast:
         """What a loop computes its loss in: ProTrain's weights need no autocast."""

@@ -73,7 +73,7 @@ class Steps:
 
     @property
     def step_ms(self) -> tuple[float, ...]:
-        """From end to end."""
+        """The milliseconds from the end of each step to the end of the next."""
         pairs = zip(self._ends, self._ends[1:], strict=False)
         if self._device.type == "cuda":
             return tuple(before.elapsed_time(end) for before, end in pairs)

@@ -20,12 +20,11 @@ from types import FrameType
 import torch
 
 from bench.train.contestants import KINDS, Contestant
-from bench.train.ranks import environments, file_of, first_error, together
+from bench.train.ranks import POLL_S, environments, file_of, first_error, together
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job, Task
 from protrain.hardware.memory import available_host_bytes
 
-_POLL_S = 0.2
 _OTHERS_S = 2.0  # for the other ranks to end by themselves when one has failed
 _GRACE_S = 20.0  # for a worker to end after the last step that it may begin
 
@@ -76,7 +75,7 @@ def supervise(
             if any(statuses):
                 ends = min(ends, time.monotonic() + _OTHERS_S)
             least = min(least, available_host_bytes())
-            time.sleep(_POLL_S)
+            time.sleep(POLL_S)
         statuses = [process.poll() for process in processes]
     unfinished = Outcome(contestant=contestant, error=UNFINISHED)
     files = [file_of(out, rank) for rank in range(gpus)]

@@ -23,7 +23,7 @@ from protrain.distributed.processes import announced_processes
 from protrain.hardware.memory import usable_cores
 
 _HOST = "127.0.0.1"
-_POLL_S = 0.2
+POLL_S = 0.2  # between two looks at processes that run
 _PEAKS = "device_allocated_bytes", "device_reserved_bytes", "host_resident_bytes", "host_pinned_bytes"
 
 
@@ -62,7 +62,7 @@ def run_ranks(command: list[str], gpus: int) -> int:
                 failed = next((status for status in statuses if status), 0)
                 if failed or None not in statuses:
                     return failed
-                time.sleep(_POLL_S)
+                time.sleep(POLL_S)
         finally:
             for process in processes:
                 process.kill()

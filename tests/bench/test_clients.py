@@ -21,7 +21,7 @@ OPTIONS = ["--layers", "2", "--steps", "3", "--warm-up", "1"]
 
 
 def _losses(task: Task, folder: Path) -> list[float]:
-    """Of the first rank, by a plain loop over the batches of all ranks."""
+    """The losses that the first rank should have, by a plain loop over the batches of all ranks."""
     make_tokens(task, folder / "tokens.pt")
     model = build_model(task)
     fill(model, device=torch.device("cpu"), dtype=torch.float32)

@@ -74,7 +74,7 @@ QUICKLY_COMPILED = tuple("-O0" if flag.startswith("-O") else flag for flag in FL
 
 @pytest.fixture
 def small_source(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is compiled is one function, where only the file that comes of it matters."""
+    """The library is compiled from one small function, as these tests look only at its file."""
     source = tmp_path / "answer.c"
     source.write_text("int answer(void) { return 42; }\n")
     monkeypatch.setattr(host_library, "SOURCES", (str(source),))
