@@ -20,6 +20,7 @@ MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
 # A mechanism that saves a smaller share of a step may be left unused.
 MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
+MOVING_MUST_GAIN = 0.05
 CLOSE = 1.01  # the search may miss the best plan by so much
 
 
@@ -165,10 +166,11 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
                     yield Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
 
 
-def margin(counts: Counts, *, keep_attention: bool = False) -> float:
+def margin(counts: Counts, n_chunks: int, *, keep_attention: bool = False) -> float:
     """What a step time is multiplied by before plans are compared, for the mechanisms that must gain something."""
     used = {**counts._asdict(), "keep_attention": keep_attention}
-    return 1 + sum(share for name, share in MUST_GAIN.items() if used[name])
+    moving = MOVING_MUST_GAIN if counts.n_persist < n_chunks or counts.n_ckpt or counts.n_swap else 0.0
+    return 1 + moving + sum(share for name, share in MUST_GAIN.items() if used[name])
 
 
 def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = False) -> Faster | None:
@@ -177,12 +179,12 @@ def faster_than(found: Plan, memory: MemoryModel, *, keep_attention: bool = Fals
     ``memory`` is of the profile that keeps attention where ``keep_attention`` says so.
     """
     runtime, n_blocks = RuntimeModel(memory), len(memory.profile.blocks)
-    limit_ms = found.step_ms * margin(found.counts, keep_attention=found.keep_attention) / CLOSE
+    limit_ms = found.step_ms * margin(found.counts, found.n_chunks, keep_attention=found.keep_attention) / CLOSE
     best, n_plans, is_there = None, 0, False
     for counts in every_plan(memory):
         is_there |= counts == found.counts
         n_plans += 1
-        share = margin(counts, keep_attention=keep_attention)
+        share = margin(counts, len(memory.layout.chunks), keep_attention=keep_attention)
         modes = block_modes(n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
         step_ms = runtime.step_ms(modes, counts, limit_ms=limit_ms / share)
         if step_ms * share < limit_ms:

@@ -108,6 +108,20 @@ def test_with_room_for_all_nothing_is_moved() -> None:
     assert plan.step_ms == pytest.approx(compute + flatten + traced.n_trainable / 100e6, rel=1e-6)
 
 
+@pytest.mark.parametrize(("device_gparams", "stays"), [(60.0, True), (2.0, False)])
+def test_what_fits_stays_unless_moving_saves_much(device_gparams: float, stays: bool) -> None:
+    """The host saves 3% of a step where it updates slowly beside the device, and half of it where it does not."""
+    traced = make_profile(ms=1.0, elements=64 * MIB)
+    hardware = machine("80GiB", "100GiB", device_adam_gparams=device_gparams, host_adam_gparams=4.0)
+    plan = search(traced, hardware)
+    resident = evaluate(traced, hardware, n_persist=plan.n_chunks, n_buffer=0, n_swap=0, n_ckpt=0)
+    tight = replace(hardware, device_bytes=resident.device_bytes - 1)
+    moving = search(traced, tight)
+    assert moving.step_ms < resident.step_ms
+    assert (plan.n_persist == plan.n_chunks) is stays
+    assert stays is (moving.step_ms > 0.95 * resident.step_ms)
+
+
 @pytest.mark.parametrize(("device", "kind"), [("1.5GiB", "cuda"), ("4GiB", "cpu")])
 def test_no_plan_by_hand_is_better(device: str, kind: str) -> None:
     traced = replace(make_profile(4), device=kind)

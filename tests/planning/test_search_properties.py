@@ -39,7 +39,7 @@ SMALL = (0, 1, 3, 4, 5, 6)  # seeds of small models that have a plan
 USING = {
     "n_swap": (0, 13),
     "n_ckpt_swap": (0, 9),
-    "n_speculate": (4, 13),
+    "n_speculate": (13, 22),
     "n_weight_only": (28, 342),
     "stream": (4, 13),
     "keep_attention": (5,),
@@ -82,7 +82,7 @@ def found_for(name: str) -> Plan:
 def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> float:
     """What the search judges ``plan`` by, small shares aside: [Note: what a plan is judged by]."""
     slower_ms = explain(plan, profile, hardware, more_memory=False).slower_ms
-    return slower_ms * margin(plan.counts, keep_attention=plan.keep_attention)
+    return slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -90,13 +90,13 @@ def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
     profile, hardware = CASES[name]()
     plan = found_for(name)
     why = explain(plan, profile, hardware, more_memory=False)
-    own_ms = why.slower_ms * margin(plan.counts, keep_attention=plan.keep_attention)
+    own_ms = why.slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
     n_feasible = 0
     for change in why.changes:
         if change.slower_ms is None or change.device_over_bytes or change.host_over_bytes:
             continue
         keep = plan.keep_attention ^ (change.knob == "keep_attention")
-        other_ms = change.slower_ms * margin(Counts(*change.counts), keep_attention=keep)
+        other_ms = change.slower_ms * margin(Counts(*change.counts), plan.n_chunks, keep_attention=keep)
         assert other_ms >= own_ms / TIES, f"{change.knob} {change.step:+} of {plan}"
         n_feasible += 1
     assert n_feasible > 0
