@@ -108,4 +108,6 @@ def test_where_the_gpu_may_help_no_plan_is_better_and_help_costs_no_more_than_it
     assert found.stream or found.n_persist == found.n_chunks
     without_staging = replace(machine, device_bytes=machine.device_bytes - staging_bytes(found.chunk_elements))
     alone = search(profile, without_staging, chunk_elements=N, step_during_backward=inside)
-    assert found.step_ms * margin(found.counts, found.n_chunks) <= CLOSE * alone.step_ms * margin(alone.counts, alone.n_chunks)
+    assert found.step_ms * margin(found.counts, found.n_chunks) <= CLOSE * alone.step_ms * margin(
+        alone.counts, alone.n_chunks
+    )
