@@ -14,11 +14,12 @@ DEMO_STEPS ?= 400
 # One more than cores, as some tests wait for other processes; more than eight wait for memory.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 7 ? 8 : n + 1)))
 
-.PHONY: help demo test lint format types unit float8 kernels bench docs clean
+.PHONY: help demo test lint format types unit slow float8 kernels bench docs clean
 
 help:
 	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
-	@echo 'make test     lint, format check, types, tests'
+	@echo 'make test     lint, format check, types, tests, but for the slow ones'
+	@echo 'make slow     the tests that take seconds each: killed runs, commands, several processes'
 	@echo 'make float8   the tests that need torchao, which every process would import in the others'
 	@echo 'make kernels  compile every kernel for every target, no GPU needed'
 	@echo 'make bench    run the kernel benchmarks; without a GPU they check results and time nothing'
@@ -45,7 +46,10 @@ types: $(VENV)/.dev
 	$(RUN)/mypy
 
 unit: $(VENV)/.dev
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not slow"
+
+slow: $(VENV)/.dev
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m slow
 
 float8: $(VENV)/.dev $(VENV)/.float8
 	$(RUN)/python -m pytest -n $(TEST_WORKERS) tests/engine/test_low_precision.py \

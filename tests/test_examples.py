@@ -21,6 +21,7 @@ def losses(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.slow
 def test_trainer(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -29,6 +30,7 @@ def test_trainer(tmp_path: Path) -> None:
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_a_trainer_of_a_model_that_never_exists_whole(tmp_path: Path) -> None:
     """From the folder of another training, with a tokenizer beside its weights."""
     transformers = pytest.importorskip("transformers")
@@ -45,6 +47,7 @@ def test_a_trainer_of_a_model_that_never_exists_whole(tmp_path: Path) -> None:
     assert losses(trainer)[0] < 6
 
 
+@pytest.mark.slow
 def test_sft_lora(tmp_path: Path) -> None:
     for library in ("trl", "peft"):
         pytest.importorskip(library)

@@ -77,6 +77,7 @@ assert os.wait()[1] == 0
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="what is forked is Linux's")
 def test_a_forked_process_never_unmaps_what_it_did_not_inherit() -> None:
     found = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, check=False)

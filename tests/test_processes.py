@@ -26,6 +26,7 @@ SAID = {
 }
 
 
+@pytest.mark.slow
 def test_every_order_in_both_processes(tmp_path: Path) -> None:
     with Group(2, processes.run_all, tmp_path, folder=tmp_path) as group:
         endings = group.endings(range(2), timeout_s=100)

@@ -12,6 +12,7 @@ from bench.planner.ablation import FILE, MECHANISMS, TRIAL, Ablation, main
 from tests.bench.forked import ForkedWorkers
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():

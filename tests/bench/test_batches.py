@@ -24,6 +24,7 @@ def test_records_of_the_same_model_and_sequence_are_set_beside_predictions(tmp_p
     assert measured(tmp_path, "opt-13b", 2048) == {}
 
 
+@pytest.mark.slow
 def test_the_table_says_what_the_command_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--model", "tiny", "--sequence", "64", "--batches", "2", "--gpus", "1", "2"]
     assert main([*options, "--machine", "a100", "--out", str(tmp_path)]) == 0

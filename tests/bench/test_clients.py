@@ -61,6 +61,7 @@ def _check(row: Row, expected: list[float]) -> None:
     assert row.loss_difference == pytest.approx(0, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("clients")
 def test_clients_train_as_a_plain_loop_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -80,6 +81,7 @@ def test_clients_train_as_a_plain_loop_does(
     assert f"{2 * 64 / loop.plain.median_ms * 1e3:,.0f} " in table
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("clients")
 def test_two_processes_train_on_the_batches_of_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
@@ -92,6 +94,7 @@ def test_two_processes_train_on_the_batches_of_both(tmp_path: Path, monkeypatch:
     assert accelerate.plain.losses == pytest.approx(accelerate.protrain.losses, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("clients")
 def test_a_client_that_fails_is_a_row_with_its_reason_and_the_next_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

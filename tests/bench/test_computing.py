@@ -12,6 +12,7 @@ from bench.planner import computing as command
 from bench.planner.cases import Case
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imported_once")
 def test_both_modes_are_measured_beside_their_profile_and_kept_when_the_rest_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,7 @@ from tests.engine.harness import Loop, adamw
 OPTIONS = ["--steps", "2", "--batch", "1", "--sequence", "16", "--seeds", "2"]
 
 
+@pytest.mark.slow
 def test_the_record_has_every_run_and_says_how_far_kinds_are_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

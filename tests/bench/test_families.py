@@ -15,6 +15,7 @@ from bench.families.family import Batch
 from bench.families.known import FAMILIES
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     family = FAMILIES["graph network"]
     assert main([family.name, "--out", str(tmp_path)]) == 0

@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("profiled_once")
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the command's cases for a GPU take minutes
     chosen = [0, 4]  # the others differ from them in the order of chunks, which the next test compares
@@ -53,6 +54,7 @@ def test_plans_that_do_not_fit_at_once_are_measured_one_after_the_other(
 
 
 # By order of chunks: a block whose weights persist, and one whose weights do not.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("idea", "blocks"),
     [

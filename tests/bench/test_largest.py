@@ -25,6 +25,7 @@ def test_hosts_are_the_papers_less_what_a_plan_leaves() -> None:
         assert hardware.device_bytes == load(machine.profile).device_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("moment_dtype", "states", "n_machines"), [("float32", 12, 1), ("bfloat16", 8, 2)])
 def test_a_table_is_made_of_depths_that_fit(
     monkeypatch: pytest.MonkeyPatch,

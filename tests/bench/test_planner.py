@@ -185,6 +185,7 @@ def test_a_folder_without_measurements_is_named(tmp_path: Path, capsys: pytest.C
     assert f"--read: cannot read Results from {tmp_path / 'planner.json'}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_a_run_is_recorded_and_read_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -234,6 +235,7 @@ def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
         main(["--jobs", "0", "--kind", "limits"])
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_limits_count_what_was_refused_before_it_was_tried(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

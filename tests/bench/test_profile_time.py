@@ -13,6 +13,7 @@ from bench.planner import profile_time as command
 from protrain.cli.models import load_model
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("imported_once")
 def test_a_profile_is_timed_and_kept_when_the_rest_fails(tmp_path: Path) -> None:
     unknown = replace(command.SMOKE[0], shape="no-such-shape")

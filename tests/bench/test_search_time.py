@@ -14,6 +14,7 @@ from protrain.planning import search
 ASKED = command.Search(shape="tiny", batch=2, sequence=64, hardware="h100", host_gib=1)
 
 
+@pytest.mark.slow
 def test_a_search_is_timed_and_kept_with_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     inside = replace(ASKED, inside=True)
     assert command.main(["--repeat", "2", "--out", str(tmp_path)], (ASKED, inside)) == 0

@@ -19,6 +19,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "SEQUENCE", 32)
 
 
+@pytest.mark.slow
 def test_each_model_has_its_fastest_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--shapes", "tiny", "--batches", "1", "4", "--out", str(tmp_path)]) == 0
     result = command.Table.load(tmp_path / command.FILE)

@@ -31,6 +31,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_host, "moves", lambda *args, **options: islice(moves(*args, **options), 1))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_cpu", "profiled_once")
 def test_a_run_is_recorded_and_gone_on_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--steps", "2", "--switch-every", "2", "--out", str(tmp_path)]

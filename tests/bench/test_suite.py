@@ -47,6 +47,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Starts:
     return ending_with
 
 
+@pytest.mark.slow
 @needs_no_gpu
 def test_json_alone_is_on_standard_output(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["bench", "kernels", "--json", "--out", str(tmp_path), *ONE]) == 0
@@ -88,6 +89,7 @@ def test_help_shows_real_examples(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"  protrain bench {example} --out results\n" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_benchmark_that_is_a_module_runs_from_elsewhere(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

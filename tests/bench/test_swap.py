@@ -12,6 +12,7 @@ from bench.swap.limits import LIMITS
 from bench.swap.training import TINY
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("profiled_once")
 def test_a_run_is_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():

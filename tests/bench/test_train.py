@@ -127,6 +127,7 @@ def test_a_worker_that_crashes_becomes_a_row_with_its_last_words(tmp_path: Path)
     assert outcome.error == "died of SIGSEGV: it said nothing"
 
 
+@pytest.mark.slow
 def test_a_worker_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Path) -> None:
     late = tmp_path / "late"
     child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(late)!r}).touch()"
@@ -183,6 +184,7 @@ def test_a_contestant_that_fails_in_a_step_leaves_the_steps_before(
     assert outcome.parameters == 5
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGHUP])
 def test_a_worker_ends_with_a_bench_that_is_ended(tmp_path: Path, ending: signal.Signals) -> None:
@@ -262,6 +264,7 @@ def test_ratios_are_of_medians_within_the_run() -> None:
     assert Comparison.from_json(comparison.to_json()) == comparison
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_everything_that_a_cpu_can_do_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

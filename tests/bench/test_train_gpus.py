@@ -52,6 +52,7 @@ def _plain(task: Task, tokens: torch.Tensor) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_train_on_a_batch_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

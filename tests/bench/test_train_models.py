@@ -163,6 +163,7 @@ def test_masters_in_parts_are_adamw_on_the_whole() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_all_that_everyone_trains() -> None:
     pytest.importorskip("peft")
     task = replace(TASK, lora="r=4")
@@ -181,6 +182,7 @@ def test_an_adapter_is_all_that_everyone_trains() -> None:
     assert [name for name in start if not torch.allclose(found[0][name], found[1][name], atol=1e-6)] == []
 
 
+@pytest.mark.slow
 def test_a_4bit_base_is_the_same_for_everyone_and_an_adapter_trains_beside_it() -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     pytest.importorskip("peft")

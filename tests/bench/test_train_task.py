@@ -61,6 +61,7 @@ def _train(name: str, task: Task, planned_by: str | None) -> tuple[list[float], 
     return [loss.item() for loss, _ in results], [float(n) for _, n in results if n is not None], trainer.config
 
 
+@pytest.mark.slow
 def test_every_contestant_has_the_chunked_loss_and_trains_the_same(tmp_path: Path, chunks: list[int]) -> None:
     plan = str(tmp_path / "protrain-eager.json")
     chunked = replace(TASK, chunked_loss=True)

@@ -91,6 +91,7 @@ def test_a_damaged_save_is_named_before_any_work(
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_the_older_save_as_it_was_told(stopped: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(stopped, folder)

@@ -94,6 +94,7 @@ def test_it_ends_the_imports(program: tuple[str, ...], run: Callable[..., subpro
     assert (ended.returncode, ended.stderr, ended.stdout) == (130, "protrain plan: interrupted\n", "")
 
 
+@pytest.mark.slow
 def test_it_ends_a_profile_though_a_finalizer_swallows_what_is_raised(
     run: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -64,6 +64,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in rows if "loss" in row]
 
 
+@pytest.mark.slow
 def test_losses_and_adapter_are_those_of_pefts_own_loop(finished: Path, workplace: Path, tmp_path: Path) -> None:
     start = tmp_path / "start"
     assert main(train(workplace, start, "--learning-rate", "0", "--steps", "1")) == 0
@@ -104,6 +105,7 @@ def test_a_resumed_run_has_the_same_adapter_and_its_saves_refer_to_the_base(fini
     assert saved_bytes == pytest.approx(12 * adapter, rel=0.2), "master and moments of the adapter, and no base"
 
 
+@pytest.mark.slow
 def test_an_evaluation_before_more_training_changes_nothing(
     finished: Path, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +132,7 @@ def test_exports_are_the_adapter_or_its_sum_with_the_weights_before_they_were_qu
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 def test_a_plan_counts_4bit_weights(capsys: pytest.CaptureFixture[str]) -> None:
     plan = ["plan", "gpt2", "--hardware", "h100", "--batch", "1", "--sequence", "8", "--no-compile"]
     sizes = {}

@@ -31,6 +31,7 @@ def short(workplace: Path) -> Path:  # noqa: F811
     return folder
 
 
+@pytest.mark.slow
 def test_a_finished_run_goes_on_at_the_rates_of_the_longer_one(
     short: Path,
     workplace: Path,  # noqa: F811
@@ -69,6 +70,7 @@ def test_the_first_added_step_is_taken_at_its_own_rate(short: Path, tmp_path: Pa
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_shortened_and_not_continued_without_a_save(
     short: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

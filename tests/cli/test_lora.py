@@ -89,6 +89,7 @@ def held_out_loss(model: Any, workplace: Path, scratch: Path) -> float:
     return sum(losses) / sum(len(batch["input_ids"]) for batch in batches)
 
 
+@pytest.mark.slow
 def test_the_adapter_loads_in_peft_and_is_the_trained_one(
     finished: Path, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,6 +128,7 @@ def saved_names(folder: Path) -> set[str]:
     return {name for entry in files.values() for name in entry["parameters"]}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_adapter_alone(finished: Path) -> None:
     with protrain.empty_parameters():
         model = choose_trained(read_architecture("tiny"), "r=4", ()).model
@@ -134,6 +136,7 @@ def test_a_checkpoint_holds_the_adapter_alone(finished: Path) -> None:
     assert saved_names(finished) == {f"model.layers.{layer}.{name}" for layer in range(2) for name in layers}
 
 
+@pytest.mark.slow
 def test_a_resumed_adapter_needs_the_model_that_it_was_trained_for(
     finished: Path, workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +165,7 @@ def test_a_resumed_adapter_needs_the_model_that_it_was_trained_for(
     assert (folder / name).read_bytes() == (finished / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_random_base_of_a_shape_is_in_its_checkpoints(workplace: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     more = ("--lora", "r=2", "--model", "tiny", "--no-model", "--steps", "1")
@@ -229,6 +233,7 @@ def test_frozen_parameters_keep_their_bits_and_others_change(workplace: Path, tm
     assert same == {name for name in before if ".layers.0." in name or name.endswith("norm.weight")}
 
 
+@pytest.mark.slow
 def test_a_plan_counts_two_bytes_for_a_frozen_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     machine = [
         "plan",

@@ -228,6 +228,7 @@ def test_the_command_line_speaks_of_options(message: str, said: str) -> None:
     assert in_options(message).startswith(said)
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,6 +293,7 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path, capsys: pytest.Captu
     assert (status, "is no causal language model" in err) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_plan_is_printed_as_a_table_or_json_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "32"]
     status, table, err = run(capsys, *argv)
@@ -304,6 +306,7 @@ def test_a_plan_is_printed_as_a_table_or_json_and_written(tmp_path: Path, capsys
     assert json.loads((tmp_path / "new" / "plan.json").read_text()) == plan
 
 
+@pytest.mark.slow
 def test_output_that_nobody_reads_ends_quietly(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,6 +378,7 @@ def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.Captur
     assert "h2d_gbps must be a finite number above 0, not 0.0" in err
 
 
+@pytest.mark.slow
 def test_a_plan_file_drives_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--device", "cpu", "--batch", "2", "--sequence", "32"]
     plan = tmp_path / "plan.json"
@@ -391,6 +395,7 @@ def test_a_plan_file_drives_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert replace(used, step_ms=planned.step_ms) == planned
 
 
+@pytest.mark.slow
 def test_memory_that_holds_no_plan_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["train", "--model", "tiny", "--device", "cpu", "--device-memory", "1MiB", "--folder", str(tmp_path)]
     status, _, err = run(capsys, *command)
@@ -400,6 +405,7 @@ def test_memory_that_holds_no_plan_says_what_is_missing(tmp_path: Path, capsys: 
     assert not (tmp_path / "job.json").exists(), "a failed start leaves no run behind"
 
 
+@pytest.mark.slow
 def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx3090", "--batch", "1", "--json")
     assert status == 0, err
@@ -408,6 +414,7 @@ def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.
     assert plan["n_persist"] < plan["n_chunks"]
 
 
+@pytest.mark.slow
 def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "machine.json"
     status, text, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.05", "--json", "--out", str(out))

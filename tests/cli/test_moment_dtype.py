@@ -54,6 +54,7 @@ def test_where_nothing_fits_it_is_a_remedy_that_works(capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["plan"]["moment_dtype"] == "bfloat16"
 
 
+@pytest.mark.slow
 def test_a_run_keeps_it(runs: dict[str, Path], tmp_path: Path) -> None:
     """This holds also when it goes on under another plan."""
     narrow = runs[NARROW]
@@ -65,6 +66,7 @@ def test_a_run_keeps_it(runs: dict[str, Path], tmp_path: Path) -> None:
     assert losses(folder) == losses(narrow) != losses(runs[""])
 
 
+@pytest.mark.slow
 def test_a_run_cannot_change_it(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = unfinished(runs[NARROW], tmp_path / "narrow")
     assert main(["train", "--resume", f"--folder={folder}", "--moment-dtype=float32"]) == 2

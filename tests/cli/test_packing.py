@@ -270,6 +270,7 @@ def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
     assert min(between) >= mask_bytes + positions_bytes, "all blocks share a mask"
 
 
+@pytest.mark.slow
 def test_plan_takes_the_data_of_the_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     (tmp_path / "text.txt").write_text("a text")
@@ -291,6 +292,7 @@ def small_tokenizer() -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer"])
 def test_several_processes_make_the_same_tokens(kind: str, tmp_path: Path) -> None:
     codec = byte_codec() if kind == "bytes" else tokenizer_codec(small_tokenizer())

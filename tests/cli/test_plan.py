@@ -40,6 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     return status, captured.out, captured.err
 
 
+@pytest.mark.slow
 def test_the_plan_is_printed_with_bytes_time_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     verdict = run(capsys, *TINY, "--device-memory", "134MiB")[1]
     assert "--explain says what would change it" in verdict
@@ -210,6 +211,7 @@ def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[s
 # -- the loss ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_logits_are_counted_where_the_loss_holds_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], llama_folder: Callable[..., Path]
 ) -> None:
@@ -233,6 +235,7 @@ def check_loss(text: str, out: Path, *, installed: bool) -> None:
     assert found.count(f'"chunked_loss": {str(installed).lower()}') == found.count('"n_persist"') > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("installed", [True, False])
 def test_the_loss_is_that_of_a_training_here(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -309,6 +312,7 @@ def test_a_result_that_cannot_be_written_is_printed(
 # -- frontier and largest model ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_frontier_is_a_table_json_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -326,6 +330,7 @@ def test_a_frontier_is_a_table_json_and_a_picture(
     assert dark_pixels(picture).any()
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.Monke
     assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]
 
 
+@pytest.mark.slow
 def test_a_plan_feeds_wrap_which_explains_it(planned: Path) -> None:
     loaded = load_model("tiny")
     ids = torch.zeros(2, 32, dtype=torch.int64)

@@ -50,6 +50,7 @@ def test_one_gpu_has_no_line_about_shards(capsys: pytest.CaptureFixture[str]) ->
     assert "host memory  " in out
 
 
+@pytest.mark.slow
 def test_other_answers_are_for_several_gpus_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     two, file = [*TINY, *TIGHT, "--gpus", "2"], tmp_path / "frontier.json"
     status, out, err = run(capsys, *two, "--frontier", "--out", str(file))
@@ -64,6 +65,7 @@ def test_other_answers_are_for_several_gpus_too(tmp_path: Path, capsys: pytest.C
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pytest.CaptureFixture[str]) -> None:
     nodes = [*TINY, *TIGHT, "--gpus", "2", "--nodes", "2"]
     status, out, err = run(capsys, *nodes)

@@ -93,6 +93,7 @@ def test_a_run_learns_and_leaves_its_files(finished: Path) -> None:
     assert len((finished / "sample.txt").read_text().encode()) == 40
 
 
+@pytest.mark.slow
 def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workplace: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(finished / "model")
     assert model.dtype == torch.float32
@@ -114,6 +115,7 @@ def test_a_run_is_converted_as_its_checkpoints_are(finished: Path, tmp_path: Pat
     assert written[0] == written[1] != {}
 
 
+@pytest.mark.slow
 def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(finished: Path, workplace: Path) -> None:
     folder = workplace / "interrupted"
     printed = workplace / "printed.txt"
@@ -173,6 +175,7 @@ def test_lines_outside_a_terminal_name_first_and_last_step(
     assert lines == ["1/5", "2/5", "4/5", "5/5"]
 
 
+@pytest.mark.slow
 def test_start_values_follow_from_the_seed(workplace: Path, tmp_path: Path) -> None:
     found = []
     for index, seed in enumerate((1, 1, 2)):
@@ -185,6 +188,7 @@ def test_start_values_follow_from_the_seed(workplace: Path, tmp_path: Path) -> N
     assert (found[0] - found[2]).abs().max() > 0.01  # no step with that learning rate could do this
 
 
+@pytest.mark.slow
 def test_a_model_begins_from_scratch_whatever_its_folder_holds(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +214,7 @@ def test_a_model_begins_from_scratch_whatever_its_folder_holds(
     assert main(resumed) == 0
 
 
+@pytest.mark.slow
 def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> None:
     command = arguments(workplace, tmp_path / "run", "--accumulation", "3", "--no-model", "--dtype", "bfloat16")
     command[command.index("--steps") + 1] = "12"
@@ -324,6 +329,7 @@ def test_a_save_that_finds_no_room_says_how_to_go_on(
     assert main(["train", "--resume", "--folder", str(folder)]) == 0
 
 
+@pytest.mark.slow
 def test_what_is_saved_can_be_read_by_whom_the_umask_lets(finished: Path) -> None:
     mask = os.umask(0)
     os.umask(mask)

@@ -149,6 +149,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return loaded
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

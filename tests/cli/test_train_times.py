@@ -21,6 +21,7 @@ STEPS = 8
 PAUSE_S = 0.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "slow"),
     [("--checkpoint-every=1 --evaluate-every=0", "save"), ("--checkpoint-every=0 --evaluate-every=1", "evaluate")],
@@ -59,6 +60,7 @@ def test_updates_on_the_host_are_in_the_time_of_a_step_alone(tmp_path: Path, mon
     assert _train(tmp_path, "--checkpoint-every=0 --evaluate-every=1")["step_ms"] >= PAUSE_S / 4 * 1000
 
 
+@pytest.mark.slow
 def test_steps_among_others_are_timed_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[int] = []
     monkeypatch.setattr(Run, "wait_for_updates", lambda run: waited.append(run.step))
@@ -88,6 +90,7 @@ def test_writing_a_trace_is_in_no_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert max(times) < PAUSE_S * 1000
 
 
+@pytest.mark.slow
 def test_a_step_alone_after_resuming_does_not_stand_for_those_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from tests.distributed.saves import SECOND, THIRD, Run, Training, go_on
 from tests.engine.harness import assert_same
 
 
+@pytest.mark.slow
 def test_training_goes_on_and_does_not_change_what_is_saved(tmp_path: Path) -> None:
     found = on_ranks(3, save_and_train, 3, str(tmp_path), timeout_s=200)
     (save,) = list_saves(tmp_path)
@@ -56,6 +57,7 @@ def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_while_it_writes_leaves_the_earlier_save(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Group(3, save_and_wait_to_be_killed, str(folder), folder=tmp_path) as group:

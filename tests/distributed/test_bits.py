@@ -75,6 +75,7 @@ def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> Non
             assert_same(outcome.states, expected.states, where=where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype", "size", "reduction", "specs"),
     [
@@ -113,12 +114,14 @@ def make_adapted() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "size", "accumulate"), [("bfloat16", 3, 1), ("float16", 2, 2), ("float32", 4, 1)])
 def test_adapters_of_a_frozen_model(dtype: str, size: int, accumulate: int) -> None:
     training = Training(make_adapted, batches, dtype=dtype, reduction="sum", steps=4, accumulate=accumulate)
     check(size, training, SPECS[size - 2 : size - 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "size", "accumulate", "no_sync", "specs"),
     [
@@ -133,6 +136,7 @@ def test_several_backwards(dtype: str, size: int, accumulate: int, no_sync: bool
     check(size, Training(made, batches, dtype=dtype, steps=3, **how), specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "accumulate"), [(2, 1), (3, 2)])
 def test_updates_inside_backward(size: int, accumulate: int) -> None:
     how: dict[str, Any] = {"accumulate": accumulate, "no_sync": accumulate > 1, "inside": True, "max_norm": None}

@@ -27,6 +27,7 @@ from tests.distributed.saves import (
 from tests.engine.harness import assert_same
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "moments", "next_size"),
     [("float32", "float32", 2), ("bfloat16", "bfloat16", 4), ("float16", "float32", 3)],
@@ -85,6 +86,7 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(
     assert [save.name for save in list_saves(tmp_path)] == ["00001-step-0", "00002-step-1"]
 
 
+@pytest.mark.slow
 def test_damage_is_an_error_on_all_ranks_before_anything_changes(tmp_path: Path) -> None:
     """Each rank checks the bytes of some files only, so the one that finds the damage must tell the others."""
     whole = tmp_path / "whole"

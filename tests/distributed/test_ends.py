@@ -10,6 +10,7 @@ from tests.distributed.apart import Group
 from tests.distributed.out_of_step import end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [False, True])
 def test_wrap_ends_a_group_that_it_has_started(tmp_path: Path, own: bool) -> None:
     with Group(2, end, own, folder=tmp_path, frees_modules=True) as group:

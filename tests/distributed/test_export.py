@@ -17,6 +17,7 @@ from tests.engine.harness import assert_same
 transformers = pytest.importorskip("transformers")
 
 
+@pytest.mark.slow
 def test_from_pretrained_reads_what_ranks_have_exported_or_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

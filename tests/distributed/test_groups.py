@@ -59,6 +59,7 @@ def _step(model: Any, optimizer: Any, batch: Any) -> float:
     return loss.item()
 
 
+@pytest.mark.slow
 def test_a_group_of_some_processes_trains_a_model_of_its_own() -> None:
     found = on_ranks(4, train_in_pairs, timeout_s=120)
     for pair in range(2):
@@ -111,6 +112,7 @@ def traffic(rank: int, size: int, spec: Spec) -> tuple[int, int, int, int, int]:
     return uploaded, received, sent, elements, trainer.plan.n_chunks
 
 
+@pytest.mark.slow
 def test_what_crosses_the_links() -> None:
     offloaded = Spec("none", "all", (NONE,))
     alone, *_, count, _ = traffic(0, 1, offloaded)

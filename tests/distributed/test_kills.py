@@ -138,6 +138,7 @@ def check_ending(ending: Ending, victim: int, number: signal.Signals) -> None:
         assert str(victim) in found[2]
 
 
+@pytest.mark.slow
 def test_random_moments(tmp_path: Path) -> None:
     undisturbed = Undisturbed()
     with ThreadPoolExecutor(RUNS) as pool:

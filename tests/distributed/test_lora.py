@@ -46,6 +46,7 @@ def train(rank: int, folder: str) -> None:
     protrain.export(model, f"{folder}/merged", merge=True)
 
 
+@pytest.mark.slow
 def test_two_ranks_write_an_adapter_and_what_peft_would_merge(tmp_path: Path) -> None:
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path / "source")

@@ -62,6 +62,7 @@ def train(rank: int, case: Case, size: int, spec: Spec) -> tuple[list[float], li
     return [-1.0 if math.isnan(value) else value for value in values], [weights[name] for name in names], masters
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "size", "specs"),
     [

@@ -55,6 +55,7 @@ def test_the_values_of_the_first_rank() -> None:
         assert torch.equal(theirs[name], value), name
 
 
+@pytest.mark.slow
 def test_empty_parameters_are_made_alike() -> None:
     (_, mine), (_, theirs) = on_ranks(2, start, empty)
     expected = make("llama").state_dict()

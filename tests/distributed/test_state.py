@@ -24,6 +24,7 @@ def _flat(state: State) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 4), ("float32", 2)])
 def test_all_ranks_get_the_states_of_one_and_load_them(dtype: str, size: int) -> None:
     expected = train_and_read(0, 1, THIRD, dtype, range(2))
@@ -37,6 +38,7 @@ def test_all_ranks_get_the_states_of_one_and_load_them(dtype: str, size: int) ->
         assert_same(_flat(after), _flat(final))
 
 
+@pytest.mark.slow
 def test_edits_are_made_on_all_ranks_or_on_none() -> None:
     before: list[State] = on_ranks(3, train_and_read, 3, FIRST, "float32", range(0))
     name = "blocks.0.first.weight"
@@ -53,6 +55,7 @@ def test_edits_are_made_on_all_ranks_or_on_none() -> None:
         ]
 
 
+@pytest.mark.slow
 def test_a_call_on_one_rank_alone_is_an_error_within_seconds(tmp_path: Path) -> None:
     errors = on_ranks(2, call_alone, 2, FIRST, str(tmp_path), timeout_s=240)
     found = [

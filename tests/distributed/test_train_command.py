@@ -88,6 +88,7 @@ def test_the_number_of_gpus_changes_no_bit(
     assert ranks.are_gone()
 
 
+@pytest.mark.slow
 def test_the_command_starts_processes_of_which_one_speaks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """These are real ones. They refuse the run as soon as they have found each other."""
     TrainJob(model="tiny", device="cpu", micro_batches=3).save(tmp_path / "job.json")
@@ -110,6 +111,7 @@ def train_as_rank(rank: int, command: list[str]) -> tuple[int, list[str]]:
     return status, said.getvalue().splitlines()
 
 
+@pytest.mark.slow
 def test_three_ranks_share_six_batches(workplace: Path, six: Path) -> None:
     folder = workplace / "three"
     command = arguments(workplace, folder, accumulation=2, device_memory="1500KiB")
@@ -122,6 +124,7 @@ def test_three_ranks_share_six_batches(workplace: Path, six: Path) -> None:
     assert plan.n_persist < plan.n_chunks, "some states live in host memory"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_ranks(workplace: Path, six: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     again = ["train", "--resume", "--folder", str(folder), "--checkpoint-every", "1"]
@@ -158,6 +161,7 @@ def test_batches_that_ranks_cannot_share_are_refused(workplace: Path, tmp_path: 
     )
 
 
+@pytest.mark.slow
 def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
     workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -205,6 +209,7 @@ def run_and_fail_on_one_rank(words: Sequence[str]) -> None:
     sys.exit(main(words))
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all_with_one_message(
     workplace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,6 +241,7 @@ def train_and_stop(rank: int, command: list[str]) -> tuple[int, list[str]]:
         protrain.cli.finish.sample = sample
 
 
+@pytest.mark.slow
 def test_a_stop_of_one_rank_after_the_last_step_is_one_of_all(workplace: Path, six: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     answers = on_ranks(3, train_and_stop, arguments(workplace, folder, accumulation=2))

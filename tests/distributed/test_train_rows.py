@@ -78,6 +78,7 @@ def train_as_rank(rank: int, command: list[str]) -> int:
     return main(command)
 
 
+@pytest.mark.slow
 def test_the_number_of_gpus_changes_no_bit_where_batches_count_unequally(workplace: Path, six: Path) -> None:
     folder = workplace / "two"
     assert on_ranks(2, train_as_rank, arguments(workplace, folder, accumulation=3, device_memory="1145KiB")) == [0, 0]
@@ -104,6 +105,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(workplace: Path, six: Path) -> No
     assert outcome(folder) == outcome(six)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_step_is_the_mean_over_counted_tokens(workplace: Path, tmp_path: Path) -> None:
     config = transformers.AutoConfig.from_pretrained(workplace / "source")
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
@@ -120,6 +122,7 @@ def test_the_loss_of_a_step_is_the_mean_over_counted_tokens(workplace: Path, tmp
     assert losses[1] == pytest.approx(losses[6], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_chat_is_learnt_and_the_model_keeps_the_template(workplace: Path, tmp_path: Path) -> None:
     more: dict[str, Any] = {"steps": 60, "batch": 4, "device_memory": "60MiB"}
     assert main(arguments(workplace, tmp_path / "run", **more)) == 0

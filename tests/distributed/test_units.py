@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -85,6 +86,7 @@ def batches(count: int) -> list[dict[str, Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_units_that_some_ranks_skip() -> None:
     for size, dtype, specs in ((2, "bfloat16", SPECS), (3, "float32", SPECS[1:])):
         check(size, Training(make, batches, dtype=dtype, reduction="sum", steps=4), specs)
@@ -120,6 +122,7 @@ def train_and_evaluate(rank: int, evaluates: bool) -> tuple[list[float], dict[st
     return losses, states(wrapped, optimizer)
 
 
+@pytest.mark.slow
 def test_evaluation_and_forwards_without_a_backward_change_nothing() -> None:
     alone, between = on_ranks(2, train_and_evaluate, False), on_ranks(2, train_and_evaluate, True)
     for (losses, final), (also, same) in zip(alone, between, strict=True):

@@ -43,6 +43,7 @@ def call_alone(rank: int, call: str, folder: str) -> tuple[list[str], str]:
     return [], ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_of_one_rank_alone(call: str, tmp_path: Path) -> None:
     (said, error), (nothing, other) = on_ranks(2, call_alone, call, str(tmp_path / "saves"), timeout_s=150)

@@ -56,6 +56,7 @@ def generate_and_train(rank: int, spec: Spec, ends: list[int | None]) -> tuple[l
     return tokens, loss.item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
 def test_tokens_are_those_of_one_process(spec: Spec) -> None:
     ends = [None, int(expected(0, {}, None)[0, -1])]

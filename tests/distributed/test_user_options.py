@@ -42,6 +42,7 @@ def train(rank: int, size: int, options: dict[str, Any]) -> tuple[list[float], d
     return losses, states(wrapped, optimizer)
 
 
+@pytest.mark.slow
 def test_chunked_loss(interpreted_kernels: None) -> None:
     pytest.importorskip("liger_kernel")
     losses, final = train(0, 1, {"chunked_loss": True})

@@ -76,6 +76,7 @@ def test_what_parts_nobody(tmp_path: Path, size: int, what: str) -> None:
             assert "\ntrained\n" in ending.text
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
     with Group(3, do, 1, "slow", {"TICK_S": 0.2, "WARN_S": 1.5}, 4, folder=tmp_path) as group:
         endings = group.endings(range(3), timeout_s=30)

@@ -93,6 +93,7 @@ def test_words_that_no_token_is_change_nothing(bias: bool, device: torch.device)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "words", "specs"), [("llama", 96, FEW_PLANS[::2]), ("gpt2", _ODD, FEW_PLANS[1::2])])
 def test_bits_are_the_same_under_every_plan(
     tiny_model: Build,
@@ -166,6 +167,7 @@ def test_generation_and_logits_without_labels(
     assert plain.generate(batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_and_nothing_is_left(
     tiny_model: Build, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:

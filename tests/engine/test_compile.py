@@ -87,6 +87,7 @@ def test_torch_compile_is_called_once_for_a_function_and_every_block_computes_wi
     assert "forward" not in vars(blocks[0])
 
 
+@pytest.mark.slow
 def test_evaluation_compiles_nothing(tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device) -> None:
     model = tiny_model("llama")
     batch = tiny_batch()
@@ -103,6 +104,7 @@ def test_evaluation_compiles_nothing(tiny_model: Build, tiny_batch: Callable[...
     assert not counters["frames"]
 
 
+@pytest.mark.slow
 def test_a_wrap_that_fails_leaves_the_blocks_as_they_were(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
     model = tiny_model("llama")
     blocks = [model.get_submodule(path) for path in find_blocks(model)]

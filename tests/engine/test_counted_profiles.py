@@ -31,6 +31,7 @@ def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wrapping, "cached_profile", _runs_out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_batch_that_is_too_large_is_said_to_be(
     no_room: None, tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], compile: bool

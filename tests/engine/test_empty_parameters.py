@@ -250,6 +250,7 @@ PARTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
 def test_every_value_is_what_the_constructor_made() -> None:
     """One model has all of the parts, so that it is wrapped but twice; a failure names the part."""
@@ -367,6 +368,7 @@ def test_attributes_hooks_and_groups_survive() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 def test_adapters_of_peft_start_as_their_own_init_says() -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     tokens = torch.zeros(1, 4, dtype=torch.long)

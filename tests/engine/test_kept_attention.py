@@ -247,6 +247,7 @@ def test_models_of_transformers_keep_it(
     assert computed(wrapped, batch) == len(optimizer.plan.block_modes)
 
 
+@pytest.mark.slow
 def test_the_bits_of_a_compiled_model(
     monkeypatch: pytest.MonkeyPatch,
     tiny_model: Callable[..., nn.Module],

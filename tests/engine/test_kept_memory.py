@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +12,7 @@ from tests.engine.true_memory import make_batch, make_model, peak_of_second_step
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 def test_attention_that_is_kept_is_predicted() -> None:
     """Of 64 tokens it takes as much as the input; moved, it leaves the device."""
     peaks = {}
@@ -43,6 +45,7 @@ class _AttentionLast(nn.Module):
         return x + self.out(hidden.transpose(1, 2).flatten(2))
 
 
+@pytest.mark.slow
 def test_attention_is_given_up_where_it_was_used() -> None:
     torch.manual_seed(0)
     rows = torch.randn(4, 64, 64, dtype=torch.bfloat16)

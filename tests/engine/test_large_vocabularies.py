@@ -214,6 +214,7 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
     assert sorted(issued) == sorted(chunk for visit in fetches for chunk, _ in visit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "n_persist", "schedule"),
     [("llama", 0, "early"), ("llama", 2, "late"), ("llama", 100, "early"), ("gpt2", 1, "late")],
@@ -235,6 +236,7 @@ def test_sums_of_gradients_take_no_more_of_the_device(
         assert_same(states(wrapped, optimizer), final)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
@@ -305,6 +307,7 @@ def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: boo
         assert loss.isfinite()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n_persist", "schedule"), [(2, "late"), (100, "early")])
 def test_sums_of_gradients_take_no_more_of_the_device_where_chunks_share_buffers(
     n_persist: int, schedule: str, monkeypatch: pytest.MonkeyPatch

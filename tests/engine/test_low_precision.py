@@ -108,11 +108,13 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: state[name].clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.slow
 def test_an_adapter_beside_a_4bit_base_trains_as_in_the_plain_loop(qlora: Make, tiny_batch: MakeBatch) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(2)]
     check_equal_to_plain(qlora, batches, device=CPU, loop=LOOP, specs=SPECS)
 
 
+@pytest.mark.slow
 def test_a_4bit_base_counts_with_its_own_bytes(qlora: Make, tiny_batch: MakeBatch) -> None:
     model: Any = qlora()
     base = [parameter for parameter in model.parameters() if type(parameter).__name__ == "Params4bit"]
@@ -134,6 +136,7 @@ def test_a_4bit_base_counts_with_its_own_bytes(qlora: Make, tiny_batch: MakeBatc
     assert block.forward_flops - block.attention_flops == 2 * profiles[1].tokens * (numbers // 3 + adapter)
 
 
+@pytest.mark.slow
 def test_compiled_blocks_with_a_4bit_base_have_the_same_bits_under_every_plan(
     qlora: Make, tiny_batch: MakeBatch, compiler: None
 ) -> None:
@@ -149,6 +152,7 @@ def test_compiled_blocks_with_a_4bit_base_have_the_same_bits_under_every_plan(
     assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_a_4bit_base_is_saved_with_the_adapter_and_exports_leave_it_out(
     qlora: Make, load_4bit: Make, tiny_batch: MakeBatch, tmp_path: Path
 ) -> None:

@@ -65,6 +65,7 @@ def wrapped(batch: Batch, device: torch.device) -> Callable[..., Any]:
     return wrap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_initialisation_does_not_depend_on_the_plan(family: str, wrapped: Callable[..., Any], batch: Batch) -> None:
     found = []

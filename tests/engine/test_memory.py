@@ -204,6 +204,7 @@ def test_accumulation_keeps_within_the_budget(modes: Any) -> None:
         assert on_host == ({True} if tight else {False, True})
 
 
+@pytest.mark.slow
 def test_accumulators_lie_on_the_device_while_there_is_room() -> None:
     def build(device_memory: int) -> tuple[nn.Module, ProTrainOptimizer]:
         model = make_model("llama")
@@ -228,6 +229,7 @@ def test_accumulators_lie_on_the_device_while_there_is_room() -> None:
         assert found == expected
 
 
+@pytest.mark.slow
 def test_host_memory_is_what_the_plan_says() -> None:
     batch = make_batch()
     for family, spec in (

@@ -102,6 +102,7 @@ def test_masks_and_views_have_the_plain_bits(dtype: torch.dtype, specs: list[Spe
     check_equal_to_plain(make_stack, stack_batches(2), device=device, dtype=dtype, specs=specs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_transformers_with_padding_and_dropout_have_the_plain_bits(family: str, device: torch.device) -> None:
     check_equal_to_plain(

@@ -10,6 +10,7 @@ import textwrap
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import pytest
 import torch
 
 REPOSITORY = Path(__file__).parents[2]
@@ -62,6 +63,7 @@ def _trained(environment: dict[str, str]) -> dict[str, str]:
     return dict(line.split(": ", 1) for line in result.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_without_a_c_compiler_it_says_so_once_and_trains_the_same(tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name in ("HOME", "LD_LIBRARY_PATH", "TMPDIR")}
     empty = tmp_path / "bin"

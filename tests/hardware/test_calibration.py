@@ -100,6 +100,7 @@ def test_what_was_measured_together_leaves_no_memory_behind() -> None:
         gc.enable()
 
 
+@pytest.mark.slow
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     profile = on_cpu.profile
     assert (profile.source, profile.device_type, profile.driver) == ("measured", "cpu", "none")
@@ -117,6 +118,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     assert HardwareProfile.from_json(profile.to_json()) == profile
 
 
+@pytest.mark.slow
 def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None:
     profile = on_cpu.profile
 

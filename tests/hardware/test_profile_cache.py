@@ -31,6 +31,7 @@ def _measured(machine: Machine) -> HardwareProfile:
     return replace(assume(CPU), source="measured", host_adam_gparams=0.123, **vars(machine))
 
 
+@pytest.mark.slow
 def test_detect_goes_by_what_was_calibrated_last(cache: Path) -> None:
     assert detect("cpu").source == "detected"
     first, second = calibrate_twice("cpu", seconds=0.02)

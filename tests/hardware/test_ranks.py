@@ -56,6 +56,7 @@ def calibrate_with_a_slow_rank(rank: int, cache: str) -> tuple[str, str, Hardwar
         return out.getvalue(), err.getvalue(), cached(CPU)
 
 
+@pytest.mark.slow
 def test_the_slowest_rank_decides_and_as_many_ranks_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (out, err, found), (nothing, quiet, also) = on_ranks(2, calibrate_with_a_slow_rank, str(tmp_path))
     assert (nothing, "protrain: " in quiet) == ("", False), "one process speaks for all"
@@ -161,6 +162,7 @@ def fail_beside_others(rank: int) -> None:
         calibrate("cpu", seconds=0.05, save=False)
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_ends_all() -> None:
     begin = time.monotonic()
     with pytest.raises(RankError) as raised:

@@ -68,6 +68,7 @@ def test_an_activity_that_fails_ends_all() -> None:
         units_per_second({"a": _naps(), "b": fail_later}, duration_s=60.0)
 
 
+@pytest.mark.slow
 def test_an_interruption_ends_all() -> None:
     """Nothing may still copy what is unpinned next."""
     before = threading.enumerate()

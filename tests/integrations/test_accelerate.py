@@ -71,6 +71,7 @@ def assert_close(ours: Run, plain: Run) -> None:
         assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_a_loop_goes_on_from_the_state_of_the_other(tmp_path: Path) -> None:
     plain, ours = run(tmp_path / "plain", False), run(tmp_path / "ours", True)
     assert_close(ours, plain)

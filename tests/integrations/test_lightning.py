@@ -34,12 +34,14 @@ def assert_close(ours: Run, plain: Run) -> None:
         assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_the_trainer_finds_the_strategy_by_name(tmp_path: Path) -> None:
     import protrain.integrations.lightning  # noqa: F401
 
     assert_close(fit(tmp_path, "protrain"), fit(tmp_path, "auto"))
 
 
+@pytest.mark.slow
 def test_a_fit_goes_on_from_the_checkpoint_of_the_other(tmp_path: Path) -> None:
     """Accumulation, clipping, a scheduler, logging over an epoch, and validation between steps."""
     arguments: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
@@ -72,6 +74,7 @@ def test_mixed_precision_is_the_type_of_the_weights(tmp_path: Path) -> None:
         fit(tmp_path, protrain_strategy(), precision="64-true")
 
 
+@pytest.mark.slow
 def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
     def two(name: str, on_protrain: bool, resume: Path | None = None) -> list[Run]:
         found: list[Run] = on_ranks(2, fit_on_rank, tmp_path / name, on_protrain, resume)
@@ -96,6 +99,7 @@ def test_fabric(tmp_path: Path) -> None:
         assert resumed.losses == pytest.approx(plain.losses[4:], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_fabric_on_two_processes(tmp_path: Path) -> None:
     plain = on_ranks(2, run_fabric_on_rank, tmp_path / "plain", False)
     ours = on_ranks(2, run_fabric_on_rank, tmp_path / "ours", True)

@@ -62,6 +62,7 @@ def test_one_process(client: str, tmp_path: Path) -> None:
     assert_close(ours, plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "DPO", "sentences"])
 def test_two_processes(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
@@ -71,6 +72,7 @@ def test_two_processes(client: str, tmp_path: Path) -> None:
     assert_close(ours[0], plain[0])
 
 
+@pytest.mark.slow
 def test_a_reference_without_a_model_is_computed_by_the_wrapped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_reference_without_a_model_is_computed_by_the_wrapped_one(
     assert_close(ours, train("DPO", tmp_path / "plain", on_protrain=False, save_strategy="no"))
 
 
+@pytest.mark.slow
 def test_two_processes_compute_a_reference_for_a_dataset_in_files(tmp_path: Path) -> None:
     pytest.importorskip("trl")
     arguments: dict[str, Any] = {"precompute_ref_log_probs": True, "save_strategy": "no"}
@@ -121,6 +124,7 @@ def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
     assert_same_weights(two("Trainer", tmp_path / "two", on_protrain=True, max_grad_norm=0.1)[0], offloaded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "sentences"])
 def test_checkpoints_cross_with_plain_runs(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
@@ -133,6 +137,7 @@ def test_checkpoints_cross_with_plain_runs(client: str, tmp_path: Path) -> None:
         assert_close(resumed, plain)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_two_processes_cross_with_plain_runs(tmp_path: Path) -> None:
     through = two("Trainer", tmp_path / "ours", on_protrain=True)
     for on_protrain in (True, False):

@@ -22,6 +22,7 @@ def _python(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_fullest_variant_of_each_kernel_is_sound() -> None:
     """For AMD and for one of NVIDIA's targets, which take turns. ``make kernels`` compiles everything for every target.
 
@@ -50,6 +51,7 @@ def test_the_fullest_variant_of_each_kernel_is_sound() -> None:
         assert row.endswith("  ok")
 
 
+@pytest.mark.slow
 def test_defects_are_found() -> None:
     """A contracted Adam, and a wide load that isn't there, are told from sound code."""
     script = """
@@ -73,6 +75,7 @@ for target in ("sm_90", "gfx942"):
     assert amd == "['fused multiply-add allowed']"
 
 
+@pytest.mark.slow
 def test_launches_find_their_variants_among_the_compiled() -> None:
     """What real calls specialise on is in the list of what is compiled for every GPU."""
     done = _python(str(Path(__file__).with_name("record_launches.py")))

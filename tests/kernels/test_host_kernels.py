@@ -116,6 +116,7 @@ def test_one_special_value_among_ordinary_ones(
         same_bits(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_call_too_short_to_share_wakes_no_threads(compiled: None) -> None:
     code = """

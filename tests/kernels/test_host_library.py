@@ -151,6 +151,7 @@ def test_the_fallback_can_be_asked_for(empty_cache: Path, monkeypatch: pytest.Mo
     assert not empty_cache.exists()
 
 
+@pytest.mark.slow
 def test_baseline_instructions_give_the_same_bits(
     compiler: list[str], use: Callable[[Path], None], tmp_path: Path
 ) -> None:
@@ -179,6 +180,7 @@ def test_baseline_instructions_give_the_same_bits(
         assert weight[nan].isnan().all()
 
 
+@pytest.mark.slow
 def test_the_comparison_notices_a_fused_multiply_add(
     compiler: list[str], use: Callable[[Path], None], tmp_path: Path
 ) -> None:

@@ -103,6 +103,7 @@ def two_blocks(tiny_model: Callable[..., Any]) -> Callable[[str], Any]:
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_the_meta_device_knows_what_compiled_blocks_save(
     two_blocks: Callable[[str], Any], tiny_batch: Callable[..., Any], family: str

@@ -157,6 +157,7 @@ def test_a_chunk_updated_in_stretches_has_the_same_bits(
     assert max(sizes) == 256
 
 
+@pytest.mark.slow
 def test_two_steps_in_a_row_clip_each_by_its_own_factor(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
