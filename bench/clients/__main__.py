@@ -26,15 +26,16 @@ from bench.calibrated import calibrate_once
 from bench.clients.results import Clients, Row
 from bench.clients.run import ClientJob
 from bench.clients.worker import CLIENTS
-from bench.train.__main__ import commit_of_checkout, driver_of_gpu
 from bench.train.contestants import Contestant
 from bench.train.launch import supervise
 from bench.train.models import build_model
+from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
 from bench.train.results import Outcome
 from bench.train.task import Task, make_tokens
-from protrain.cli.options import Parser, memory, number, whole
+from protrain.cli.options import Parser
 from protrain.cli.summary import versions
 
+_SIZES = Sizes(model="llama-1b", batch=4, sequence=1024, steps=20, warm_up=5)
 _EXAMPLE = """examples:
   python -m bench.clients --model llama-1b --batch 8 --sequence 1024 --out bench/results/h100
   python -m bench.clients --clients loop,trainer,sft --gpus 2
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     try:
         names = _names(args.clients)
-        task = _task(args, on_gpu=on_gpu)
+        task = _task(args)
         if args.out is not None:
             args.out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
@@ -69,21 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="bench.clients", description=__doc__, epilog=_EXAMPLE)
     parser.add_argument("--clients", default=",".join(CLIENTS), metavar="A,B", help="(default: %(default)s)")
-    parser.add_argument("--gpus", type=whole(1), default=1, help="of this machine, that train together (default: 1)")
-    parser.add_argument("--model", default=None, help="a shape by name (default: llama-1b; without a GPU: tiny)")
-    parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
-    parser.add_argument("--batch", type=whole(1), default=None, help="rows a GPU (default: 4; without one: 2)")
-    parser.add_argument("--sequence", type=whole(8), default=None, help="tokens (default: 1024; without a GPU: 64)")
-    parser.add_argument("--steps", type=whole(3), default=20, help="timed steps (default: 20)")
-    parser.add_argument("--warm-up", type=whole(1), default=5, help="steps before them (default: 5)")
-    parser.add_argument("--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for both ways")
-    parser.add_argument(
-        "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
-    )
-    parser.add_argument(
-        "--contestant-limit", type=number(1), default=300.0, metavar="SECONDS", help="for each way (default: 300)"
-    )
-    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the JSON")
+    add_sizes(parser, _SIZES)
+    add_limits(parser)
     return parser
 
 
@@ -98,20 +86,9 @@ def _names(text: str) -> tuple[str, ...]:
     return names
 
 
-def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
+def _task(args: argparse.Namespace) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
-    if on_gpu and args.gpus > torch.cuda.device_count():
-        raise ValueError(f"--gpus {args.gpus}: this machine has {torch.cuda.device_count()}")
-    task = Task(
-        model=args.model or ("llama-1b" if on_gpu else "tiny"),
-        layers=args.layers,
-        batch=args.batch or (4 if on_gpu else 2),
-        sequence=args.sequence or (1024 if on_gpu else 64),
-        steps=args.steps,
-        warm_up=args.warm_up,
-        device_memory=args.device_memory,
-        gpus=args.gpus,
-    )
+    task = Task(**sizes_of(args, _SIZES))
     build_model(task)  # a copy, to see that it can be
     return task
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,15 +31,17 @@ from bench.dram_load import DramLoad, Load
 from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import build_model, replace_loss
+from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
 from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
 from protrain.cli.lora import lora_text
-from protrain.cli.options import Parser, memory, number, whole
+from protrain.cli.options import Parser, memory, number
 from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions
 
+_SIZES = Sizes(model="llama-7b", batch=8, sequence=2048, steps=10, warm_up=2)
 _EXAMPLE = """examples:
   python -m bench.train --model llama-7b --batch 8 --contestants protrain,floor,fsdp2 --out bench/results/h100
   python -m bench.train --model llama2-13b --batch 4 --lora r=16 --quantised nf4 --device-memory 16GiB
@@ -82,13 +83,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--contestants", default="", metavar="A,B", help=f"of {', '.join(KINDS)} (default: those that suit)"
     )
-    parser.add_argument("--gpus", type=whole(1), default=1, help="of this machine, that train together (default: 1)")
-    parser.add_argument("--model", default=None, help="a shape by name (default: llama-7b; without a GPU: tiny)")
-    parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
-    parser.add_argument("--batch", type=whole(1), default=None, help="sequences a GPU (default: 8; without one: 2)")
-    parser.add_argument("--sequence", type=whole(2), default=None, help="tokens (default: 2048; without a GPU: 64)")
-    parser.add_argument("--steps", type=whole(3), default=10, help="timed steps (default: 10)")
-    parser.add_argument("--warm-up", type=whole(1), default=2, help="steps before them (default: 2)")
+    add_sizes(parser, _SIZES)
     parser.add_argument(
         "--lora",
         type=lora_text,
@@ -115,9 +110,6 @@ def _parser() -> Parser:
         default=None,
         help="Liger's loss for all, logits never whole (default: on a GPU, if liger-kernel is installed)",
     )
-    parser.add_argument(
-        "--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for every contestant"
-    )
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine, for ProTrain")
     parser.add_argument(
         "--host-rate",
@@ -126,13 +118,7 @@ def _parser() -> Parser:
         metavar="SHARE",
         help="such as 70%%: all run beside a load on the host's DRAM that leaves AdamW this share of its rate",
     )
-    parser.add_argument(
-        "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
-    )
-    parser.add_argument(
-        "--contestant-limit", type=number(1), default=300.0, metavar="SECONDS", help="for each (default: 300)"
-    )
-    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the JSON and the bar chart")
+    add_limits(parser)
     return parser
 
 
@@ -170,24 +156,15 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
     if args.host_rate != 1.0 and not on_gpu:
         raise ValueError("--host-rate needs a GPU: on a CPU the device that trains is the host itself")
-    if on_gpu and args.gpus > max(1, torch.cuda.device_count()):
-        raise ValueError(f"--gpus {args.gpus}: this machine has {torch.cuda.device_count()}")
     if args.quantised and (args.lora is None or args.float8):
         raise ValueError("--quantised is for frozen weights: add --lora r=16, and leave out --float8")
     device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
-        model=args.model or ("llama-7b" if on_gpu else "tiny"),
-        layers=args.layers,
-        batch=args.batch or (8 if on_gpu else 2),
-        sequence=args.sequence or (2048 if on_gpu else 64),
-        steps=args.steps,
-        warm_up=args.warm_up,
+        **sizes_of(args, _SIZES),
         chunked_loss=choose_loss(args.chunked_loss, device),
         clip_norm=args.clip,
-        device_memory=args.device_memory,
         host_memory=args.host_memory,
         host_share=args.host_rate,
-        gpus=args.gpus,
         lora=args.lora,
         quantised=args.quantised,
         float8=args.float8,
@@ -230,24 +207,6 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
             if args.out is not None:  # after every one, so that a run that is cut off leaves what it has
                 comparison().save(args.out / f"compare-{task.label}.json")
     return comparison()
-
-
-def driver_of_gpu() -> str:
-    """Version of the GPU's driver; "unknown" without one."""
-    return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-
-
-def commit_of_checkout() -> str:
-    """Of the checkout that runs, with + when it was changed; "unknown" outside of one."""
-    return _answer("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-
-
-def _answer(*command: str) -> str:
-    try:
-        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

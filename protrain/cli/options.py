@@ -65,7 +65,8 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", _HelpFormatter)
         if options.get("description"):
-            options["description"] = wrapped(options["description"])
+            paragraphs = options["description"].split("\n\n")
+            options["description"] = "\n\n".join(wrapped(" ".join(text.split())) for text in paragraphs)
         super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:

@@ -1,0 +1,84 @@
+"""What the comparisons of trainers and of clients ask for on their command lines, and say of where they ran."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from protrain.cli.options import Parser, memory, number, whole
+
+
+class Sizes(NamedTuple):
+    """The task of a comparison if its command names none. Without a GPU it is 2 rows of 64 tokens for ``tiny``."""
+
+    model: str
+    batch: int
+    sequence: int
+    steps: int
+    warm_up: int
+
+
+def add_sizes(parser: Parser, sizes: Sizes) -> None:
+    """Add the options of a task's model, batch, steps and GPUs to ``parser``."""
+    parser.add_argument("--gpus", type=whole(1), default=1, help="of this machine, that train together (default: 1)")
+    parser.add_argument("--model", default=None, help=f"a shape by name (default: {sizes.model}; without a GPU: tiny)")
+    parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
+    parser.add_argument(
+        "--batch", type=whole(1), default=None, help=f"sequences a GPU (default: {sizes.batch}; without one: 2)"
+    )
+    parser.add_argument(
+        "--sequence", type=whole(8), default=None, help=f"tokens (default: {sizes.sequence}; without a GPU: 64)"
+    )
+    parser.add_argument("--steps", type=whole(3), default=sizes.steps, help="timed steps (default: %(default)s)")
+    parser.add_argument("--warm-up", type=whole(1), default=sizes.warm_up, help="before them (default: %(default)s)")
+    parser.add_argument("--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for all")
+
+
+def add_limits(parser: Parser) -> None:
+    """Add the options of a run's time and folder to ``parser``."""
+    parser.add_argument(
+        "--time-limit", type=number(1), default=3600.0, metavar="SECONDS", help="for the whole run (default: an hour)"
+    )
+    parser.add_argument(
+        "--contestant-limit", type=number(1), default=300.0, metavar="SECONDS", help="for each (default: 300)"
+    )
+    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the record")
+
+
+def sizes_of(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
+    """What the options of ``add_sizes`` say of a Task. ValueError where there are fewer GPUs."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu and args.gpus > max(1, torch.cuda.device_count()):
+        raise ValueError(f"--gpus {args.gpus}: this machine has {torch.cuda.device_count()}")
+    return {
+        "model": args.model or (sizes.model if on_gpu else "tiny"),
+        "layers": args.layers,
+        "batch": args.batch or (sizes.batch if on_gpu else 2),
+        "sequence": args.sequence or (sizes.sequence if on_gpu else 64),
+        "steps": args.steps,
+        "warm_up": args.warm_up,
+        "device_memory": args.device_memory,
+        "gpus": args.gpus,
+    }
+
+
+def driver_of_gpu() -> str:
+    """Version of the GPU's driver; "unknown" without one."""
+    return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
+
+
+def commit_of_checkout() -> str:
+    """Of the checkout that runs, with + when it was changed; "unknown" outside of one."""
+    return _answer("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+
+
+def _answer(*command: str) -> str:
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
