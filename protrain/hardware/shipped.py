@@ -15,10 +15,13 @@ from protrain.hardware.profile import HardwareProfile
 # Collectives. Two H100s gather 1 GiB in 2.00 ms and reduce it in 2.06 ms, so each receives 268 and 261 GB/s. Eight
 # gather 64 MiB in 175 us, which is 335 GB/s. The figures of H200 are those of two, from
 # bench/results/h200/calibration-x2.json. For exchanges both have the rate of NCCL's reduce_scatter, so those figures
-# are called composed. A100: the same share of its NVLink as an H100, whose NVLink has 450 GB/s each
-# way where an A100's has 300. RTX 3090s do not copy to each other: what they send passes through host memory, at half
-# of what their link carries both ways, times the same share. Beside NCCL's kernels computing on two H200s kept 79% of
-# its rate in a trace (bench/results/h200/NOTES.md).
+# are called composed. A100: the same share of its NVLink as an H100, whose NVLink has 450 GB/s each way where an A100's
+# has 300. RTX 3090s do not copy to each other: what they send passes through host memory, at half of what their link
+# carries both ways, times the same share. Beside each other, collectives and products of two H100s keep 28% and 84% of
+# their rates (bench/results/h100/calibration-x2.json), and those of two H200s 28% and 89% (h200/calibration-x2-another-
+# machine.json). Cards with NVLink or the like have the shares of an H100. Links of other cards are so slow that
+# computing does not slow collectives down; 79% is what computing kept beside NCCL's kernels in a trace
+# (bench/results/h200/NOTES.md).
 #
 # Networks are assumed: per machine 8 x 400 Gb/s for H100 and H200, 8 x 200 Gb/s for A100 (NVIDIA's DGX of each card),
 # and 10 Gb/s for RTX 3090.

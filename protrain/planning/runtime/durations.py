@@ -10,7 +10,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import bytes_ms, compute_times
-from protrain.planning.rates.contention import rates
+from protrain.planning.rates.contention import lost_to_collectives, rates
 from protrain.planning.rates.streaming import streamed_rates
 from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
@@ -83,8 +83,7 @@ class Durations:
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         self._reductions = self._reduced() if layout.world_size > 1 else {}
-        # What computing loses while a collective runs, whose kernel takes some of the GPU's processors.
-        self._lost_to_collectives = max(0.0, 1.0 - hardware.share("matmul", ["collective"]))
+        self._lost_to_collectives = lost_to_collectives(hardware)
         for at, of_visit in enumerate(self._gradients_of_visit if self._reductions else ()):
             reduce_ms = sum(self._reductions[index].ms for index in of_visit)
             self._backward_ms[at] += self._lost_to_collectives * reduce_ms
