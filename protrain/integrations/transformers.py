@@ -140,6 +140,11 @@ class ProTrainMixin(_Base):
             hook.remove()
         return None
 
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        """Clip to the norm of the arguments by the optimizer, which needs no look at each gradient."""
+        optimizer: ProTrainOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer.clip_grad_norm_(self.args.max_grad_norm)
+
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. A model that is to be trained is wrapped before, as it need not fit the device whole."""
         if self.train_dataset is not None:

@@ -29,10 +29,13 @@ class GradientProxy(Tensor):
 
     @classmethod
     def of(cls, handle: Handle, shape: torch.Size) -> GradientProxy:
-        """The stand-in for the gradient of the parameter with ``handle``."""
-        with torch._C.DisableTorchFunctionSubclass():
-            proxy = handle.engine.placeholder.expand(shape).as_subclass(cls)
-        proxy.protrain_handle = handle
+        """The stand-in for the gradient of the parameter with ``handle``: always the same one."""
+        proxy = handle.gradient_proxy
+        if not isinstance(proxy, cls):
+            with torch._C.DisableTorchFunctionSubclass():
+                proxy = handle.engine.placeholder.expand(shape).as_subclass(cls)
+            proxy.protrain_handle = handle
+            handle.gradient_proxy = proxy
         return proxy
 
     @classmethod

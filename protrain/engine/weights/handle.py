@@ -62,6 +62,7 @@ class Handle:
         self.name = name
         self.index = index
         self.trainable = trainable  # whether it required a gradient when the model was wrapped
+        self.gradient_proxy: Tensor | None = None  # made when .grad is read first, as torch's clipping reads it often
         self._engine = weakref.ref(engine)
 
     @property
