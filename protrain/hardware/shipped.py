@@ -18,10 +18,10 @@ from protrain.hardware.profile import HardwareProfile
 # are called composed. A100: the same share of its NVLink as an H100, whose NVLink has 450 GB/s each way where an A100's
 # has 300. RTX 3090s do not copy to each other: what they send passes through host memory, at half of what their link
 # carries both ways, times the same share. Beside each other, collectives and products of two H100s keep 28% and 84% of
-# their rates (bench/results/h100/calibration-x2.json), and those of two H200s 28% and 89% (h200/calibration-x2-another-
-# machine.json). Cards with NVLink or the like have the shares of an H100. Links of other cards are so slow that
-# computing does not slow collectives down; 79% is what computing kept beside NCCL's kernels in a trace
-# (bench/results/h200/NOTES.md).
+# their rates (bench/results/h100/calibration-x2.json), and those of two H200s 28% and 89%
+# (bench/results/h200/calibration-x2-another-machine.json). Cards with NVLink or the like have the shares of an H100.
+# Links of other cards are so slow that computing does not slow collectives down; 79% is what computing kept beside
+# NCCL's kernels in a trace (bench/results/h200/NOTES.md).
 #
 # Networks are assumed: per machine 8 x 400 Gb/s for H100 and H200, 8 x 200 Gb/s for A100 (NVIDIA's DGX of each card),
 # and 10 Gb/s for RTX 3090.

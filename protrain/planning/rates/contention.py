@@ -23,7 +23,7 @@ _ACTIVITIES = {GPU: "matmul", UP: "h2d", DOWN: "d2h", HOST: "host_adam", STREAM:
 CONTENDING = len(_ACTIVITIES)  # the first so many lanes slow each other down
 OTHERS = [[other for other in range(CONTENDING) if other != lane] for lane in range(CONTENDING)]
 _OTHER_WAY = {UP: DOWN, DOWN: UP}
-LEAST = 0.25  # no lane keeps less than this share of its rate
+_LEAST = 0.25  # no lane keeps less than this share of its rate
 _LOST_BY_RANKS = 0.8
 
 
@@ -34,7 +34,7 @@ def lost_to_collectives(hardware: HardwareProfile) -> float:
     and computing loses a share of its rate for all of that time.
     """
     lost = max(0.0, 1.0 - hardware.share("matmul", ["collective"]))
-    return lost / max(LEAST, hardware.share("collective", ["matmul"]))
+    return lost / max(_LEAST, hardware.share("collective", ["matmul"]))
 
 
 def rates(
@@ -102,6 +102,6 @@ def rates(
     lost = _LOST_BY_RANKS if hardware.world_size > 1 and hardware.knows_contention else 1.0
     found = np.empty((2,) * (CONTENDING - 1) + (CONTENDING,))
     for *present, lane in np.ndindex(found.shape):
-        share = max(LEAST, min(1.0, kept(lane, list(compress(OTHERS[lane], present)))))
+        share = max(_LEAST, min(1.0, kept(lane, list(compress(OTHERS[lane], present)))))
         found[*present, lane] = 1.0 - lost * (1.0 - share)
     return found
