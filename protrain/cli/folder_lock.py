@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
@@ -16,21 +17,30 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.
 
 
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Lock ``folder`` against other processes, and make it if it is missing.
+def claimed(folder: Path, *, new: bool = False) -> Iterator[Path]:
+    """Lock ``folder`` against other processes, and make it if it is missing. The context is the folder.
 
     The lock of a killed process ends by itself.
 
     If no run came of it, the folders that it made are removed.
 
+    Args:
+        folder: of a run.
+        new: take no folder that exists. Runs of one model that begin in the same second get a number behind the name.
+
     Raises:
         ValueError: another process trains there.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    made = [path for path in folder.parents if not path.exists()]
+    if new:
+        folder = _made(folder)
+        made.insert(0, folder)
+    else:
+        made = made if folder.exists() else [folder, *made]
+        folder.mkdir(parents=True, exist_ok=True)
     lock = _lock(folder)
     try:
-        yield
+        yield folder
     finally:
         shutil.rmtree(folder / UNFINISHED_DATA, ignore_errors=True)
         # deleted while it is locked, so that whoever opened it before sees that it is another file by then
@@ -42,6 +52,18 @@ def claimed(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # a folder with contents stays
             for path in made:
                 path.rmdir()
+
+
+def _made(folder: Path) -> Path:
+    """A new folder of that name, or of the name and a number if there is one."""
+    made = folder
+    for number in count(2):
+        try:
+            made.mkdir(parents=True)
+            break
+        except FileExistsError:
+            made = folder.with_name(f"{folder.name}-{number}")
+    return made
 
 
 def _lock(folder: Path) -> int:

@@ -49,8 +49,10 @@ def _train(args: argparse.Namespace, requests: StopRequests, processes: Processe
     names = {field.name for field in fields(TrainJob)}
     given = {name: value for name, value in vars(args).items() if name in names}
     first = processes.rank == 0
-    folder = processes.of_first(getattr(args, "folder", None) or _new_folder(given.get("model", "")))
-    with claimed(folder) if first else nullcontext():
+    named = getattr(args, "folder", None)
+    claim = claimed(named or _new_folder(given.get("model", "")), new=named is None) if first else nullcontext(Path())
+    with claim as own:
+        folder = processes.of_first(own)
         decided = processes.of_first(_job(args, folder, given) if first else None)
         assert decided is not None, "the first has decided"
         job, summary = decided

@@ -74,6 +74,15 @@ def test_a_second_process_in_a_folder_is_refused(
     assert not folder.exists(), "no run came of it"
 
 
+def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "tiny-20261126-205600"
+    with claimed(folder, new=True) as one, claimed(folder, new=True) as other:
+        (one / "notes.txt").touch()
+        with claimed(folder, new=True) as third:
+            assert [path.name for path in (one, other, third)] == [f"{folder.name}{end}" for end in ("", "-2", "-3")]
+    assert list(folder.parent.iterdir()) == [one], "no run came of the others"
+
+
 def test_the_lock_of_a_killed_process_is_none(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).touch()
     with claimed(tmp_path):
