@@ -56,6 +56,7 @@ def test_sft_lora(tmp_path: Path) -> None:
     assert (tmp_path / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_lightning_module(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     trainer = run("lightning_module", tmp_path, "--steps", "20")

@@ -54,6 +54,7 @@ def point(plan: Plan, ms: float, *, device: float = 1.0, error: str = "") -> Poi
     )
 
 
+@pytest.mark.slow
 def test_plans_are_drawn_from_all_that_fit(profile: ModelProfile) -> None:
     needed = MemoryModel(profile, machine(), pack(profile, 2**20))
     assert needed.static_bytes(0, 1) < machine(2**28).device_bytes
@@ -277,6 +278,7 @@ def test_cases_of_regret_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None
     assert limits[8:] == [float("inf")] * 4
 
 
+@pytest.mark.slow
 def test_a_point_says_how_many_updates_were_early(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     monkeypatch.setattr(_Window, "is_closed", lambda _: False)  # as if the host were always in time

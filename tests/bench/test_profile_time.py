@@ -28,6 +28,7 @@ def test_a_profile_is_timed_and_kept_when_the_rest_fails(tmp_path: Path) -> None
     assert "tiny   0.00 B      2 x 64  0 GiB on the host" in table.table()
 
 
+@pytest.mark.slow
 def test_weights_on_the_host_are_filled_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_PIECE_ELEMENTS", 1000)
     model: Any = load_model("gpt2", layers=1).model

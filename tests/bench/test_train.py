@@ -27,6 +27,7 @@ TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=4, warm_up=1)
 ONE = Contestant(kind="fsdp2")
 
 
+@pytest.mark.slow
 def test_other_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for argv, message in (
         (["--model", "llama-8t"], "there is no model 'llama-8t'"),
@@ -138,6 +139,7 @@ def test_a_worker_that_takes_too_long_ends_with_all_that_it_started(tmp_path: Pa
     assert not late.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ending", "limit_s", "error"),
     [
@@ -208,6 +210,7 @@ def _supervise_with_hangups(folder: Path, code: str) -> None:
     _supervised(folder, code)
 
 
+@pytest.mark.slow
 def test_memory_that_goes_missing_while_a_worker_runs_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_weights_have_the_model_s_own_start_values_and_ties_survive() -> None:
             assert parameter.float().std().item() == pytest.approx(0.02, rel=0.1), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny", "gpt2"])  # GPT-2's blocks set their children's residual projections
 def test_everyone_begins_with_the_same_weights(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SHAPES, "gpt2", replace(SHAPES["gpt2"], hidden=96, vocabulary=256))

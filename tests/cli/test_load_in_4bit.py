@@ -89,6 +89,7 @@ def test_losses_and_adapter_are_those_of_pefts_own_loop(finished: Path, workplac
             torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_adapter_and_its_saves_refer_to_the_base(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "resumed"
     shutil.copytree(finished, folder)

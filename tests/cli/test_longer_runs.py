@@ -104,6 +104,7 @@ def test_tensorboard_has_the_figures_and_a_resumed_run_its_curve(short: Path, tm
     assert [step for step, _ in curve(folder, "evaluation_loss")] == [3, 6]
 
 
+@pytest.mark.slow
 def test_wandb_gets_one_run_for_all_parts(short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[dict[str, Any]] = []
     logged: list[tuple[int, float]] = []

@@ -111,6 +111,7 @@ def test_the_adapter_loads_in_peft_and_is_the_trained_one(
     assert summary["trained_parameters"] == shapes
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_adapter(finished: Path, tmp_path: Path) -> None:
     folder = tmp_path / "resumed"
     shutil.copytree(finished, folder)

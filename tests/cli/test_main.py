@@ -332,6 +332,7 @@ def test_help_that_nobody_reads_ends_quietly(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "name"),
     [(["--help"], "protrain"), (["plan", "tiny", "--hardware", "rtx3090", "--seq=32", "--json"], "protrain plan")],

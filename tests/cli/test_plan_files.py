@@ -30,6 +30,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "more", "said"),
     [

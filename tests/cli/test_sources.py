@@ -54,6 +54,7 @@ def array() -> bytes:
     return written.getvalue()
 
 
+@pytest.mark.slow
 def test_python_sources_are_the_default() -> None:
     source = find_source(None)
     assert source.kind == "text"

@@ -165,6 +165,7 @@ def run_command(command: list[str]) -> None:
     sys.exit(main(command))
 
 
+@pytest.mark.slow
 def test_lines_outside_a_terminal_name_first_and_last_step(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +245,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.slow
 def test_a_bf16_run_exports_bf16_weights_that_load(workplace: Path, tmp_path: Path) -> None:
     command = arguments(workplace, tmp_path / "run", "--dtype", "bfloat16", "--sample-tokens", "0")
     command[command.index("--steps") + 1] = "4"
@@ -307,6 +309,7 @@ def test_a_run_that_lost_something_is_left_as_it_is(
         assert main(["train", "--resume", "--folder", str(folder), "--data", str(tmp_path / "moved.txt")]) == 0
 
 
+@pytest.mark.slow
 def test_a_save_that_finds_no_room_says_how_to_go_on(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -338,6 +341,7 @@ def test_what_is_saved_can_be_read_by_whom_the_umask_lets(finished: Path) -> Non
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~mask}
 
 
+@pytest.mark.slow
 def test_changed_data_is_refused_on_resume(finished: Path, workplace: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text((workplace / "text.txt").read_text())

@@ -209,6 +209,7 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     assert summary["device_peak_bytes"] == max(row.get("device_bytes", 0) for row in rows)
 
 
+@pytest.mark.slow
 def test_a_trace_is_of_one_start_and_a_failed_end_keeps_the_steps(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_trace_is_of_one_start_and_a_failed_end_keeps_the_steps(
     assert "loss - -> - (unigram entropy" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_resumed_on_another_device_keeps_its_numbers(
     workplace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

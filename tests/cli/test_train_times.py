@@ -55,6 +55,7 @@ def test_steps_that_stand_alone_have_a_time_without_what_follows(
     assert " tokens/s in steps that each stood alone, plan " in said
 
 
+@pytest.mark.slow
 def test_updates_on_the_host_are_in_the_time_of_a_step_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "wait_for_updates", lambda run: time.sleep(PAUSE_S / 4))
     assert _train(tmp_path, "--checkpoint-every=0 --evaluate-every=1")["step_ms"] >= PAUSE_S / 4 * 1000

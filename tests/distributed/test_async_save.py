@@ -32,6 +32,7 @@ def test_training_goes_on_and_does_not_change_what_is_saved(tmp_path: Path) -> N
     assert_same(go_on(0, 1, Run(THIRD, load=str(tmp_path))).saved, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3])
 def test_another_save_and_a_load_wait_for_it(tmp_path: Path, size: int) -> None:
     how = (size, str(tmp_path))
@@ -39,6 +40,7 @@ def test_another_save_and_a_load_wait_for_it(tmp_path: Path, size: int) -> None:
     assert names == [["00002-step-2", "00003-step-3"]] * size
 
 
+@pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path) -> None:
     for text, warned, names in on_ranks(3, fail_to_save, 3, str(tmp_path), timeout_s=200):
         assert "cannot write" in text

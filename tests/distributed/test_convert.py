@@ -42,6 +42,7 @@ def _load(folder: Path, state: dict[str, Any]) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
 
 
+@pytest.mark.slow
 def test_plain_torch_reads_whole_tensors(saved: Saved, tmp_path: Path) -> None:
     dtype, folder, expected = saved
     assert convert(folder, tmp_path / "dcp") == tmp_path / "dcp"
@@ -70,6 +71,7 @@ def test_plain_torch_reads_whole_tensors(saved: Saved, tmp_path: Path) -> None:
     assert torch.equal(torch.tensor([group["lr"] for group in state["optim"]["param_groups"]]), expected["lr"])
 
 
+@pytest.mark.slow
 def test_a_plain_training_goes_on(saved: Saved, tmp_path: Path) -> None:
     """torch names the states of a plain model and its optimizer as they are named there."""
     _, folder, expected = saved
@@ -88,6 +90,7 @@ def test_a_plain_training_goes_on(saved: Saved, tmp_path: Path) -> None:
     assert torch.equal(torch.tensor([group["lr"] for group in optimizer.param_groups]), expected["lr"])
 
 
+@pytest.mark.slow
 def test_converted_back_it_goes_on_with_the_same_bits(
     saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

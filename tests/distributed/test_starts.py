@@ -47,6 +47,7 @@ def empty(rank: int) -> nn.Module:
         return make("llama")
 
 
+@pytest.mark.slow
 def test_the_values_of_the_first_rank() -> None:
     (first, mine), (other, theirs), _ = on_ranks(3, start, seeded_by_rank)
     assert any(not torch.equal(first[name], other[name]) for name in first)

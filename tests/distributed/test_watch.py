@@ -50,6 +50,7 @@ def test_one_rank_raises_or_ends(tmp_path: Path, size: int, odd: int, what: str,
         assert error.endswith(own), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "odd", "what", "said"),
     [
@@ -68,6 +69,7 @@ def test_one_rank_makes_another_call(tmp_path: Path, size: int, odd: int, what: 
         assert error.startswith(ERROR + said), error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "what"), [(3, "shape"), (2, "caught")])
 def test_what_parts_nobody(tmp_path: Path, size: int, what: str) -> None:
     with Group(size, do, 1, what, QUICK, 8, folder=tmp_path) as group:
@@ -157,6 +159,7 @@ def _delayed(rank: int, size: int, training: Training, specs: tuple[Spec, ...], 
         Watch.note = note  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", range(2))
 def test_a_delay_changes_nothing_but_time(slow: int) -> None:
     specs = (Spec("some", "middle", (SWAP, CKPT, NONE), small=True),)

@@ -184,6 +184,7 @@ def test_the_prediction_is_the_true_peak_and_a_margin(family: str, vocabulary: i
     assert 1.0 <= predicted / true_peak_bytes(model, optimizer, batch) <= 1.025, f"{predicted} bytes predicted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "modes",
     [(NONE,), (SWAP,), (SWAP, CKPT, NONE), (CKPT_SWAP,), (CKPT_SWAP, CKPT, NONE)],

@@ -164,6 +164,7 @@ def test_what_cannot_work_says_so(make: Make, batches: list[Batch]) -> None:
         assert len(LOOP.run(model, optimizer, batches[:2])) == 4
 
 
+@pytest.mark.slow
 def test_other_weights_for_a_while_leave_masters_as_they_were(
     dtype: torch.dtype, make: Make, batches: list[Batch]
 ) -> None:

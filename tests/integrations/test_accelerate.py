@@ -80,6 +80,7 @@ def test_a_loop_goes_on_from_the_state_of_the_other(tmp_path: Path) -> None:
         assert_close(resumed, Run(plain.losses[HALF:], plain.weights))
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path: Path) -> None:
     """Accelerate splits the batches, and would put DistributedDataParallel around the model."""
 
