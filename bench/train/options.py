@@ -67,12 +67,12 @@ def sizes_of(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
 
 
 def driver_of_gpu() -> str:
-    """Version of the GPU's driver; "unknown" without one."""
+    """The version of the GPU's driver; "unknown" without a GPU."""
     return _answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
 
 
 def commit_of_checkout() -> str:
-    """Of the checkout that runs, with + when it was changed; "unknown" outside of one."""
+    """The commit of the checkout that runs, with + if files were changed since; "unknown" outside of a checkout."""
     return _answer("git", "--no-optional-locks", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
 
 

@@ -19,8 +19,8 @@ since a transfer may be late.
 If the whole training fits on the device, another plan must save ``_MOVING_MUST_GAIN``. An update on the host saves at
 most about the bandwidth of the host's memory divided by that of the device's, 4% to 5% on an H100. It can cost far
 more, because Python launches kernels more slowly beside it, and the model of a step does not know that. An eager model
-of 1.3 B parameters at 8 x 1024 took 206 ms with everything on the device, and 256 ms where 203 ms had been predicted
-for a plan that updated half of it on the host.
+of 1.35 B parameters with 8 x 1024 tokens took 206 ms on an H100 with everything on the device. A plan that updated half
+of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, bench/results/h100/NOTES.md).
 """
 
 from __future__ import annotations

@@ -83,6 +83,19 @@ def test_runs_that_begin_in_the_same_second_have_folders_of_their_own(tmp_path: 
     assert list(folder.parent.iterdir()) == [one], "no run came of the others"
 
 
+def test_a_run_that_chooses_its_folder_waits_for_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("5")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda _: "now")
+    with claimed(Path("runs") / "model-now"):
+        assert main(["train", "--model", str(model), "--device", "cpu"]) == 2
+    assert f"{model} is no causal language model" in capsys.readouterr().err
+
+
 def test_the_lock_of_a_killed_process_is_none(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).touch()
     with claimed(tmp_path):

@@ -112,6 +112,20 @@ def test_torchs_own_clipping_gives_the_same_bits_under_every_plan(
         assert_same(others, final)
 
 
+def test_a_gradient_has_one_stand_in(device: torch.device) -> None:
+    """torch's own clipping reads .grad four times in every step."""
+    model, optimizer = wrapped_under(RESIDENT, device)
+    parameter = next(model.parameters())
+    optimizer.backward(default_loss(model, batches()[0]))
+    first = parameter.grad
+    assert first is not None
+    optimizer.step()
+    optimizer.zero_grad()
+    assert parameter.grad is None
+    optimizer.backward(default_loss(model, batches()[0]))
+    assert parameter.grad is first
+
+
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
 def test_each_norm_is_that_of_the_gradient(spec: Spec, device: torch.device) -> None:
     plain = make().to(device)

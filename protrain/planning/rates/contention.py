@@ -2,8 +2,8 @@
 
 Several ranks lose less to one another in a step than in calibration, where all of them do the same without a pause.
 ``_LOST_BY_RANKS`` is the part of the calibrated loss that made predictions fit 31 plans on two H100s. Of these, 84%
-are predicted within 5%, and 65% would be with all of the loss. Of 10 plans on two H200s that were not looked at for it,
-80% are, in place of 40%.
+are predicted within 5%, and 65% would be with all of the loss. Of 10 plans on two H200s, measured after it was chosen,
+80% are within 5%, and 40% would be.
 
 What computing and collectives lose beside each other is ``lost_to_collectives``. Otherwise collectives are taken to
 slow nothing down, and to be slowed down by nothing.
