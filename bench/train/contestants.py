@@ -36,18 +36,21 @@ KINDS = {
         variants=("kept", "unclipped"),
         package="deepspeed",
         needs_gpu=True,
+        several_gpus=True,
     ),
     "zero3params": Kind(
         title="DeepSpeed ZeRO-3, parameter offload",
         variants=("kept", "unclipped"),
         package="deepspeed",
         needs_gpu=True,
+        several_gpus=True,
     ),
     "zero2": Kind(
         title="DeepSpeed ZeRO-2, optimizer offload",
         variants=("eager", "kept", "unclipped"),
         package="deepspeed",
         needs_gpu=True,
+        several_gpus=True,
     ),
     # Gradients leave for the host one by one inside backward, before a norm is known, so nothing is clipped.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),

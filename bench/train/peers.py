@@ -1,6 +1,6 @@
 """DeepSpeed and torchao, each as its own documentation has it used, with the choices that are fastest here.
 
-They come with fp32 masters and bf16 compute, like ProTrain. A world of one process throughout.
+They come with fp32 masters and bf16 compute, like ProTrain. torchao's optimizer is for one GPU.
 """
 
 from __future__ import annotations
