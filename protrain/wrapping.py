@@ -25,7 +25,12 @@ from protrain.common.errors import MisuseError, PlanError
 from protrain.common.parameters import is_managed, unmanaged_bytes
 from protrain.common.progress import COUNTED, Progress
 from protrain.consensus import largest_of_all, of_all, plan_of_first
-from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
+from protrain.distributed.advice import (
+    compare_first_batches,
+    first_alone_warns,
+    warn_of_copies,
+    warn_of_little_memory,
+)
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
 from protrain.distributed.ranks import Ranks
@@ -270,6 +275,7 @@ def _begin(
             )
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
         stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
+        warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes)
         with stages.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
                 model,

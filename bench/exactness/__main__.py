@@ -42,14 +42,14 @@ class Exactness(Record):
     @property
     def same(self) -> bool:
         """Whether all trainings have the same bits."""
-        return len({(one.losses, one.norms, one.digest) for one in self.trainings}) == 1
+        return len({(one.losses, one.norms, one.checksum) for one in self.trainings}) == 1
 
     def table(self) -> str:
         """The trainings as text."""
-        rows = [["GPUs", "memory of each", "plan", "step", "device", "pinned", "last loss", "states"]]
+        rows = [["GPUs", "memory of each", "plan", "step", "device", "pinned", "last loss", "checksum"]]
         for one in self.trainings:
             sizes = format_bytes(one.device_bytes), format_bytes(one.host_bytes)
-            last, states = repr(one.losses[-1]), one.digest[:8]
+            last, states = repr(one.losses[-1]), one.checksum
             rows.append(
                 [str(one.gpus), one.device_memory or "all", one.plan, format_ms(one.step_ms), *sizes, last, states]
             )

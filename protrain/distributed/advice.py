@@ -1,4 +1,4 @@
-"""What rank 0 warns of when several ranks train: whole models in every process, and ranks that train on the same."""
+"""What rank 0 warns of: whole models in every process, more host memory than is free, ranks that train on the same."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from protrain.common.trees import named_tensors
 from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
 from protrain.distributed.watch import WAITING
+from protrain.hardware.memory import available_host_bytes
 
 _NOTEWORTHY = 0.1  # of the host memory of a node: what copies of a model may take without a word
+_OF_PINNED = 0.025  # what the system takes beside pinned memory: 0.6% to 1.7% on one GPU, 2.1% to 3% on two to four
 
 
 @contextmanager
@@ -47,8 +49,7 @@ def warn_of_copies(model: nn.Module, ranks: Ranks, *, host_bytes: int, is_limit:
     """
     if not ranks.several:
         return
-    tensors = (tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
-    own, count = sum(tensor.nbytes for tensor in tensors), min(local_processes(), ranks.size)
+    own, count = _host_bytes(model), min(local_processes(), ranks.size)
     total = own * count
     said = (
         f"each of the {count} processes on this machine holds the whole model in host memory, {format_bytes(total)} "
@@ -62,6 +63,37 @@ def warn_of_copies(model: nn.Module, ranks: Ranks, *, host_bytes: int, is_limit:
         raise ValueError(f"{said}, more than host_memory={format_bytes(host_bytes)}: {remedy}")
     if ranks.rank == 0 and total > _NOTEWORTHY * host_bytes:
         warnings.warn(f"{said}, until protrain.wrap has moved it: {remedy}", stacklevel=3)
+
+
+def warn_of_little_memory(model: nn.Module, ranks: Ranks, device: torch.device, *, plan_bytes: int) -> None:
+    """Warn if the plan takes more host memory than the node has free. The system would kill a process in training.
+
+    ``host_memory`` may be more than is free, as some virtual machines grow.
+
+    Args:
+        model: before its weights are moved, which frees their memory.
+        ranks: that train it.
+        device: memory for a GPU is pinned.
+        plan_bytes: of host memory, for each rank.
+    """
+    count = min(local_processes(), ranks.size)
+    beside = _OF_PINNED if device.type == "cuda" else 0.0
+    needed, free = plan_bytes * count, available_host_bytes() + _host_bytes(model) * count
+    if needed * (1 + beside) <= free:
+        return
+    tables = (
+        f", beside which the system takes up to {format_bytes(needed * beside)} for pinned memory" if beside else ""
+    )
+    warnings.warn(
+        f"the plan takes {format_bytes(needed)} of this machine's host memory{tables}, and {format_bytes(free)} are "
+        "free: the system may kill a process in training. Unless the machine gets more, pass host_memory="
+        f"'{int(free / (1 + beside) / 1024**2)}MiB' or less",
+        stacklevel=4,
+    )
+
+
+def _host_bytes(model: nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()) if tensor.device.type == "cpu")
 
 
 def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) -> None:

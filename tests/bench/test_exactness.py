@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.exactness.__main__ import Exactness, main
+from bench.exactness.worker import hash_sum
 
 
 @pytest.mark.slow
@@ -34,7 +36,7 @@ def test_one_process_and_two_have_the_same_bits(tmp_path: Path, capsys: pytest.C
     for other in (
         replace(two, losses=(*two.losses[:-1], 0.0)),
         replace(two, norms=(*two.norms[:-1], 0.0)),
-        replace(two, digest="0" * 128),
+        replace(two, checksum="0" * 16),
     ):
         differs = replace(record, trainings=(one, small, other, both))
         assert not differs.same
@@ -45,3 +47,20 @@ def test_a_number_of_gpus_whose_mean_is_not_exact_is_refused(capsys: pytest.Capt
     with pytest.raises(SystemExit):
         main(["--gpus", "3"])
     assert "--gpus must be a power of two" in capsys.readouterr().err
+
+
+def test_the_checksum_knows_bits_and_places_and_adds_over_shards() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(1000)
+
+    def checksum(values: torch.Tensor, first: int = 0, seed: int = 1) -> int:
+        return hash_sum(values, first=first, seed=seed)
+
+    whole = checksum(values)
+    assert whole == checksum(values[:300]) + checksum(values[300:], first=300)
+    flipped = values.view(torch.int32).clone()
+    flipped[7] ^= 1
+    swapped = values.clone()
+    swapped[[3, 4]] = values[[4, 3]]
+    others = [checksum(flipped.view(torch.float32)), checksum(swapped), checksum(-values), checksum(values, seed=2)]
+    assert len({whole, *others}) == 5

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import protrain
 from protrain.common.quantities import format_bytes
+from protrain.distributed import advice
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
 from tests.engine.harness import seeded
@@ -169,6 +170,27 @@ def test_whole_models_in_every_process() -> None:
         assert error.startswith(f"{said}, more than host_memory=")
     assert on_ranks(2, copies, f"{30 * own}B", False) == [([], "")] * 2, "little memory is not worth a word"
     assert on_ranks(2, copies, f"{15 * own}B", True) == [([], "")] * 2
+
+
+def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
+    """Wrap a model without weights where so much host memory is free. Returns what the plan takes, and the warnings."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if free is not None:
+            patch.setattr(advice, "available_host_bytes", lambda: free)
+        with protrain.empty_parameters():
+            model = Model()
+        _, optimizer = wrap(model, host_memory="64MiB", device_memory="2MiB")
+    return optimizer.plan.host_bytes, [str(each.message) for each in caught]
+
+
+def test_less_free_memory_than_all_ranks_of_a_machine_take() -> None:
+    (taken, said), _ = on_ranks(2, little_memory, None)
+    assert not said
+    assert on_ranks(2, little_memory, 2 * taken) == [(taken, [])] * 2
+    (_, [warned]), (_, other) = on_ranks(2, little_memory, 2 * taken - 1)
+    assert warned.startswith(f"the plan takes {format_bytes(2 * taken)} of this machine's host memory, and ")
+    assert not other
 
 
 def train_in_mesh(rank: int, meshed: bool) -> list[float]:

@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,31 @@ def _imports(name: str) -> bool:
     if name in sys.modules:
         return False
     try:
-        importlib.import_module(name)
+        with _without_gpus():
+            importlib.import_module(name)
     except ImportError:
         return False
     gc.collect()
     gc.freeze()  # a collection in a process would copy the pages of all that was imported
     return True
+
+
+@contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Hide the GPUs from what is imported, such as bitsandbytes, which asks for their properties at once.
+
+    That starts CUDA, and no process that is forked afterwards can use it. torch then counts GPUs by NVML, as it would
+    start CUDA, too, to ask whether there are any.
+    """
+    before = dict(os.environ)
+    os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
+    try:
+        yield
+    finally:
+        for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"):
+            os.environ.pop(name)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def _serve() -> None:

@@ -16,6 +16,7 @@ import protrain
 from protrain import wrapping
 from protrain.common.errors import PlanError
 from protrain.common.quantities import parse_bytes
+from protrain.distributed import advice
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
 from tests.engine.harness import CKPT, Spec, adamw, wrap_under
@@ -171,3 +172,37 @@ def test_predictions_of_a_given_plan_are_made_anew(
     _, optimizer = protrain.wrap(model, adamw(model), example_batch=tiny_batch(batch=8), **options)
     assert optimizer.plan.device_bytes > 1.5 * plan.device_bytes
     assert optimizer.plan.tokens == 4 * plan.tokens
+
+
+def test_more_host_memory_than_is_free_is_warned_of_before_it_is_taken(
+    model: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrap() -> Plan:
+        optimizer = adamw(model)
+        _, wrapped = protrain.wrap(
+            model, optimizer, example_batch=batch, device_memory="500KiB", host_memory="1GiB", progress=False
+        )
+        return wrapped.plan
+
+    of_model = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))  # it is freed before
+    planned: list[Plan] = []
+
+    def build(model: nn.Module, profile: Any, plan: Plan, **_: Any) -> Any:
+        planned.append(plan)
+        raise InterruptedError  # what follows takes the memory
+
+    monkeypatch.setattr(wrapping, "build_engine", build)
+    with pytest.raises(InterruptedError):
+        wrap()
+    (plan,) = planned
+    free = plan.host_bytes - of_model
+    assert free > 0
+    monkeypatch.setattr(advice, "available_host_bytes", lambda: free)
+    with pytest.raises(InterruptedError):
+        wrap()
+    monkeypatch.setattr(advice, "available_host_bytes", lambda: free - 1)
+    words = (
+        f"the plan takes .* of this machine's host memory, and .* pass host_memory='{(plan.host_bytes - 1) >> 20}MiB'"
+    )
+    with pytest.raises(InterruptedError), pytest.warns(UserWarning, match=words):
+        wrap()
