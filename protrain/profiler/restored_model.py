@@ -47,6 +47,8 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         put_back()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the engine allocates chunks next, and they need whole segments
+            # Where the compiler has tuned kernels, copies of activations are left in pinned memory, gigabytes of them.
+            torch._C._host_emptyCache()
 
 
 def snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:

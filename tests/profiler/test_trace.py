@@ -392,6 +392,16 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
         assert ours.live_bytes == pytest.approx(theirs.live_bytes, rel=0.05, abs=65536)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_no_pinned_memory_is_left_that_nobody_uses() -> None:
+    torch.empty(1 << 26, pin_memory=True)  # as the compiler pins copies while it tunes a kernel
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] >= 1 << 26
+    profile(_Model(), _batch(), device="cuda")
+    stats = torch.cuda.host_memory_stats()
+    assert stats["allocated_bytes.current"] == stats["active_bytes.current"]
+
+
 def test_user_checkpoints_inside_a_block_work() -> None:
     class Nested(_Block):
         def forward(self, x: Tensor) -> Tensor:
