@@ -46,7 +46,7 @@ class Exactness(Record):
 
     def table(self) -> str:
         """The trainings as text."""
-        rows = [["GPUs", "memory of each", "plan", "step", "device", "pinned", "last loss", "checksum"]]
+        rows = [["GPUs", "memory of each", "plan", "step", "device", "host", "last loss", "checksum"]]
         for one in self.trainings:
             sizes = format_bytes(one.device_bytes), format_bytes(one.host_bytes)
             last, states = repr(one.losses[-1]), one.checksum
