@@ -39,6 +39,7 @@ from protrain.engine.states.empty import fill_buffers
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.allocator import use_expandable_segments
+from protrain.hardware.memory import available_host_bytes
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan, check, search
@@ -275,7 +276,7 @@ def _begin(
             )
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
         stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
-        warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes)
+        warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
         with stages.bar("moving model states into place") as show:
             engine, fixed_bytes = build_engine(
                 model,

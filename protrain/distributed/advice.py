@@ -17,7 +17,6 @@ from protrain.common.trees import named_tensors
 from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
 from protrain.distributed.watch import WAITING
-from protrain.hardware.memory import available_host_bytes
 
 _NOTEWORTHY = 0.1  # of the host memory of a node: what copies of a model may take without a word
 _OF_PINNED = 0.025  # what the system takes beside pinned memory: 0.6% to 1.7% on one GPU, 2.1% to 3% on two to four
@@ -65,7 +64,9 @@ def warn_of_copies(model: nn.Module, ranks: Ranks, *, host_bytes: int, is_limit:
         warnings.warn(f"{said}, until protrain.wrap has moved it: {remedy}", stacklevel=3)
 
 
-def warn_of_little_memory(model: nn.Module, ranks: Ranks, device: torch.device, *, plan_bytes: int) -> None:
+def warn_of_little_memory(
+    model: nn.Module, ranks: Ranks, device: torch.device, *, plan_bytes: int, free_bytes: int
+) -> None:
     """Warn if the plan takes more host memory than the node has free. The system would kill a process in training.
 
     ``host_memory`` may be more than is free, as some virtual machines grow.
@@ -75,10 +76,11 @@ def warn_of_little_memory(model: nn.Module, ranks: Ranks, device: torch.device, 
         ranks: that train it.
         device: memory for a GPU is pinned.
         plan_bytes: of host memory, for each rank.
+        free_bytes: of host memory, on the node.
     """
     count = min(local_processes(), ranks.size)
     beside = _OF_PINNED if device.type == "cuda" else 0.0
-    needed, free = plan_bytes * count, available_host_bytes() + _host_bytes(model) * count
+    needed, free = plan_bytes * count, free_bytes + _host_bytes(model) * count
     if needed * (1 + beside) <= free:
         return
     tables = (
@@ -88,7 +90,7 @@ def warn_of_little_memory(model: nn.Module, ranks: Ranks, device: torch.device, 
         f"the plan takes {format_bytes(needed)} of this machine's host memory{tables}, and {format_bytes(free)} are "
         "free: the system may kill a process in training. Unless the machine gets more, pass host_memory="
         f"'{int(free / (1 + beside) / 1024**2)}MiB' or less",
-        stacklevel=4,
+        stacklevel=5,
     )
 
 

@@ -16,7 +16,6 @@ import protrain
 from protrain import wrapping
 from protrain.common.errors import PlanError
 from protrain.common.quantities import parse_bytes
-from protrain.distributed import advice
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
 from tests.engine.harness import CKPT, Spec, adamw, wrap_under
@@ -197,10 +196,10 @@ def test_more_host_memory_than_is_free_is_warned_of_before_it_is_taken(
     (plan,) = planned
     free = plan.host_bytes - of_model
     assert free > 0
-    monkeypatch.setattr(advice, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(wrapping, "available_host_bytes", lambda: free)
     with pytest.raises(InterruptedError):
         wrap()
-    monkeypatch.setattr(advice, "available_host_bytes", lambda: free - 1)
+    monkeypatch.setattr(wrapping, "available_host_bytes", lambda: free - 1)
     words = (
         f"the plan takes .* of this machine's host memory, and .* pass host_memory='{(plan.host_bytes - 1) >> 20}MiB'"
     )
