@@ -1,17 +1,13 @@
-"""The one entry point. The code reads from top to bottom like this picture.
+"""The one entry point: it checks the arguments, and changes model and optimizer so that they train by a plan.
 
-machine --detect--> HardwareProfile --+
-+--search--> Plan --engine--> a training step
-model  --profile--> ModelProfile -----+
+``protrain.beginning`` makes the plan and the engine, of the example batch or of the first call of the model.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
 
@@ -19,44 +15,23 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
-from protrain.common import tables
-from protrain.common.errors import MisuseError, PlanError
-from protrain.common.parameters import is_managed, unmanaged_bytes
-from protrain.common.progress import COUNTED, Progress
-from protrain.consensus import largest_of_all, of_all, plan_of_first
-from protrain.distributed.advice import (
-    compare_first_batches,
-    first_alone_warns,
-    warn_of_copies,
-    warn_of_little_memory,
-)
+from protrain.common.errors import MisuseError
+from protrain.common.parameters import is_managed
+from protrain.common.progress import Progress
+from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
-from protrain.distributed.ranks import Ranks
-from protrain.engine.build import build_engine
-from protrain.engine.states.empty import fill_buffers
-from protrain.forwards import change_forwards
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware import detect
 from protrain.hardware.allocator import use_expandable_segments
-from protrain.hardware.memory import available_host_bytes
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
-from protrain.planning import Plan, check, search
-from protrain.planning.mismatch import name_other_use
-from protrain.planning.predict import Models
-from protrain.profiler import ModelProfile
+from protrain.planning import Plan
 from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
-from protrain.profiler.cache import cached_profile
-from protrain.profiler.trace import profile
-from protrain.validate import Checked, check_arguments, naming
+from protrain.validate import check_arguments
 
 Model = TypeVar("Model", bound=nn.Module)
-
-_NOT_CALIBRATED = (
-    "this machine is not calibrated, so the plan uses figures measured on other machines: `protrain calibrate` "
-    "measures this one, once, in under a minute, for a plan that may be faster"
-)
 
 
 def wrap(
@@ -146,20 +121,21 @@ def wrap(
         target = checked.device
         node = detect(target, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
         warn_of_copies(model, ranks, host_bytes=node.host_bytes, is_limit=host_memory is not None)
+        way = Way(
+            checked=checked,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            weights=os.fspath(weights) if weights is not None else None,
+            step_during_backward=step_during_backward,
+            accumulation=accumulation,
+            compile=compile,
+            chunked_loss=chunked_loss,
+            gradient_reduction=gradient_reduction,
+        )
         if ranks.several:
             ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
-            way = {
-                "device": target.type,
-                "dtype": checked.dtype,
-                "moment_dtype": checked.moment_dtype,
-                "step_during_backward": step_during_backward,
-                "accumulation": accumulation,
-                "compile": compile,
-                "chunked_loss": chunked_loss,
-                "gradient_reduction": gradient_reduction,
-                "example_batch": "none" if example_batch is None else "given",
-            }
-            ranks.agree("way to train", [f"{name}={value}" for name, value in way.items()])
+            when = "none" if example_batch is None else "given"
+            ranks.agree("way to train", [*way.same_on_all_ranks(), f"example_batch={when}"])
             ranks.use(target)
         say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
         if target.type == "cuda":
@@ -169,22 +145,8 @@ def wrap(
 
     def begin(batch: Any) -> None:
         with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
-            _begin(
-                model,
-                optimizer,
-                wrapped,
-                batch,
-                checked,
-                device_memory=device_memory,
-                host_memory=host_memory,
-                weights=os.fspath(weights) if weights is not None else None,
-                accumulation=accumulation,
-                compile=compile,
-                chunked_loss=chunked_loss,
-                ranks=ranks,
-                gradient_reduction=gradient_reduction,
-                stages=Progress(enabled=progress and ranks.rank == 0),
-            )
+            stages = Progress(enabled=progress and ranks.rank == 0)
+            begin_training(model, optimizer, wrapped, batch, way, ranks=ranks, stages=stages)
         compare_first_batches(model, ranks, target)
 
     if example_batch is not None:
@@ -225,144 +187,6 @@ def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
 
     waiting = {"_call_impl": call, "__deepcopy__": refuse_copy}
     vars(model).update(waiting)
-
-
-def _begin(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    wrapped: ProTrainOptimizer,
-    batch: Any,
-    checked: Checked,
-    *,
-    device_memory: int | str | None,
-    host_memory: int | str | None,
-    weights: str | None,
-    accumulation: int,
-    compile: bool,
-    chunked_loss: bool,
-    ranks: Ranks,
-    gradient_reduction: str,
-    stages: Progress,
-) -> None:
-    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine. The arguments are those of ``wrap``."""
-    target, inside = checked.device, wrapped.step_during_backward
-    gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
-    hardware = detect(target, device_memory=device_memory, host_memory=host_memory)
-    if device_memory is None:  # what is free leaves out a quantised base that is there already, and stays
-        hardware = replace(hardware, device_bytes=hardware.device_bytes + unmanaged_bytes(model, target))
-    hardware = of_all(ranks, hardware, target)
-    fill_buffers(model, target)
-    if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
-        stages.note(_NOT_CALIBRATED)
-    change = partial(change_forwards, model, target, compile=compile, chunked_loss=chunked_loss)
-    with ExitStack() as changes:
-        changes.callback(change())
-        model_profile = _profile(
-            model,
-            batch,
-            optimizer,
-            device=target,
-            device_bytes=hardware.device_bytes,
-            dtype=checked.dtype,
-            change=change,
-            changes=changes,
-            stages=stages,
-        )
-        model_profile = largest_of_all(ranks, model_profile)
-        model_profile = replace(model_profile, accumulation=accumulation, moment_dtype=checked.moment_dtype)
-        with stages.stage("planning"), naming(checked.plan_file):
-            chosen = plan_of_first(
-                ranks, partial(_plan, checked.plan, model_profile, hardware, step_during_backward=inside)
-            )
-            runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
-        stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
-        warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
-        with stages.bar("moving model states into place") as show:
-            engine, fixed_bytes = build_engine(
-                model,
-                model_profile,
-                chosen,
-                ranks=ranks,
-                gradient_reduction=gradient_reduction,
-                device=target,
-                device_bytes=hardware.device_bytes,
-                host_bytes=hardware.host_bytes,
-                host_threads=_host_threads(hardware),
-                sharing=runtime.sharing(chosen.n_persist),
-                groups=wrapped.groups,
-                step_during_backward=inside,
-                weights=weights,
-                show=show,
-            )
-        changes.pop_all()
-    wrapped.begin(engine, device_bytes=fixed_bytes, hardware=hardware)
-
-
-def _host_threads(hardware: HardwareProfile) -> int:
-    """The threads of the host optimizer: the number that calibration found best, or all but two cores.
-
-    The best number is measured while another thread launches kernels.
-    """
-    if hardware.device_type == "cpu":
-        return max(1, hardware.cpu_threads // 2)
-    return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
-
-
-def _profile(
-    model: nn.Module,
-    example_batch: Any,
-    optimizer: torch.optim.Optimizer,
-    *,
-    device: torch.device,
-    device_bytes: int,
-    dtype: torch.dtype,
-    change: Callable[..., Callable[[], None]],
-    changes: ExitStack,
-    stages: Progress,
-) -> ModelProfile:
-    """Measure the profile. If the trace does not fit the device, count it on the meta device.
-
-    A trace needs about as much memory as the smallest plan. With the counted profile, the search says by how much the
-    batch is too large, or finds a plan that just fits.
-    """
-    with stages.stage("profiling the model") as show:
-        try:
-            return cached_profile(
-                model,
-                example_batch,
-                optimizer=optimizer,
-                device=device,
-                dtype=dtype,
-                show=show,
-                device_bytes=device_bytes,
-            )
-        except torch.OutOfMemoryError as error:
-            changes.close()
-            undo = change(on_meta=True)
-            try:
-                counted = profile(model, example_batch, optimizer=optimizer, device="meta", dtype=dtype, show=show)
-            except Exception:  # some models cannot be traced without values
-                raise error from None
-            finally:
-                undo()
-            changes.callback(change())
-    stages.note(COUNTED)
-    return counted
-
-
-def _plan(
-    plan: Plan | None,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    step_during_backward: bool,
-) -> Plan:
-    if plan is None:
-        return search(profile, hardware, step_during_backward=step_during_backward)
-    try:
-        return check(plan, profile, hardware, step_during_backward=step_during_backward)
-    except PlanError as error:
-        raise name_other_use(error, plan, profile) from None
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

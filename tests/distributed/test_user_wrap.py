@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import protrain
-from protrain import wrapping
+from protrain import beginning
 from protrain.common.quantities import format_bytes
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
@@ -177,7 +177,7 @@ def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if free is not None:
-            patch.setattr(wrapping, "available_host_bytes", lambda: free)
+            patch.setattr(beginning, "available_host_bytes", lambda: free)
         with protrain.empty_parameters():
             model = Model()
         _, optimizer = wrap(model, host_memory="64MiB", device_memory="2MiB")

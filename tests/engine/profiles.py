@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain import wrapping
+from protrain import beginning
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import fingerprint
 
@@ -44,5 +44,5 @@ def _profile_of_wrap(model: nn.Module, example_batch: Any, **how: Any) -> ModelP
 
 def share_profiles(patch: pytest.MonkeyPatch) -> None:
     """Let wrap find the profile of any model that is alike, as in its cache."""
-    patch.setattr(wrapping, "cached_profile", _profile_of_wrap)
+    patch.setattr(beginning, "cached_profile", _profile_of_wrap)
     patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time

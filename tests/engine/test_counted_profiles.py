@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain import wrapping
+from protrain import beginning
 from protrain.cli import plan_run
 from protrain.cli.main import main
 from protrain.common.errors import PlanError
@@ -28,7 +28,7 @@ def _runs_out(*_: Any, **__: Any) -> None:
 
 @pytest.fixture
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrapping, "cached_profile", _runs_out)
+    monkeypatch.setattr(beginning, "cached_profile", _runs_out)
 
 
 @pytest.mark.slow
@@ -80,7 +80,7 @@ def test_what_is_changed_of_forwards_is_so_after_counting_too(
         found.append((isinstance(block.forward, CompiledForward), is_chunked(model)))
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(wrapping, "build_engine", build)
+    monkeypatch.setattr(beginning, "build_engine", build)
     model = tiny_model("llama")
     refused(model, adamw(model), tiny_batch(), "far enough", RuntimeError, **{option: True})
     assert found == [(option == "compile", option == "chunked_loss")]
@@ -159,7 +159,7 @@ def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
     batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(wrapping, "cached_profile", protrain.profile)
+    monkeypatch.setattr(beginning, "cached_profile", protrain.profile)
     with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
         protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
     smaller: Any = (batch[0][:2000],)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain import wrapping
+from protrain import beginning
 from tests.engine.harness import adamw
 from tests.engine.refusing import refused
 
@@ -66,7 +66,7 @@ def test_a_missing_file_is_found_before_the_model_runs(
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran, which takes minutes where it is large")
 
-    monkeypatch.setattr(wrapping, "cached_profile", profile)
+    monkeypatch.setattr(beginning, "cached_profile", profile)
     options = {option: tmp_path / "nowhere"}
     refused(model, adamw(model), batch, words, ValueError, **options)
 

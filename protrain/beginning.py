@@ -1,0 +1,211 @@
+"""How a training begins: from its first batch to an engine. The code reads from top to bottom like this picture.
+
+machine --detect--> HardwareProfile --+
+                                      +--search--> Plan --build_engine--> Engine
+model  --profile--> ModelProfile -----+
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from protrain.common import tables
+from protrain.common.errors import PlanError
+from protrain.common.parameters import unmanaged_bytes
+from protrain.common.progress import COUNTED, Progress
+from protrain.consensus import largest_of_all, of_all, plan_of_first
+from protrain.distributed.advice import warn_of_little_memory
+from protrain.distributed.ranks import Ranks
+from protrain.engine.build import build_engine
+from protrain.engine.states.empty import fill_buffers
+from protrain.forwards import change_forwards
+from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.memory import available_host_bytes
+from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.planning import Plan, check, search
+from protrain.planning.mismatch import name_other_use
+from protrain.planning.predict import Models
+from protrain.profiler import ModelProfile
+from protrain.profiler.cache import cached_profile
+from protrain.profiler.trace import profile
+from protrain.validate import Checked, naming
+
+_NOT_CALIBRATED = (
+    "this machine is not calibrated, so the plan uses figures measured on other machines: `protrain calibrate` "
+    "measures this one, once, in under a minute, for a plan that may be faster"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How to train: arguments of ``protrain.wrap``, which says what they mean."""
+
+    checked: Checked
+    device_memory: int | str | None
+    host_memory: int | str | None
+    weights: str | None
+    step_during_backward: bool
+    accumulation: int
+    compile: bool
+    chunked_loss: bool
+    gradient_reduction: str
+
+    def same_on_all_ranks(self) -> list[str]:
+        """What all ranks must have in common, in words."""
+        names = "step_during_backward", "accumulation", "compile", "chunked_loss", "gradient_reduction"
+        checked = self.checked
+        kinds = [f"device={checked.device.type}", f"dtype={checked.dtype}", f"moment_dtype={checked.moment_dtype}"]
+        return [*kinds, *(f"{name}={getattr(self, name)}" for name in names)]
+
+
+def begin_training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    wrapped: ProTrainOptimizer,
+    batch: Any,
+    way: Way,
+    *,
+    ranks: Ranks,
+    stages: Progress,
+) -> None:
+    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine.
+
+    Args:
+        model: whose forwards are changed as ``way`` says, and then by the engine.
+        optimizer: that the user made, with the groups of parameters.
+        wrapped: the optimizer that ``wrap`` returns.
+        batch: no batch of the training is larger.
+        way: how to train.
+        ranks: that train together.
+        stages: reports what takes time.
+
+    Raises:
+        PlanError: no plan fits the memory. It is raised before any memory is taken.
+    """
+    checked, inside = way.checked, way.step_during_backward
+    target = checked.device
+    gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
+    hardware = detect(target, device_memory=way.device_memory, host_memory=way.host_memory)
+    if way.device_memory is None:  # what is free leaves out a quantised base that is there already, and stays
+        hardware = replace(hardware, device_bytes=hardware.device_bytes + unmanaged_bytes(model, target))
+    hardware = of_all(ranks, hardware, target)
+    fill_buffers(model, target)
+    if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
+        stages.note(_NOT_CALIBRATED)
+    change = partial(change_forwards, model, target, compile=way.compile, chunked_loss=way.chunked_loss)
+    with ExitStack() as changes:
+        changes.callback(change())
+        model_profile = _profile(
+            model,
+            batch,
+            optimizer,
+            device=target,
+            device_bytes=hardware.device_bytes,
+            dtype=checked.dtype,
+            change=change,
+            changes=changes,
+            stages=stages,
+        )
+        model_profile = largest_of_all(ranks, model_profile)
+        model_profile = replace(model_profile, accumulation=way.accumulation, moment_dtype=checked.moment_dtype)
+        with stages.stage("planning"), naming(checked.plan_file):
+            chosen = plan_of_first(
+                ranks, partial(_plan, checked.plan, model_profile, hardware, step_during_backward=inside)
+            )
+            runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
+        stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
+        warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
+        with stages.bar("moving model states into place") as show:
+            engine, fixed_bytes = build_engine(
+                model,
+                model_profile,
+                chosen,
+                ranks=ranks,
+                gradient_reduction=way.gradient_reduction,
+                device=target,
+                device_bytes=hardware.device_bytes,
+                host_bytes=hardware.host_bytes,
+                host_threads=_host_threads(hardware),
+                sharing=runtime.sharing(chosen.n_persist),
+                groups=wrapped.groups,
+                step_during_backward=inside,
+                weights=way.weights,
+                show=show,
+            )
+        changes.pop_all()
+    wrapped.begin(engine, device_bytes=fixed_bytes, hardware=hardware)
+
+
+def _host_threads(hardware: HardwareProfile) -> int:
+    """The threads of the host optimizer: the number that calibration found best, or all but two cores.
+
+    The best number is measured while another thread launches kernels.
+    """
+    if hardware.device_type == "cpu":
+        return max(1, hardware.cpu_threads // 2)
+    return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
+
+
+def _profile(
+    model: nn.Module,
+    example_batch: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    device: torch.device,
+    device_bytes: int,
+    dtype: torch.dtype,
+    change: Callable[..., Callable[[], None]],
+    changes: ExitStack,
+    stages: Progress,
+) -> ModelProfile:
+    """Measure the profile. If the trace does not fit the device, count it on the meta device.
+
+    A trace needs about as much memory as the smallest plan. With the counted profile, the search says by how much the
+    batch is too large, or finds a plan that just fits.
+    """
+    with stages.stage("profiling the model") as show:
+        try:
+            return cached_profile(
+                model,
+                example_batch,
+                optimizer=optimizer,
+                device=device,
+                dtype=dtype,
+                show=show,
+                device_bytes=device_bytes,
+            )
+        except torch.OutOfMemoryError as error:
+            changes.close()
+            undo = change(on_meta=True)
+            try:
+                counted = profile(model, example_batch, optimizer=optimizer, device="meta", dtype=dtype, show=show)
+            except Exception:  # some models cannot be traced without values
+                raise error from None
+            finally:
+                undo()
+            changes.callback(change())
+    stages.note(COUNTED)
+    return counted
+
+
+def _plan(
+    plan: Plan | None,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    step_during_backward: bool,
+) -> Plan:
+    if plan is None:
+        return search(profile, hardware, step_during_backward=step_during_backward)
+    try:
+        return check(plan, profile, hardware, step_during_backward=step_during_backward)
+    except PlanError as error:
+        raise name_other_use(error, plan, profile) from None
