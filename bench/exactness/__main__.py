@@ -49,10 +49,8 @@ class Exactness(Record):
         rows = [["GPUs", "memory of each", "plan", "step", "device", "host", "last loss", "checksum"]]
         for one in self.trainings:
             sizes = format_bytes(one.device_bytes), format_bytes(one.host_bytes)
-            last, states = repr(one.losses[-1]), one.checksum
-            rows.append(
-                [str(one.gpus), one.device_memory or "all", one.plan, format_ms(one.step_ms), *sizes, last, states]
-            )
+            how = str(one.gpus), one.device_memory or "all", one.plan, format_ms(one.step_ms)
+            rows.append([*how, *sizes, repr(one.losses[-1]), one.checksum])
         return aligned(rows) + ("\nevery bit agrees" if self.same else "\nNOT THE SAME BITS")
 
 
@@ -65,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clip", type=number(0), default=1.0, metavar="NORM", help="(default: %(default)s)")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="for the record")
     args = parser.parse_args(arguments)
+    if args.gpus & (args.gpus - 1):
+        parser.error("--gpus must be a power of two: the mean over another number of GPUs is not exact")
     try:
         task = Task(**sizes_of(args, _SIZES), host_memory=args.host_memory, clip_norm=args.clip)
     except ValueError as error:
         parser.error(str(error))
     memories = (None,) if task.device_memory is None else (None, task.device_memory)
-    numbers = [1 << power for power in range(task.gpus.bit_length()) if 1 << power <= task.gpus]
-    if numbers[-1] != task.gpus:
-        parser.error("--gpus must be a power of two: the mean over another number of GPUs is not exact")
+    numbers = [1 << power for power in range(task.gpus.bit_length())]
     with tempfile.TemporaryDirectory() as folder:
         task_file, tokens, out = (Path(folder, name) for name in ("task.json", "tokens.pt", "training.json"))
         task.save(task_file)
