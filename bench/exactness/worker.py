@@ -42,7 +42,7 @@ class Training(Record):
     step_ms: float = 0.0
     device: str = ""
     device_bytes: int = 0  # the peak of the first GPU
-    host_bytes: int = 0  # what its rank pins
+    host_bytes: int = 0  # what the engine of its rank takes
 
 
 def main() -> None:
@@ -111,7 +111,7 @@ def checksum(optimizer: protrain.ProTrainOptimizer, device: torch.device) -> str
     """A checksum of all states, the same on any number of ranks.
 
     Each element is hashed with its place, and the hashes are added. So every rank adds those of its own shards, and no
-    states travel: all of 1.35 B parameters would take minutes through the host.
+    states travel between ranks.
     """
     total = 0
     for name in optimizer.parameter_names():

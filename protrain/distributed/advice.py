@@ -19,7 +19,9 @@ from protrain.distributed.ranks import Ranks
 from protrain.distributed.watch import WAITING
 
 _NOTEWORTHY = 0.1  # of the host memory of a node: what copies of a model may take without a word
-_OF_PINNED = 0.025  # what the system takes beside pinned memory: 0.6% to 1.7% on one GPU, 2.1% to 3% on two to four
+# What the system takes beside pinned memory. It was 0.6% to 1.7% with one H100 or H200 and 2.1% to 3% with two or four
+# H200s (torch 2.11, bench/results/h200/NOTES.md).
+_OF_PINNED = 0.025
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         put_back()
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the engine allocates chunks next, and they need whole segments
-            # Where the compiler has tuned kernels, copies of activations are left in pinned memory, gigabytes of them.
+            # While it tunes a kernel, the compiler pins copies of what the kernel changes, and torch keeps that memory.
             torch._C._host_emptyCache()
 
 

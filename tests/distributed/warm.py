@@ -23,9 +23,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 IMPORTED = (
-    "pytest",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
     "transformers.models.mistral.modeling_mistral",
@@ -140,20 +141,15 @@ def _imports(name: str) -> bool:
 
 @contextmanager
 def _without_gpus() -> Iterator[None]:
-    """Hide the GPUs from what is imported, such as bitsandbytes, which asks for their properties at once.
+    """Hide the GPUs from what is imported.
 
-    That starts CUDA, and no process that is forked afterwards can use it. torch then counts GPUs by NVML, as it would
-    start CUDA, too, to ask whether there are any.
+    A package that asks for properties of GPUs when it is imported, as bitsandbytes does, starts CUDA. Processes that
+    are forked afterwards could not use CUDA. Inside, torch counts GPUs by NVML, because its usual way starts CUDA.
     """
-    before = dict(os.environ)
-    os.environ.update(CUDA_VISIBLE_DEVICES="", PYTORCH_NVML_BASED_CUDA_CHECK="1")
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        patch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         yield
-    finally:
-        for name in ("CUDA_VISIBLE_DEVICES", "PYTORCH_NVML_BASED_CUDA_CHECK"):
-            os.environ.pop(name)
-            if name in before:
-                os.environ[name] = before[name]
 
 
 def _serve() -> None:
