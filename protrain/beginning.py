@@ -97,6 +97,8 @@ def begin_training(
     if way.device_memory is None:  # what is free leaves out a quantised base that is there already, and stays
         hardware = replace(hardware, device_bytes=hardware.device_bytes + unmanaged_bytes(model, target))
     hardware = of_all(ranks, hardware, target)
+    if way.device_memory is None:  # it also leaves out what NCCL has taken, which plans count
+        hardware = replace(hardware, device_bytes=hardware.device_bytes + hardware.collective_bytes)
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         stages.note(_NOT_CALIBRATED)

@@ -15,7 +15,6 @@ from protrain.common.records import Record
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, predict
 from protrain.planning.plan import as_planned, layout_of
-from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 
 GIB = 1024**3
@@ -39,11 +38,10 @@ class CaseResult(Record):
         inside = not self.case.clip
         found = predict(self.profile, self.hardware, plan, step_during_backward=inside)
         profile, layout = as_planned(self.profile, plan), layout_of(self.profile, plan)
-        memory = Models.of(plan, profile, self.hardware, step_during_backward=inside).memory
         return Prediction(
             step_ms=found.step_ms,
             paper_ms=paper_step_ms(plan, profile, self.hardware, layout),
-            device_bytes=found.device_bytes - memory.library_bytes,
+            device_bytes=found.device_bytes - self.hardware.collective_bytes,
             host_bytes=found.host_bytes,
         )
 

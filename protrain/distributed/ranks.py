@@ -36,6 +36,7 @@ from protrain.distributed.links import Links
 from protrain.distributed.watch import Watch, by_number, first_difference, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
+_CONNECTING_BYTES = 1024, 4 * 1024**2  # for each rank: NCCL has several ways to send, depending on the size
 _MARGIN = timedelta(seconds=60)  # by which the watcher is earlier than the timeouts of backends
 
 Value = TypeVar("Value")
@@ -62,9 +63,23 @@ class Ranks:
         self._members = self._communicators.members
 
     def use(self, device: torch.device) -> None:
-        """Let tensors on ``device`` travel between the ranks. All ranks have a device of the same type."""
-        if self.several:
-            self._gathers, self._reductions = self._communicators.on(device)
+        """Let tensors on ``device`` travel between the ranks. All ranks have a device of the same type.
+
+        NCCL takes its memory of a GPU when the first tensor of a kind travels. So one of each kind travels here, and
+        what is free afterwards is free for the training. In the first step there might be too little left.
+        """
+        if not self.several:
+            return
+        self._gathers, self._reductions = self._communicators.on(device)
+        if device.type == "cuda":
+            for size_bytes in _CONNECTING_BYTES:
+                sent = torch.zeros(size_bytes, self.size, dtype=torch.uint8, device=device)
+                received, what = torch.empty_like(sent), "the first use of the devices"
+                self.gather(received.view(-1), what)
+                self.exchange(received.view(-1), sent.view(-1), [size_bytes] * self.size, what)
+                self.add_disjoint(sent, what)
+            torch.cuda.synchronize(device)
+            self.received_bytes = self.sent_bytes = 0
 
     @property
     def several(self) -> bool:

@@ -56,6 +56,9 @@ class Contention(Record):
 
 _RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
+# What NCCL's buffers for several communicators and their part of the CUDA context take on each GPU. It is an assumption
+# until it is measured.
+_NCCL_BYTES = 600 * 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +202,11 @@ class HardwareProfile(Record):
             host_adam_p20_gparams=part(self.host_adam_p20_gparams),
             **network,
         )
+
+    @property
+    def collective_bytes(self) -> int:
+        """The memory of each GPU that NCCL takes for the communicators of a training, beside torch's allocator."""
+        return _NCCL_BYTES if self.world_size > 1 and self.device_type == "cuda" else 0
 
     @property
     def knows_contention(self) -> bool:

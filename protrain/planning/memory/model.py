@@ -38,9 +38,6 @@ MIB = 1024**2
 _HOST_SMALL_BYTES = 1 * MIB  # partial sums, and page rounding of the arena's segments
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # a share of the activations, lost by the caching allocator to sizes that don't fit together
-# What NCCL's buffers for several communicators and their part of the CUDA context take on each GPU. It is an assumption
-# until it is measured.
-_NCCL_BYTES = 600 * MIB
 _CPU_SLACK = 0.01  # a share of the activations
 _AT_ONCE = 256  # choices of block modes whose activations are computed at once: their arrays fit a core's cache
 
@@ -115,8 +112,6 @@ class MemoryModel:
                 size + layout.sum_bytes(n_persist, element) for n_persist, size in enumerate(self._staging_bytes)
             ]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
-        # What a library takes of the GPU beside torch's allocator.
-        self.library_bytes = _NCCL_BYTES if layout.world_size > 1 and hardware.device_type == "cuda" else 0
         # By n_persist: bytes of all states of the persistent chunks.
         self._persistent = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
         whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
@@ -187,8 +182,8 @@ class MemoryModel:
         }
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
-        if self.library_bytes:
-            parts["NCCL and its contexts"] = self.library_bytes
+        if self.hardware.collective_bytes:
+            parts["NCCL and its contexts"] = self.hardware.collective_bytes
         return parts
 
     def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
