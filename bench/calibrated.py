@@ -8,15 +8,12 @@ import sys
 import torch
 
 # In a process of its own: a CUDA context here would take memory from those that are measured.
-_CALIBRATE = """
+_IS_CALIBRATED = """
 import sys
+from dataclasses import replace
 import torch
-from protrain.hardware import detect
-if detect(torch.device("cuda")).source == "measured":
-    sys.exit()
-print("calibrating this machine first", file=sys.stderr, flush=True)
-import protrain
-protrain.calibrate("cuda")
+from protrain.hardware.cache import Machine
+sys.exit(not replace(Machine.of(torch.device("cuda")), world_size=int(sys.argv[1])).path.exists())
 """
 
 
@@ -27,10 +24,11 @@ print(detect(torch.device("cuda")).host_adam_threads or 1)
 """
 
 
-def calibrate_once() -> None:
-    """Calibrate this machine's GPU, if it has one, unless that was done before. CalledProcessError when it fails."""
-    if torch.cuda.is_available():
-        subprocess.run([sys.executable, "-c", _CALIBRATE], check=True)
+def calibrate_once(gpus: int = 1) -> None:
+    """Calibrate ``gpus`` of this machine, if it has one, unless that was done before. CalledProcessError on failure."""
+    if torch.cuda.is_available() and subprocess.run([sys.executable, "-c", _IS_CALIBRATED, str(gpus)]).returncode:
+        print("calibrating this machine first", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "protrain", "calibrate", "--gpus", str(gpus)], check=True)
 
 
 def host_adam_threads() -> int:

@@ -99,7 +99,7 @@ def _compare(args: argparse.Namespace, task: Task, names: tuple[str, ...], comma
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     # Nothing is downloaded, and nobody is to wait for a network that says so.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
-    calibrate_once()
+    calibrate_once(task.gpus)
     rows: list[Row] = []
 
     def clients() -> Clients:

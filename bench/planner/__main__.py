@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-import protrain
+from bench.calibrated import calibrate_once
 from bench.planner import accuracy
 from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
@@ -29,8 +28,6 @@ from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
 from bench.train.ranks import run_ranks
 from protrain.cli.summary import device_name, versions
-from protrain.common.progress import Progress
-from protrain.hardware import detect
 
 FILES = {"accuracy": "planner.json", "regret": "planner-regret.json", "limits": "planner-limits.json"}
 _TABLES = {"accuracy": accuracy.table, "regret": accuracy.regret_table, "limits": accuracy.limits_table}
@@ -110,9 +107,7 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("no GPU here: a few tiny plans as a check that everything runs; the figures mean nothing")
-    elif detect(device).source != "measured":
-        with Progress(enabled=True).stage("calibrating this machine first"):
-            _calibrate(device, args.gpus)
+    calibrate_once(args.gpus)
     found: list[CaseResult] = []
     failed: list[str] = []
     results = Results(command=command, device=device_name(device), versions=versions(), cases=())
@@ -134,13 +129,6 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
             if args.out is not None:  # after every case, so that a run that is stopped keeps its results
                 results.save(args.out / _file(args))
     return results, failed
-
-
-def _calibrate(device: torch.device, gpus: int) -> None:
-    if gpus == 1:
-        protrain.calibrate(device)
-    else:  # in processes of its own, one for each GPU
-        subprocess.run([sys.executable, "-m", "protrain", "calibrate", "--gpus", str(gpus)], check=True)
 
 
 def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tuple[CaseResult | None, str]:

@@ -176,7 +176,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
 def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant, ...], command: str) -> Comparison:
     until = time.monotonic() + args.time_limit
     if any(one.kind == "protrain" for one in contestants):
-        calibrate_once()
+        calibrate_once(task.gpus)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outcomes: list[Outcome] = []
 

@@ -24,7 +24,10 @@ from protrain.hardware.memory import usable_cores
 
 _HOST = "127.0.0.1"
 POLL_S = 0.2  # between two looks at processes that run
-_PEAKS = "device_allocated_bytes", "device_reserved_bytes", "host_resident_bytes", "host_pinned_bytes"
+_PEAKS = (
+    *("device_allocated_bytes", "device_reserved_bytes", "device_other_bytes"),
+    *("host_resident_bytes", "host_pinned_bytes"),
+)
 
 
 @contextmanager

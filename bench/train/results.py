@@ -37,6 +37,7 @@ class Outcome(Record):
     setup_s: float = 0.0  # until the first step: weights, planning, states
     device_allocated_bytes: int = 0  # peak of tensors in all steps
     device_reserved_bytes: int = 0  # peak of the caching allocator
+    device_other_bytes: int = 0  # of the GPU beside the allocator: CUDA's context, kernels, NCCL's buffers
     host_resident_bytes: int = 0  # peak of the process
     host_pinned_bytes: int = 0  # of that
     host_used_bytes: int = 0  # by how much the machine's available memory fell at most, whoever took it

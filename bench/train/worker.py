@@ -128,9 +128,11 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
 def peaks(device: torch.device) -> dict[str, Any]:
     """The most memory of this process: of the device since its statistics were reset, of the host since it began."""
     on_gpu = device.type == "cuda"
+    free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     return {
         "device_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else 0,
         "device_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
+        "device_other_bytes": total - free - torch.cuda.memory_reserved(device) if on_gpu else 0,
         "host_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
