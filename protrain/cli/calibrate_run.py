@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
-    device, seconds = own_device(args.device), getattr(args, "seconds", FULL_SECONDS)
+    device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     with Progress(enabled=speaks).bar("measuring") as progress:
         if args.repeat_check:
             before, hardware = calibrate_twice(device, seconds=seconds, progress=progress)

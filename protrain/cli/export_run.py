@@ -21,11 +21,10 @@ from protrain.distributed.ranks import Ranks
 
 def run(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
-    source, name, lora = args.checkpoint, args.model, None
+    source, name, lora = args.checkpoint, args.model, args.lora
     if (source / JOB_FILE).exists():
         job = TrainJob.load(source / JOB_FILE)
-        name, lora = name or job.model, job.lora
-    lora = getattr(args, "lora", lora)
+        name, lora = name or job.model, lora or job.lora
     save = find_save(saves_of(source))
     if name is None:
         raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")

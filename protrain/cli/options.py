@@ -60,14 +60,14 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with 2 and one line on a bad argument. Options that were not given leave no attribute."""
+    """A parser that exits with 2 and one line on a bad argument."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", _HelpFormatter)
         if options.get("description"):
             paragraphs = options["description"].split("\n\n")
             options["description"] = "\n\n".join(wrapped(" ".join(text.split())) for text in paragraphs)
-        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`.
@@ -213,10 +213,8 @@ def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add --json and --out, which ``emit`` obeys."""
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", default=False, help="print JSON on standard output instead of the table"
-    )
-    output.add_argument("--out", type=writable_file, metavar="FILE", default=None, help="also write the JSON to FILE")
+    output.add_argument("--json", action="store_true", help="print JSON on standard output instead of the table")
+    output.add_argument("--out", type=writable_file, metavar="FILE", help="also write the JSON to FILE")
 
 
 def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:

@@ -55,6 +55,7 @@ def add_command(commands: Any, summary: str) -> None:
         "       %(prog)s --resume --folder FOLDER [--steps N] [OPTION ...]",
         description="Train a causal language model on text, or on rows of data such as conversations.",
         epilog=_EXAMPLE,
+        argument_default=argparse.SUPPRESS,  # an option that was not given leaves no attribute
     )
     what = parser.add_argument_group("model and data")
     what.add_argument(
@@ -93,7 +94,6 @@ def add_command(commands: Any, summary: str) -> None:
     what.add_argument(
         "--resume",
         action="store_true",
-        default=False,
         help="continue the run in --folder with its options, as --folder without --model does too. More --steps train "
         "it longer. Of other options only those may be given that never change the weights: "
         + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
@@ -172,6 +172,7 @@ def add_command(commands: Any, summary: str) -> None:
         help="write a trace of two steps, measured beside predicted, for ui.perfetto.dev; needs 5 steps",
     )
     add_output_options(parser)
+    parser.set_defaults(folder=None, resume=False, gpus=None, trace=None, json=False, out=None)
     parser.set_defaults(run=imported_late("protrain.cli.train_run"))
 
 
