@@ -10,8 +10,7 @@ import protrain
 from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
     Parser,
-    add_compile_option,
-    add_loss_option,
+    add_forward_options,
     add_memory_options,
     add_output_options,
     add_sequence_option,
@@ -68,8 +67,7 @@ def add_command(commands: Any, summary: str) -> None:
     add_type_options(parser)
     add_training_options(parser)
     parser.set_defaults(moment_dtype="float32", freeze=[])
-    add_compile_option(parser)
-    add_loss_option(parser)
+    add_forward_options(parser)
     parser.add_argument(
         "--step-during-backward",
         action="store_true",
