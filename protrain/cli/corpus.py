@@ -65,12 +65,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
         if source.kind == "text":
             tokens = tokenize(source.paths, loaded.codec, target, held_out=job.held_out, progress=progress)
         else:
-            examples = ExampleMaker(
-                codec=loaded.codec,
-                tokenizer=loaded.tokenizer,
-                column=job.column,
-                all_tokens=job.loss_on == "all",
-            )
+            examples = ExampleMaker(codec=loaded.codec, column=job.column, all_tokens=job.loss_on == "all")
             tokens = tokenize_rows(
                 source.paths,
                 examples,

@@ -35,7 +35,6 @@ class ExampleMaker:
     """Makes examples of rows."""
 
     codec: Codec
-    tokenizer: Any  # of transformers; None if tokens are bytes
     column: str | None  # the column to read, or None to go by the names of columns
     all_tokens: bool  # whether the loss counts all tokens, and not only those of answers
 
@@ -96,12 +95,12 @@ class ExampleMaker:
 
     def _chat(self, parts: Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]) -> _Make:
         """A maker of conversations. ``parts`` gives the messages whose answers do not count, and those that follow."""
-        if self.tokenizer is None:
+        if self.codec.tokenizer is None:
             raise ValueError(
                 "conversations need a tokenizer with a chat template, and --model has no tokenizer: give the folder of "
                 "a model that has one"
             )
-        if self.tokenizer.chat_template is None:
+        if self.codec.tokenizer.chat_template is None:
             raise ValueError(
                 "conversations need a chat template, and the tokenizer of --model has none: give --chat-template FILE"
             )
@@ -145,12 +144,12 @@ class ExampleMaker:
 
     def _template(self, tools: Any) -> str:
         """The template for conversations with or without ``tools``, with a fixed date."""
-        return _dated(self.tokenizer.get_chat_template(tools=tools))
+        return _dated(self.codec.tokenizer.get_chat_template(tools=tools))
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         try:
             template = self._template(tools)
-            return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **options)
+            return self.codec.tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **options)
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses it: {error}") from None
 

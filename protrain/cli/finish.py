@@ -39,7 +39,7 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
         with stages.stage("writing the model"):
             if run.writes:
                 shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)  # of a finish that was interrupted
-            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.tokenizer, merge=job.merge)
+            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.codec.tokenizer, merge=job.merge)
         look()
     text = None
     if job.sample_tokens:

@@ -91,10 +91,10 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
             saved = check_checkpoint(folder / CHECKPOINTS, loaded.model, base)
         if job.data is not None and not Path(job.data).exists():
             raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
-    if loaded.folder is not None and loaded.tokenizer is None:
+    if loaded.folder is not None and loaded.codec.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
     if job.chat_template is not None:
-        set_chat_template(loaded.tokenizer, job.chat_template)
+        set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
     if saved is not None and saved["data_crc32"] != tokens.crc32:

@@ -50,7 +50,7 @@ def make_tokens(
     """Pairs of a prompt and a completion, as bytes."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
-    examples = ExampleMaker(codec=codec or byte_codec(), tokenizer=None, column=None, all_tokens=False)
+    examples = ExampleMaker(codec=codec or byte_codec(), column=None, all_tokens=False)
     target = folder / f"data-{processes}"
     return tokenize_rows([file], examples, target, held_out=held_out, sequence=sequence, processes=processes)
 
@@ -235,7 +235,6 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         sequence=SEQUENCE,
         learning_rate=0.1,
         codec=byte_codec(),
-        tokenizer=None,
     )
     tokens = make_tokens(tmp_path, some_rows(12))
     batch = example_batch(tokens.train, seed=0, batch=2, sequence=SEQUENCE)
@@ -255,7 +254,7 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
 def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
     model = models()["llama"]()
     loaded = LoadedModel(
-        model=model, folder=None, weights=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec(), tokenizer=None
+        model=model, folder=None, weights=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec()
     )
 
     def counted(part: Part) -> protrain.ModelProfile:
