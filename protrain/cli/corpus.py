@@ -7,13 +7,14 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
 from protrain.cli.data import Tokens, map_tokens, writing
-from protrain.cli.examples import Example, ExampleMaker, RowMaker
+from protrain.cli.examples import Example, ExampleMaker, example_of
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import ProgressLine
 from protrain.cli.models import LoadedModel
@@ -149,10 +150,10 @@ def _examples(
         if first is None:
             continue
         try:
-            make = RowMaker(examples, first.values)
+            make = examples.maker(first.values)
         except ValueError as error:
             raise ValueError(f"--data: {first.place}: {error}") from None
-        for example, share in in_order(make, chain([first], rows), processes):
+        for example, share in in_order(partial(example_of, make), chain([first], rows), processes):
             yield example
             progress((share - done) * size)
             done = share
