@@ -109,7 +109,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         model=job.model,
         parameters=run.parameters,
         trained_parameters=run.trained_parameters,
-        dtype=str(run.dtype).removeprefix("torch."),
+        dtype=str(job.dtype),
         batch=job.batch,
         sequence=run.sequence,
         accumulation=run.micro_batches // run.ranks.size,

@@ -205,10 +205,9 @@ def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
 def _remedy(run: Run, step: int) -> str:
     if step == 1:
-        dtype = str(run.dtype).removeprefix("torch.")
         return (
             ", before any update: the weights of --model are no usable numbers, or too large for --dtype, which is "
-            f"{dtype}; try --dtype float32, or another --model"
+            f"{run.job.dtype}; try --dtype float32, or another --model"
         )
     return "; lower --learning-rate, or lengthen --warmup"
 

@@ -144,7 +144,6 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         device=device,
-        dtype=dtype,
         sequence=sequence,
         parameters=parameters,
         trained_parameters=trained,
@@ -194,7 +193,11 @@ def check_plan(
     """
     plan = Plan.load(file)
     with validate.naming(file):
-        check_tokens(plan, batch, sequence)
+        if plan.tokens != batch * sequence:
+            raise ValueError(
+                f"the plan was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
+                f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
+            )
         validate.check_plan(plan, model, optimizer, dtype)
 
 
@@ -291,15 +294,6 @@ def choose_loss(chunked: bool | None, device: torch.device) -> bool:
 def choose_compile(compile: bool | None, device: torch.device) -> bool:
     """Whether blocks are compiled. By default they are on a GPU."""
     return device.type == "cuda" if compile is None else compile
-
-
-def check_tokens(plan: Plan, batch: int, sequence: int) -> None:
-    """Raise a ValueError if ``plan`` is for another batch than ``batch`` sequences of ``sequence`` tokens."""
-    if plan.tokens != batch * sequence:
-        raise ValueError(
-            f"the plan was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
-            f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
-        )
 
 
 def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
