@@ -18,9 +18,11 @@ from protrain.cli.options import emit
 from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
-from protrain.cli.together import Processes, together
+from protrain.cli.together import together
 from protrain.common.progress import Progress
 from protrain.common.tables import wrapped
+from protrain.distributed.joining import join
+from protrain.distributed.ranks import Ranks
 
 
 def run(args: argparse.Namespace) -> None:
@@ -40,20 +42,20 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError("--resume needs the --folder of the run")
     if launched(args):
         return
-    with stop_requests() as requests, together() as processes:
-        _train(args, requests, processes)
+    with stop_requests() as requests, together():
+        _train(args, requests, join(None))
 
 
-def _train(args: argparse.Namespace, requests: StopRequests, processes: Processes) -> None:
-    """Train as one of ``processes``. The first one decides what to do, and has the folder."""
+def _train(args: argparse.Namespace, requests: StopRequests, ranks: Ranks) -> None:
+    """Train as one of ``ranks``. The first one decides what to do, and has the folder."""
     names = {field.name for field in fields(TrainJob)}
     given = {name: value for name, value in vars(args).items() if name in names}
-    first = processes.rank == 0
+    first = ranks.rank == 0
     named = args.folder or _new_folder(given.get("model", ""))
     claim = claimed(named, new=args.folder is None) if first else nullcontext(Path())
     with claim as own:
-        folder = processes.of_first(own)
-        decided = processes.of_first(_job(args, folder, given) if first else None)
+        folder = ranks.of_first(own)
+        decided = ranks.of_first(_job(args, folder, given) if first else None)
         assert decided is not None, "the first has decided"
         job, summary = decided
         if summary is not None:
