@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from protrain.cli.data import Tokens, map_tokens, writing
+from protrain.cli.data import Tokens, entropy, map_tokens, writing
 from protrain.cli.examples import Example, ExampleMaker, example_of
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import ProgressLine
@@ -137,7 +137,7 @@ def tokenize_rows(
     ):
         if count:
             warnings.warn(f"--data: {count} of {rows} rows {what}", stacklevel=2)
-    return map_tokens(folder, codec.dtype, marked=True, counts=counts, documents=rows, crc32=crc32)
+    return map_tokens(folder, codec.dtype, True, entropy(counts), crc32)
 
 
 def _examples(

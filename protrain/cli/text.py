@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protrain.cli.codec import Codec
-from protrain.cli.data import Tokens, map_tokens, tokens_file, writing
+from protrain.cli.data import Tokens, entropy, map_tokens, tokens_file, writing
 
 _PIECE_BYTES = 256 * 1024  # tokenised at once, in about 200 times as much memory
 
@@ -50,7 +50,7 @@ def tokenize(
     if not counts.any():
         where = documents[0] if len(documents) == 1 else documents[0].parent
         raise ValueError(f"--data: {where} holds no text: it is empty")
-    return map_tokens(folder, codec.dtype, marked=False, counts=counts, documents=len(documents), crc32=crc32)
+    return map_tokens(folder, codec.dtype, False, entropy(counts), crc32)
 
 
 def _write(
