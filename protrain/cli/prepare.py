@@ -43,9 +43,7 @@ from protrain.validate import choose_dtype
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     """Do everything up to the first step. ``write_run_files`` then writes the run's files.
 
-    Raises:
-        ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong
-            and what to change.
+    A ValueError says which of model, data, memory, device or checkpoint is wrong, and what to change.
     """
     if find_spec("matplotlib") is None:  # after hours of training it would be too late
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
@@ -68,10 +66,11 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     torch.manual_seed(job.seed)  # the random start values depend on it
     loaded = load_model(job.model, from_scratch=job.from_scratch)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    chunked = bool(job.chunked_loss)
-    if resume and chunked:
-        _refuse_other_loss(loaded.model, device, folder)
-    refuse_early(loaded, device, chunked=chunked)
+    # Reading the text may take hours, so what protrain.wrap would refuse is found before, as far as that takes no time.
+    if job.chunked_loss:
+        _check_head(loaded.model, device, folder, resume=resume)
+    if loaded.weights is not None:
+        weight_sources(loaded.model, loaded.weights)
     if job.load_in_4bit:
         shape_in_4bit(loaded.model)
         loaded = replace(loaded, weights=None)
@@ -122,7 +121,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         gradient_reduction="sum",  # as each loss is divided by what the loss of all ranks counts
         moment_dtype=job.moment_dtype,
         compile=bool(job.compile),
-        chunked_loss=chunked,
+        chunked_loss=bool(job.chunked_loss),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -170,14 +169,6 @@ def write_run_files(run: Run) -> None:
     run.optimizer.plan.save(run.folder / PLAN_FILE)
 
 
-def refuse_early(loaded: LoadedModel, device: torch.device, *, chunked: bool) -> None:
-    """Raise what protrain.wrap would refuse, as far as that takes no time, because reading the text may take hours."""
-    if chunked:
-        find_head(loaded.model, device)
-    if loaded.weights is not None:
-        weight_sources(loaded.model, loaded.weights)
-
-
 def check_plan(
     file: str,
     model: nn.Module,
@@ -215,10 +206,13 @@ def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
         )
 
 
-def _refuse_other_loss(model: nn.Module, device: torch.device, folder: Path) -> None:
+def _check_head(model: nn.Module, device: torch.device, folder: Path, *, resume: bool) -> None:
+    """Raise a ValueError if the loss of ``model`` cannot be computed in pieces on ``device``."""
     try:
         find_head(model, device)
     except ValueError as error:
+        if not resume:
+            raise
         needs = str(error).partition(":")[0]
         raise ValueError(
             f"--resume: the run in {folder} was started with --chunked-loss, and without it the weights would differ: "
