@@ -92,14 +92,8 @@ def tokenize_rows(
 ) -> Tokens:
     """Write the rows of ``paths`` as packed token arrays to ``folder`` and map them into memory.
 
-    Parameters:
-        paths: Files or folders for ``read_rows``.
-        examples: Makes tokens of a row.
-        folder: Gets the arrays.
-        held_out: The share of rows that is kept for evaluation, evenly spread.
-        sequence: The tokens of a packed sequence.
-        processes: How many make tokens. Their number changes nothing of the result.
-        progress: Called with the bytes that each row took.
+    Rows are evenly spread over what is trained on and the share ``held_out``. The number of ``processes`` that make
+    tokens changes nothing of the result. ``progress`` is told the bytes that each row took.
 
     Raises:
         ValueError: A row cannot be read or has wrong types, or there is none with a token that the loss counts.

@@ -266,7 +266,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """Print a line that stays."""
         if self._live:
-            self._progress.console.print(text, highlight=False)
+            self._console.print(text, highlight=False)
         else:
             say(text)
 

@@ -55,11 +55,7 @@ class LoadedModel(Architecture):
 
 
 def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
-    """The architecture that MODEL names. A folder needs only a config.json for it.
-
-    Parameters:
-        name: A named shape, or a folder.
-        layers: Another number of layers for a named shape.
+    """The architecture that MODEL names: a shape, perhaps with another number of ``layers``, or a folder's config.json.
 
     Raises:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
@@ -89,10 +85,7 @@ def describe(name: str, *, layers: int | None = None) -> str:
 def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 
-    Parameters:
-        name: A named shape, or a folder.
-        layers: Another number of layers for a named shape.
-        from_scratch: Whether the weights are random whatever the folder holds.
+    If it begins ``from_scratch``, the weights are random whatever a folder holds.
 
     Raises:
         ValueError: As ``read_architecture``; or the folder lacks weights, or its tokenizer does not fit.

@@ -182,20 +182,11 @@ def profile_of(
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """The profile of a step of `protrain train`. The forwards of the model are changed.
+    """The profile of a step of `protrain train` on ``device``. The forwards of the model are changed.
 
-    Args:
-        architecture: the model, with all that is to be trained chosen.
-        batch: sequences in a batch.
-        sequence: tokens in a sequence.
-        device: where it is to be trained.
-        dtype: the type of its weights.
-        compile: whether its blocks are compiled.
-        chunked_loss: whether its loss is computed piece by piece.
-        elsewhere: count operations on the meta device, as times of another machine cannot be measured here.
-        rows: whether sequences are packed of rows of data, for which attention needs a mask.
-        show: is told what is being done.
-        device_bytes: the device memory that the profile may take.
+    If it is to run ``elsewhere``, operations are counted on the meta device, as times of another machine cannot be
+    measured here. If sequences are packed of ``rows`` of data, attention needs a mask. Measuring takes at most
+    ``device_bytes``.
     """
     fit_positions(architecture, sequence)
     example = example_batch(stand_in(sequence, rows=rows), seed=0, batch=batch, sequence=sequence)

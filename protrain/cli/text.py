@@ -32,12 +32,7 @@ def tokenize(
 ) -> Tokens:
     """Write ``documents`` as token arrays to ``folder`` and map them into memory.
 
-    Parameters:
-        documents: UTF-8 files.
-        codec: Converts text to ids.
-        folder: Gets the arrays.
-        held_out: The share of every document that is kept for evaluation, 0 <= held_out < 1.
-        progress: Called with the bytes of every piece that is done.
+    The share ``held_out`` of every document is kept for evaluation. ``progress`` is told the bytes of every piece.
 
     Raises:
         ValueError: There are no tokens at all, or the codec needs UTF-8 and a document is in another encoding.
