@@ -23,7 +23,6 @@ class Codec:
     first: int | None  # the token with which the tokenizer begins a text, if it does
     separator: int | None  # the token after every document
     vocabulary: int  # all token ids are smaller
-    any_bytes: bool  # whether text in other encodings than UTF-8 can be converted
     tokenizer: Any = None  # of transformers; None if tokens are bytes
 
     def __reduce__(self) -> Any:
@@ -55,7 +54,6 @@ def byte_codec() -> Codec:
         first=None,
         separator=0,
         vocabulary=256,
-        any_bytes=True,
     )
 
 
@@ -86,6 +84,5 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
         first=tokenizer.bos_token_id if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else None,
         separator=tokenizer.eos_token_id,
         vocabulary=len(tokenizer),
-        any_bytes=False,
         tokenizer=tokenizer,
     )

@@ -38,7 +38,7 @@ def tokenize(
         ValueError: There are no tokens at all, or the codec needs UTF-8 and a document is in another encoding.
         OSError: The disk is full or not writable. What was written is removed.
     """
-    if not codec.any_bytes:  # checked before the first document, because tokenising all may take hours
+    if codec.tokenizer is not None:  # checked before the first document, because tokenising all may take hours
         _refuse_other_encodings(documents)
     with writing(folder):
         counts, crc32 = _write(documents, codec, folder, held_out, progress)
