@@ -128,10 +128,10 @@ def add_command(commands: Any, summary: str) -> None:
         own.add_argument(
             "--json", action="store_true", help="print JSON on standard output and everything else on standard error"
         )
-        own.set_defaults(run=run_command, chosen=benchmark)
+        own.set_defaults(module=__name__, chosen=benchmark)
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run `protrain bench BENCHMARK`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protrain.cli.options import Parser, add_gpus_option, add_output_options, imported_late, number
+from protrain.cli.options import Parser, add_gpus_option, add_output_options, number
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json
@@ -34,4 +34,4 @@ def add_command(commands: Any, summary: str) -> None:
         "--repeat-check", action="store_true", help="measure twice and print the figures that differ by more than 5%%"
     )
     add_output_options(parser)
-    parser.set_defaults(run=imported_late("protrain.cli.calibrate_run"))
+    parser.set_defaults(module="protrain.cli.calibrate_run")

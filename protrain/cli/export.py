@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protrain.cli.lora import lora_text
-from protrain.cli.options import DTYPES, Parser, imported_late, new_folder
+from protrain.cli.options import DTYPES, Parser, new_folder
 
 _EXAMPLE = """example:
   protrain export runs/mine exported
@@ -32,4 +32,4 @@ def add_command(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="of a run with --lora: write the whole model with the adapter added"
     )
-    parser.set_defaults(run=imported_late("protrain.cli.export_run"))
+    parser.set_defaults(module="protrain.cli.export_run")

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(argv)
         name = f"protrain {args.command}"
         with own_warnings_as_lines():
-            args.run(args)
+            import_module(args.module).run(args)  # only now, so that --help needs no torch
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:

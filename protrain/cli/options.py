@@ -8,10 +8,8 @@ import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable
-from functools import cache, partial
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -58,7 +56,7 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Breaks no line within the name of an option."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+        return wrapped(" ".join(text.split()), width).splitlines()
 
 
 class Parser(argparse.ArgumentParser):
@@ -190,16 +188,6 @@ def _writable(path: Path) -> Path:
     if not os.access(path if path.exists() else existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"no permission to write {path}")
     return path
-
-
-@cache  # so that equal words parse to equal namespaces
-def imported_late(module: str) -> Callable[[argparse.Namespace], None]:
-    """What a command does: ``run(args)`` of ``module``, which is imported only then, so that --help needs no torch."""
-
-    def run(args: argparse.Namespace) -> None:
-        import_module(module).run(args)
-
-    return run
 
 
 def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:

@@ -15,7 +15,6 @@ from protrain.cli.options import (
     add_output_options,
     add_sequence_option,
     add_type_options,
-    imported_late,
     number,
     whole,
     writable_file,
@@ -104,7 +103,7 @@ def add_command(commands: Any, summary: str) -> None:
         help="also a picture of one step, or of the frontier: .png, .svg or .pdf",
     )
     add_output_options(parser)
-    parser.set_defaults(run=imported_late("protrain.cli.plan_run"))
+    parser.set_defaults(module="protrain.cli.plan_run")
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:

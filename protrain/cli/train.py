@@ -17,7 +17,6 @@ from protrain.cli.options import (
     add_output_options,
     add_sequence_option,
     add_type_options,
-    imported_late,
     number,
     whole,
     writable_file,
@@ -171,7 +170,7 @@ def add_command(commands: Any, summary: str) -> None:
     )
     add_output_options(parser)
     parser.set_defaults(folder=None, resume=False, gpus=None, trace=None, json=False, out=None)
-    parser.set_defaults(run=imported_late("protrain.cli.train_run"))
+    parser.set_defaults(module="protrain.cli.train_run")
 
 
 def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:
