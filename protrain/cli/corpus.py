@@ -21,7 +21,7 @@ from protrain.cli.models import LoadedModel
 from protrain.cli.packing import PackedWriter
 from protrain.cli.rows import read_rows
 from protrain.cli.run_files import UNFINISHED_DATA
-from protrain.cli.sources import find_source
+from protrain.cli.sources import find_source, size_bytes
 from protrain.cli.text import tokenize
 from protrain.cli.workers import in_order
 from protrain.distributed.ranks import Ranks
@@ -48,7 +48,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
         for given, name in ((job.column, "--column"), (job.chat_template, "--chat-template")):
             if given is not None:
                 raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
-    size = sum(map(_size_bytes, source.paths))
+    size = size_bytes(source.paths)
     unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
     total = -(-size // unit)
     done, told_s = 0.0, time.monotonic()
@@ -139,7 +139,7 @@ def _examples(
 ) -> Iterator[Example]:
     """The examples of all rows. Errors name the row."""
     for path in paths:
-        size, done, rows = _size_bytes(path), 0.0, read_rows(path)
+        size, done, rows = size_bytes([path]), 0.0, read_rows(path)
         first = next(rows, None)
         if first is None:
             continue
@@ -151,7 +151,3 @@ def _examples(
             yield example
             progress((share - done) * size)
             done = share
-
-
-def _size_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*.arrow")) if path.is_dir() else path.stat().st_size

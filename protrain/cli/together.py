@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -38,7 +38,10 @@ def together() -> Iterator[int]:
     rank = dist.get_rank()
     failures = f"protrain {next(_runs)}: failures"
     try:
-        with _silent() if rank else nullcontext():
+        with ExitStack() as silence:
+            if rank:
+                silence.enter_context(warnings.catch_warnings(action="ignore"))
+                silence.enter_context(unheard())
             yield rank
     except (Exception, KeyboardInterrupt) as error:
         if _fails_first(failures):
@@ -48,13 +51,6 @@ def together() -> Iterator[int]:
         if starts:
             with suppress(Exception):  # after an error others may be gone
                 dist.destroy_process_group()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    with warnings.catch_warnings(), unheard():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _fails_first(key: str) -> bool:
