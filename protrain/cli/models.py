@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 import protrain
-from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
+from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Batch
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
@@ -99,7 +99,7 @@ def load_model(name: str, *, layers: int | None = None, from_scratch: bool = Fal
             f"{folder} holds no safetensors: save the weights with save_pretrained first, or give --from-scratch for "
             "random ones"
         )
-    codec = byte_codec() if folder is None else read_codec(folder)
+    codec = Codec() if folder is None else read_codec(folder)
     if folder is not None and codec.vocabulary > architecture.config.vocab_size:
         raise ValueError(
             f"{folder} has {architecture.config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
@@ -178,9 +178,9 @@ def read_codec(folder: Path) -> Codec:
     """The codec of the tokenizer in ``folder``, or that of bytes if it has none."""
     transformers = _transformers()
     if not any((folder / file).exists() for file in _TOKENIZER_FILES):
-        return byte_codec()
+        return Codec()
     try:
-        return tokenizer_codec(transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        return TokenizerCodec(transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True))
     except Exception as error:
         raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import protrain
-from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
+from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.corpus import tokenize_rows
 from protrain.cli.data import (
     Batch,
@@ -50,7 +50,7 @@ def make_tokens(
     """Pairs of a prompt and a completion, as bytes."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
-    examples = ExampleMaker(codec=codec or byte_codec(), column=None, all_tokens=False)
+    examples = ExampleMaker(codec=codec or Codec(), column=None, all_tokens=False)
     target = folder / f"data-{processes}"
     return tokenize_rows([file], examples, target, held_out=held_out, sequence=sequence, processes=processes)
 
@@ -233,7 +233,7 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         weights=None,
         sequence=SEQUENCE,
         learning_rate=0.1,
-        codec=byte_codec(),
+        codec=Codec(),
     )
     tokens = make_tokens(tmp_path, some_rows(12))
     batch = example_batch(tokens.train, seed=0, batch=2, sequence=SEQUENCE)
@@ -252,9 +252,7 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
 
 def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
     model = models()["llama"]()
-    loaded = LoadedModel(
-        model=model, folder=None, weights=None, sequence=SEQUENCE, learning_rate=0.1, codec=byte_codec()
-    )
+    loaded = LoadedModel(model=model, folder=None, weights=None, sequence=SEQUENCE, learning_rate=0.1, codec=Codec())
 
     def counted(part: Part) -> protrain.ModelProfile:
         example = loaded.arguments(example_batch(part, seed=0, batch=2, sequence=SEQUENCE))
@@ -293,7 +291,7 @@ def small_tokenizer() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer"])
 def test_several_processes_make_the_same_tokens(kind: str, tmp_path: Path) -> None:
-    codec = byte_codec() if kind == "bytes" else tokenizer_codec(small_tokenizer())
+    codec = Codec() if kind == "bytes" else TokenizerCodec(small_tokenizer())
     one, two = (
         make_tokens(tmp_path, some_rows(700), held_out=0.1, processes=processes, codec=codec) for processes in (1, 2)
     )
