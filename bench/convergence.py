@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import protrain
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec
 from protrain.cli.data import Tokens, evaluation_batches, training_batch
 from protrain.cli.models import load_model
 from protrain.cli.options import whole
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, Progress(enabled=True).stage("training") as show:
-        tokens = tokenize(find_source(None).paths, byte_codec(), Path(folder), held_out=0.02)
+        tokens = tokenize(find_source(None).paths, Codec(), Path(folder), held_out=0.02)
         for seed in range(args.seeds):
             for kind in KINDS:
                 show(f"seed {seed}, {kind}")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from bench.train.contestants import Contestant
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec
 from protrain.cli.data import training_batch
 from protrain.cli.sources import find_source
 from protrain.cli.text import tokenize
@@ -75,7 +75,7 @@ def make_tokens(task: Task, path: Path) -> None:
     Text and not noise or zeros, because the GPU draws less power, and so runs faster, on data with fewer bits set.
     """
     with tempfile.TemporaryDirectory() as folder:
-        text = tokenize(find_source(None).paths, byte_codec(), Path(folder), held_out=0.0)
+        text = tokenize(find_source(None).paths, Codec(), Path(folder), held_out=0.0)
         size = {"batch": task.batch, "sequence": task.sequence}
         batches = [
             training_batch(text, seed=0, step=step, micro_batch=rank, **size)["input_ids"]

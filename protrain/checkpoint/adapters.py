@@ -99,10 +99,7 @@ def adapter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the adapter of ``model``, by the names that ``PeftModel.from_pretrained`` expects.
 
-    Args:
-        model: the model, of whose parameters no values are needed.
-        names: those of its parameters.
-        read: gives the value of a parameter by its name.
+    Of the parameters ``names``, ``read`` gives the values, so that ``model`` may be on the meta device.
 
     Raises:
         ValueError: ``model`` has several adapters, or trains what is no part of the adapter and would be lost.

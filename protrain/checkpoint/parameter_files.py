@@ -61,13 +61,7 @@ def write_parameters(
 
 
 def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer) -> None:
-    """Raise a CheckpointError unless the save has every element of every parameter once, in the shapes of the model.
-
-    Args:
-        save: the folder of the save.
-        files: the entries of its files in the manifest.
-        optimizer: has the parameters.
-    """
+    """Raise a CheckpointError unless the save has every element of every parameter once, in the shapes of the model."""
     for name, parts in _parts(save, files).items():
         for part in parts:
             try:

@@ -120,8 +120,7 @@ def _without_repeats(
         return target, saved
     first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
     repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
-    # compares bytes, because NaN is not equal to itself
-    if not repeated.view(torch.uint8).equal(saved.view(torch.uint8)):
+    if not _same_bytes(repeated, saved):
         raise CheckpointError(
             f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
             "memory of its own with .contiguous() where the model makes it"

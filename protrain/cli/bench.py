@@ -124,17 +124,14 @@ def add_command(commands: Any, summary: str) -> None:
             epilog=benchmark.epilog,
             usage=f"protrain bench {benchmark.name} [--out FOLDER] [--json] [OPTIONS]",
         )
-        own.add_argument("--out", metavar="FOLDER", default=None, help="write JSON, CSV and pictures to FOLDER")
+        own.add_argument("--out", metavar="FOLDER", help="write JSON, CSV and pictures to FOLDER")
         own.add_argument(
-            "--json",
-            action="store_true",
-            default=False,
-            help="print JSON on standard output and everything else on standard error",
+            "--json", action="store_true", help="print JSON on standard output and everything else on standard error"
         )
-        own.set_defaults(run=run_command, chosen=benchmark)
+        own.set_defaults(module=__name__, chosen=benchmark)
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run `protrain bench BENCHMARK`.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protrain.cli.options import Parser, add_gpus_option, add_output_options, imported_late, number
+from protrain.cli.options import Parser, add_gpus_option, add_output_options, number
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json
@@ -23,7 +23,7 @@ def add_command(commands: Any, summary: str) -> None:
     """Add `calibrate` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser("calibrate", help=summary, description=_DESCRIPTION, epilog=_EXAMPLE)
     add_gpus_option(parser, "measure")
-    parser.add_argument("--device", default=None, help="cuda or cpu (default: cuda if there is a GPU)")
+    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
     parser.add_argument(
         "--seconds",
         type=number(0, 600, open_ended=True),
@@ -31,10 +31,7 @@ def add_command(commands: Any, summary: str) -> None:
         help="how long to measure; less also means smaller sizes and rougher figures (default: 30)",
     )
     parser.add_argument(
-        "--repeat-check",
-        action="store_true",
-        default=False,
-        help="measure twice and print the figures that differ by more than 5%%",
+        "--repeat-check", action="store_true", help="measure twice and print the figures that differ by more than 5%%"
     )
     add_output_options(parser)
-    parser.set_defaults(run=imported_late("protrain.cli.calibrate_run"))
+    parser.set_defaults(module="protrain.cli.calibrate_run")

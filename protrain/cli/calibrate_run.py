@@ -23,12 +23,12 @@ def run(args: argparse.Namespace) -> None:
     """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
     if launched(args):
         return
-    with stop_requests() as requests, together() as processes, requests.raised():
-        _calibrate(args, speaks=processes.rank == 0)
+    with stop_requests() as requests, together() as rank, requests.raised():
+        _calibrate(args, speaks=rank == 0)
 
 
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
-    device, seconds = own_device(args.device), getattr(args, "seconds", FULL_SECONDS)
+    device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     with Progress(enabled=speaks).bar("measuring") as progress:
         if args.repeat_check:
             before, hardware = calibrate_twice(device, seconds=seconds, progress=progress)

@@ -2,74 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 Spans = Sequence[tuple[int, int]]  # stretches of a text, as the first character and the one after the last
 
 
-@dataclass(frozen=True, kw_only=True)
 class Codec:
-    """Converts text to token ids and back."""
+    """Converts text to token ids and back. Tokens are bytes, of which byte 0 is in no text and separates documents."""
 
-    encode: Callable[[bytes], list[int] | NDArray[np.uint8]]  # takes UTF-8 text
-    # Takes a text and the spans of it that the loss counts. Returns its ids, and which of them overlap a span.
-    encode_spans: Callable[[str, Spans], tuple[NDArray[np.int64], NDArray[np.bool_]]]
-    decode: Callable[[list[int]], str]
-    first: int | None  # the token with which the tokenizer begins a text, if it does
-    separator: int | None  # the token after every document
-    vocabulary: int  # all token ids are smaller
-    any_bytes: bool  # whether text in other encodings than UTF-8 can be converted
     tokenizer: Any = None  # of transformers; None if tokens are bytes
-
-    def __reduce__(self) -> Any:
-        return (byte_codec, ()) if self.tokenizer is None else (tokenizer_codec, (self.tokenizer,))
+    first: int | None = None  # the token with which the tokenizer begins a text, if it does
+    separator: int | None = 0  # the token after every document
+    vocabulary: int = 256  # all token ids are smaller
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of ids on the disk."""
         return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
 
+    def encode(self, text: bytes) -> list[int] | NDArray[np.uint8]:
+        """The ids of UTF-8 text."""
+        return np.frombuffer(text, np.uint8)
 
-def byte_codec() -> Codec:
-    """A codec with bytes as tokens. Byte 0, which text does not contain, separates documents.
-
-    Other tokens of a model are no text and are left out in decoding.
-    """
-
-    def encode_spans(text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def encode_spans(self, text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The ids of ``text``, and which of them overlap one of the ``spans``, which the loss counts."""
         ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
         counted = np.zeros(len(ids), np.bool_)
         for first, end in spans:
             counted[len(text[:first].encode()) : len(text[:end].encode())] = True
         return ids, counted
 
-    return Codec(
-        encode=lambda text: np.frombuffer(text, np.uint8),
-        encode_spans=encode_spans,
-        decode=lambda tokens: bytes(token for token in tokens if 0 < token < 256).decode(errors="replace"),
-        first=None,
-        separator=0,
-        vocabulary=256,
-        any_bytes=True,
-    )
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ``tokens``, without those of a model that stand for no text."""
+        return bytes(token for token in tokens if 0 < token < 256).decode(errors="replace")
 
 
-def tokenizer_codec(tokenizer: Any) -> Codec:
+class TokenizerCodec(Codec):
     """The codec of a transformers tokenizer."""
 
-    def encode_spans(text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.first = tokenizer.bos_token_id if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else None
+        self.separator = tokenizer.eos_token_id
+        self.vocabulary = len(tokenizer)
+
+    @override
+    def encode(self, text: bytes) -> list[int] | NDArray[np.uint8]:
+        ids: list[int] = self.tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    @override
+    def encode_spans(self, text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         whole = all(span == (0, len(text)) for span in spans)
-        if not whole and not tokenizer.is_fast:
+        if not whole and not self.tokenizer.is_fast:
             raise ValueError(
-                f"{type(tokenizer).__name__} does not say which characters a token stands for, so answers cannot be "
-                "told from questions: give --loss-on all"
+                f"{type(self.tokenizer).__name__} does not say which characters a token stands for, so answers cannot "
+                "be told from questions: give --loss-on all"
             )
-        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=not whole, verbose=False)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=not whole, verbose=False)
         ids = np.array(found["input_ids"], np.int64)
         if whole:
             return ids, np.full(len(ids), bool(spans))
@@ -79,13 +74,7 @@ def tokenizer_codec(tokenizer: Any) -> Codec:
             counted |= (begins < end) & (ends > first)
         return ids, counted
 
-    return Codec(
-        encode=lambda text: tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"],
-        encode_spans=encode_spans,
-        decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
-        first=tokenizer.bos_token_id if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else None,
-        separator=tokenizer.eos_token_id,
-        vocabulary=len(tokenizer),
-        any_bytes=False,
-        tokenizer=tokenizer,
-    )
+    @override
+    def decode(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return text

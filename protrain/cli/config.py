@@ -12,11 +12,7 @@ from typing import Any
 def with_config(words: Sequence[str], options: dict[str, argparse.Action]) -> list[str]:
     """The command line ``words``, with what the file of its --config says put before them as words too.
 
-    Options that ``words`` have are left out of the file, so they win.
-
-    Args:
-        words: the command line.
-        options: what the command's parser knows, by their spelling.
+    Options that ``words`` have are left out of the file, so they win. ``options`` are those of the parser, by spelling.
 
     Raises:
         ValueError: the file is missing or no mapping of options, or PyYAML is not installed.

@@ -26,10 +26,10 @@ def add_command(commands: Any, summary: str) -> None:
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint of either format")
     parser.add_argument("target", metavar="TARGET", type=Path, help="where to write it in the other format")
-    parser.set_defaults(run=run_command)
+    parser.set_defaults(module=__name__)
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Run `protrain convert`."""
     from protrain.checkpoint.dcp import convert  # no other command should wait for torch's checkpoints to be imported
 

@@ -7,20 +7,21 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from protrain.cli.data import Tokens, map_tokens, writing
-from protrain.cli.examples import Example, ExampleMaker, RowMaker
+from protrain.cli.data import Tokens, entropy, map_tokens, writing
+from protrain.cli.examples import Example, ExampleMaker, example_of
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import ProgressLine
 from protrain.cli.models import LoadedModel
 from protrain.cli.packing import PackedWriter
 from protrain.cli.rows import read_rows
 from protrain.cli.run_files import UNFINISHED_DATA
-from protrain.cli.sources import find_source
+from protrain.cli.sources import find_source, size_bytes
 from protrain.cli.text import tokenize
 from protrain.cli.workers import in_order
 from protrain.distributed.ranks import Ranks
@@ -47,7 +48,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
         for given, name in ((job.column, "--column"), (job.chat_template, "--chat-template")):
             if given is not None:
                 raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
-    size = sum(map(_size_bytes, source.paths))
+    size = size_bytes(source.paths)
     unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
     total = -(-size // unit)
     done, told_s = 0.0, time.monotonic()
@@ -65,12 +66,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
         if source.kind == "text":
             tokens = tokenize(source.paths, loaded.codec, target, held_out=job.held_out, progress=progress)
         else:
-            examples = ExampleMaker(
-                codec=loaded.codec,
-                tokenizer=loaded.tokenizer,
-                column=job.column,
-                all_tokens=job.loss_on == "all",
-            )
+            examples = ExampleMaker(codec=loaded.codec, column=job.column, all_tokens=job.loss_on == "all")
             tokens = tokenize_rows(
                 source.paths,
                 examples,
@@ -96,14 +92,8 @@ def tokenize_rows(
 ) -> Tokens:
     """Write the rows of ``paths`` as packed token arrays to ``folder`` and map them into memory.
 
-    Parameters:
-        paths: Files or folders for ``read_rows``.
-        examples: Makes tokens of a row.
-        folder: Gets the arrays.
-        held_out: The share of rows that is kept for evaluation, evenly spread.
-        sequence: The tokens of a packed sequence.
-        processes: How many make tokens. Their number changes nothing of the result.
-        progress: Called with the bytes that each row took.
+    Rows are evenly spread over what is trained on and the share ``held_out``. The number of ``processes`` that make
+    tokens changes nothing of the result. ``progress`` is told the bytes that each row took.
 
     Raises:
         ValueError: A row cannot be read or has wrong types, or there is none with a token that the loss counts.
@@ -141,7 +131,7 @@ def tokenize_rows(
     ):
         if count:
             warnings.warn(f"--data: {count} of {rows} rows {what}", stacklevel=2)
-    return map_tokens(folder, codec.dtype, marked=True, counts=counts, documents=rows, crc32=crc32)
+    return map_tokens(folder, codec.dtype, True, entropy(counts), crc32)
 
 
 def _examples(
@@ -149,19 +139,15 @@ def _examples(
 ) -> Iterator[Example]:
     """The examples of all rows. Errors name the row."""
     for path in paths:
-        size, done, rows = _size_bytes(path), 0.0, read_rows(path)
+        size, done, rows = size_bytes([path]), 0.0, read_rows(path)
         first = next(rows, None)
         if first is None:
             continue
         try:
-            make = RowMaker(examples, first.values)
+            make = examples.maker(first.values)
         except ValueError as error:
             raise ValueError(f"--data: {first.place}: {error}") from None
-        for example, share in in_order(make, chain([first], rows), processes):
+        for example, share in in_order(partial(example_of, make), chain([first], rows), processes):
             yield example
             progress((share - done) * size)
             done = share
-
-
-def _size_bytes(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*.arrow")) if path.is_dir() else path.stat().st_size

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ IGNORED = -100  # the label that losses of transformers leave out
 # Bits of a mark.
 COUNTED = 1  # the loss counts this token
 BEGINS = 2  # a row begins with this token, or the padding after the last row
-
-_PARTS = ("train", "held_out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,13 +45,12 @@ class Tokens:
     folder: Path  # of the files
     train: Part
     held_out: Part
-    documents: int  # files of text, or rows
     unigram_entropy: float  # in nats per token, over all counted tokens: the loss of a model that ignores context
     crc32: int  # of all tokens; a resumed run compares it to see that its data is the same
 
     def __reduce__(self) -> Any:
-        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _PARTS}
-        return _remapped, (self.train.tokens.dtype, self.train.marks is not None, known)
+        marked = self.train.marks is not None
+        return map_tokens, (self.folder, self.train.tokens.dtype, marked, self.unigram_entropy, self.crc32)
 
 
 def tokens_file(folder: Path, part: str) -> Path:
@@ -66,25 +63,22 @@ def marks_file(folder: Path, part: str) -> Path:
     return folder / f"{part}.marks.bin"
 
 
-def map_tokens(
-    folder: Path, dtype: np.dtype[Any], *, marked: bool, counts: NDArray[np.int64], documents: int, crc32: int
-) -> Tokens:
-    """The tokens in the files of ``folder``, of which each occurs ``counts`` times where the loss counts it."""
-    share = counts[counts > 0] / counts.sum()
-    known = {"folder": folder, "documents": documents, "crc32": crc32}
-    return _remapped(dtype, marked, {**known, "unigram_entropy": float(-(share * np.log(share)).sum())})
-
-
-def _remapped(dtype: np.dtype[Any], marked: bool, known: dict[str, Any]) -> Tokens:
-    folder = known["folder"]
+def map_tokens(folder: Path, dtype: np.dtype[Any], marked: bool, unigram_entropy: float, crc32: int) -> Tokens:
+    """The tokens in the files of ``folder``, with marks if they are ``marked``."""
     train, held_out = (
         Part(
             tokens=mapped(tokens_file(folder, part), dtype),
             marks=mapped(marks_file(folder, part), np.dtype(np.uint8)) if marked else None,
         )
-        for part in _PARTS
+        for part in ("train", "held_out")
     )
-    return Tokens(train=train, held_out=held_out, **known)
+    return Tokens(folder=folder, train=train, held_out=held_out, unigram_entropy=unigram_entropy, crc32=crc32)
+
+
+def entropy(counts: NDArray[np.int64]) -> float:
+    """The entropy in nats of tokens, of which each occurs ``counts`` times."""
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
 
 
 def mapped(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import date
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from protrain.cli.rows import Row
 
 Example = tuple[NDArray[np.int64], NDArray[np.bool_]]  # the ids, and which of them the loss counts
 _Make = Callable[[dict[str, Any]], Example]
+# From a row to its messages whose answers do not count, and those that follow.
+_Parts = Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]
 
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _ROLES |= {"tool": "tool", "observation": "tool"}
@@ -32,10 +34,9 @@ _DATE = date(2024, 7, 26)  # for templates that write today's, as a run that goe
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleMaker:
-    """Makes examples of rows."""
+    """Makes examples of rows. What it returns can be sent to other processes, which then need not import torch."""
 
     codec: Codec
-    tokenizer: Any  # of transformers; None if tokens are bytes
     column: str | None  # the column to read, or None to go by the names of columns
     all_tokens: bool  # whether the loss counts all tokens, and not only those of answers
 
@@ -51,30 +52,26 @@ class ExampleMaker:
             if self.column not in columns:
                 raise ValueError(f"--column {self.column}: there are only the columns {', '.join(columns)}")
             is_text = isinstance(columns[self.column], str)
-            return self._with_text(self.column) if is_text else self._with_messages(self.column)
+            return partial(self._text, self.column) if is_text else self._chat(partial(_messages, self.column))
         for name in ("messages", "conversations"):
             if name in columns:
-                return self._with_messages(name)
+                return self._chat(partial(_messages, name))
         if {"prompt", "completion"} <= columns.keys():
             if not isinstance(columns["prompt"], str):
-                return self._chat(lambda row: (_value(row, "prompt", list), _value(row, "completion", list)))
+                return self._chat(_prompt)
             return self._completion
         if {"instruction", "output"} <= columns.keys():
             return self._chat(_instruction)
         if "text" in columns:
-            return self._with_text("text")
+            return partial(self._text, "text")
         raise ValueError(
             f"none of the columns {', '.join(columns)} is text, messages, conversations, prompt with completion or "
             "instruction with output: name the one to train on with --column, or rename a question and its answer to "
             "prompt and completion"
         )
 
-    def _with_text(self, column: str) -> _Make:
-        def make(row: dict[str, Any]) -> Example:
-            text = _value(row, column, str)
-            return self._enclosed(text, 0)
-
-        return make
+    def _text(self, column: str, row: dict[str, Any]) -> Example:
+        return self._enclosed(_value(row, column, str), 0)
 
     def _completion(self, row: dict[str, Any]) -> Example:
         prompt = _value(row, "prompt", str)
@@ -91,37 +88,33 @@ class ExampleMaker:
             np.concatenate([np.zeros(len(before), np.bool_), counted, np.ones(len(after), np.bool_)]),
         )
 
-    def _with_messages(self, column: str) -> _Make:
-        return self._chat(lambda row: ([], _value(row, column, list)))
-
-    def _chat(self, parts: Callable[[dict[str, Any]], tuple[list[Any], list[Any]]]) -> _Make:
-        """A maker of conversations. ``parts`` gives the messages whose answers do not count, and those that follow."""
-        if self.tokenizer is None:
+    def _chat(self, parts: _Parts) -> _Make:
+        """A maker of conversations, whose messages ``parts`` finds in a row."""
+        if self.codec.tokenizer is None:
             raise ValueError(
                 "conversations need a tokenizer with a chat template, and --model has no tokenizer: give the folder of "
                 "a model that has one"
             )
-        if self.tokenizer.chat_template is None:
+        if self.codec.tokenizer.chat_template is None:
             raise ValueError(
                 "conversations need a chat template, and the tokenizer of --model has none: give --chat-template FILE"
             )
+        return partial(self._conversation, parts)
 
-        def make(row: dict[str, Any]) -> Example:
-            given, following = parts(row)
-            messages = [_message(message) for message in (*given, *following)]
-            tools = row.get("tools") if isinstance(row.get("tools"), list) else None
-            if not self.all_tokens and _MARKS.search(self._template(tools)):
-                found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
-                counted = np.array(found["assistant_masks"], np.bool_)
-                if given:
-                    asked = self._apply(messages[: len(given)], tools, tokenize=False)
-                    counted[: len(self.codec.encode(asked.encode()))] = False
-                return np.array(found["input_ids"], np.int64), counted
-            text = self._apply(messages, tools, tokenize=False)
-            spans = [(0, len(text))] if self.all_tokens else self._answers(text, messages, len(given), tools)
-            return self.codec.encode_spans(text, spans)
-
-        return make
+    def _conversation(self, parts: _Parts, row: dict[str, Any]) -> Example:
+        given, following = parts(row)
+        messages = [_message(message) for message in (*given, *following)]
+        tools = row.get("tools") if isinstance(row.get("tools"), list) else None
+        if not self.all_tokens and _MARKS.search(self._template(tools)):
+            found = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
+            counted = np.array(found["assistant_masks"], np.bool_)
+            if given:
+                asked = self._apply(messages[: len(given)], tools, tokenize=False)
+                counted[: len(self.codec.encode(asked.encode()))] = False
+            return np.array(found["input_ids"], np.int64), counted
+        text = self._apply(messages, tools, tokenize=False)
+        spans = [(0, len(text))] if self.all_tokens else self._answers(text, messages, len(given), tools)
+        return self.codec.encode_spans(text, spans)
 
     def _answers(self, text: str, messages: list[dict[str, Any]], first: int, tools: Any) -> list[tuple[int, int]]:
         """The spans in ``text`` of answers from message ``first`` on.
@@ -145,38 +138,22 @@ class ExampleMaker:
 
     def _template(self, tools: Any) -> str:
         """The template for conversations with or without ``tools``, with a fixed date."""
-        return _dated(self.tokenizer.get_chat_template(tools=tools))
+        return _dated(self.codec.tokenizer.get_chat_template(tools=tools))
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
         try:
             template = self._template(tools)
-            return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **options)
+            return self.codec.tokenizer.apply_chat_template(messages, tools=tools, chat_template=template, **options)
         except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template refuses it: {error}") from None
 
 
-@dataclass
-class RowMaker:
-    """Makes the examples of one file, whose columns are those of its first row. Other processes can be sent one.
-
-    They need not import torch, which this file and what it imports do without.
-    """
-
-    examples: ExampleMaker
-    columns: dict[str, Any]
-
-    def __post_init__(self) -> None:
-        self._make = self.examples.maker(self.columns)
-
-    def __reduce__(self) -> Any:
-        return RowMaker, (self.examples, self.columns)
-
-    def __call__(self, row: Row) -> tuple[Example, float]:
-        """The example of ``row``, and the share of the file that is read with it. Errors name the row."""
-        try:
-            return self._make(row.values), row.share
-        except ValueError as error:
-            raise ValueError(f"--data: {row.place}: {error}") from None
+def example_of(make: _Make, row: Row) -> tuple[Example, float]:
+    """The example that ``make`` makes of ``row``, and the share of the file read with it. Errors name the row."""
+    try:
+        return make(row.values), row.share
+    except ValueError as error:
+        raise ValueError(f"--data: {row.place}: {error}") from None
 
 
 @lru_cache(maxsize=4)
@@ -217,6 +194,14 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"a message of the {message['role']} has no content")
     return message
+
+
+def _messages(column: str, row: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    return [], _value(row, column, list)
+
+
+def _prompt(row: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    return _value(row, "prompt", list), _value(row, "completion", list)
 
 
 def _instruction(row: dict[str, Any]) -> tuple[list[Any], list[Any]]:

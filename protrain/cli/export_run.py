@@ -11,7 +11,7 @@ from protrain.checkpoint.export import export_save
 from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
 from protrain.cli.job import TrainJob
-from protrain.cli.models import read_architecture, read_tokenizer
+from protrain.cli.models import read_architecture, read_codec
 from protrain.cli.run_files import JOB_FILE, saves_of
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import DTYPES
@@ -21,11 +21,10 @@ from protrain.distributed.ranks import Ranks
 
 def run(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
-    source, name, lora = args.checkpoint, args.model, None
+    source, name, lora = args.checkpoint, args.model, args.lora
     if (source / JOB_FILE).exists():
         job = TrainJob.load(source / JOB_FILE)
-        name, lora = name or job.model, job.lora
-    lora = getattr(args, "lora", lora)
+        name, lora = name or job.model, lora or job.lora
     save = find_save(saves_of(source))
     if name is None:
         raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
@@ -34,7 +33,7 @@ def run(args: argparse.Namespace) -> None:
     dtype = args.dtype or manifest.get("dtype")
     if dtype is None:
         raise ValueError(f"--dtype: {save} was made by a version that did not save it, so give that of the weights")
-    tokenizer = None if architecture.folder is None else read_tokenizer(architecture.folder)[1]
+    tokenizer = None if architecture.folder is None else read_codec(architecture.folder).tokenizer
     with Progress(enabled=True).stage(f"writing {args.folder}"):
         export_save(
             save,

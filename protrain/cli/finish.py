@@ -39,7 +39,7 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
         with stages.stage("writing the model"):
             if run.writes:
                 shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)  # of a finish that was interrupted
-            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.tokenizer, merge=job.merge)
+            export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.codec.tokenizer, merge=job.merge)
         look()
     text = None
     if job.sample_tokens:
@@ -109,7 +109,7 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         model=job.model,
         parameters=run.parameters,
         trained_parameters=run.trained_parameters,
-        dtype=str(run.dtype).removeprefix("torch."),
+        dtype=str(job.dtype),
         batch=job.batch,
         sequence=run.sequence,
         accumulation=run.micro_batches // run.ranks.size,

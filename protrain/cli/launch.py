@@ -40,7 +40,7 @@ def launched(args: argparse.Namespace) -> bool:
     """
     os.environ.update(announced_by_slurm(os.environ))
     announced = announced_processes()
-    gpus = getattr(args, "gpus", announced)
+    gpus = args.gpus or announced
     if announced == 1 and gpus > 1:
         if status := launch(gpus, args.words):
             raise SystemExit(status)

@@ -23,13 +23,9 @@ def check_logger(name: str | None) -> None:
 
 
 def logger(name: str | None, folder: Path, *, resumed_step: int, options: dict[str, Any]) -> Log:
-    """A function that logs a row of metrics.jsonl.
+    """A function that logs a row of metrics.jsonl to the logger ``name``. Without a name it does nothing.
 
-    Args:
-        name: one of ``LOGGERS``, or None for a function that does nothing.
-        folder: that of the run.
-        resumed_step: the step from which the run goes on. The curve of an earlier process goes on from there.
-        options: those of the run, which are shown beside its curve.
+    A run that goes on from ``resumed_step`` continues its curve there. Its ``options`` are shown beside the curve.
     """
     if name == "tensorboard":
         return _tensorboard(folder, resumed_step)

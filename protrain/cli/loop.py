@@ -39,7 +39,7 @@ Report = Callable[[StepResult, float, float | None], None]
 
 
 def train(
-    job: TrainJob, folder: Path, requests: StopRequests, *, resume: bool, trace: str | None = None
+    job: TrainJob, folder: Path, requests: StopRequests, *, resume: bool, trace: Path | None = None
 ) -> TrainSummary:
     """Train as ``job`` says and leave everything in ``folder``. Two steps are traced into the file ``trace``, if given.
 
@@ -66,7 +66,7 @@ def train(
     return _finish(run, times, requests, saved_step)
 
 
-def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool, trace: str | None) -> int:
+def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool, trace: Path | None) -> int:
     """Run every step that is left. Returns the step of the newest save, or 0 if there is none."""
     job = run.job
     saved_step = run.step
@@ -205,10 +205,9 @@ def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
 def _remedy(run: Run, step: int) -> str:
     if step == 1:
-        dtype = str(run.dtype).removeprefix("torch.")
         return (
             ", before any update: the weights of --model are no usable numbers, or too large for --dtype, which is "
-            f"{dtype}; try --dtype float32, or another --model"
+            f"{run.job.dtype}; try --dtype float32, or another --model"
         )
     return "; lower --learning-rate, or lengthen --warmup"
 

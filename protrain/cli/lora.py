@@ -6,7 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from protrain.cli.options import Parser
+from protrain.cli.options import Parser, text_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,6 @@ def refuse_4bit_alone(lora: str | None, *, load_in_4bit: bool) -> None:
         raise ValueError("--load-in-4bit freezes the weights of the model: add an adapter to train, like --lora r=16")
 
 
-def lora_text(text: str) -> str:
-    """An argparse type: what ``parse_lora`` can read. It stays text."""
-    try:
-        parse_lora(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def parse_lora(text: str) -> Lora:
     """The values in ``text``, like "r=16,alpha=32". ValueError if there is an unknown name or an impossible value."""
     values: dict[str, Any] = {}
@@ -72,3 +63,6 @@ def parse_lora(text: str) -> Lora:
     if lora.r < 1 or lora.alpha < 1 or not 0 <= lora.dropout < 1:
         raise ValueError("r and alpha must be at least 1, and dropout at least 0 and less than 1")
     return lora
+
+
+lora_text = text_for(parse_lora)  # an argparse type

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TextIO
+from typing import Any
 
 import protrain
 from protrain.cli.options import Parser, in_options
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(argv)
         name = f"protrain {args.command}"
         with own_warnings_as_lines():
-            args.run(args)
+            import_module(args.module).run(args)  # only now, so that --help needs no torch
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:
@@ -94,18 +94,11 @@ def own_warnings_as_lines() -> Iterator[None]:
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
-        def show(
-            message: Warning | str,
-            category: type[Warning],
-            filename: str,
-            lineno: int,
-            file: TextIO | None = None,
-            line: str | None = None,
-        ) -> None:
+        def show(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
             if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
                 say(f"protrain: {in_options(str(message))}")
             else:
-                shown(message, category, filename, lineno, file, line)
+                shown(message, category, filename, *more, **named)
 
         warnings.showwarning = show
         yield

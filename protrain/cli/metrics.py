@@ -266,7 +266,7 @@ class ProgressLine:
     def note(self, text: str) -> None:
         """Print a line that stays."""
         if self._live:
-            self._progress.console.print(text, highlight=False)
+            self._console.print(text, highlight=False)
         else:
             say(text)
 
@@ -288,11 +288,9 @@ def peak_resident_bytes() -> int:
 
 def draw_loss_curve(folder: Path, rows: list[dict[str, Any]], unigram_entropy: float) -> Path:
     """Draw the training loss and the held-out loss by step to loss.png. Returns its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps = [row["step"] for row in rows if "loss" in row]
     losses = [row["loss"] for row in rows if "loss" in row]

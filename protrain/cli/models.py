@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 import protrain
-from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
+from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Batch
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
@@ -52,15 +52,10 @@ class LoadedModel(Architecture):
 
     weights: Path | None  # the folder that wrap reads; None if they are random, or in the model already
     codec: Codec
-    tokenizer: Any  # a tokenizer of transformers; None if tokens are bytes
 
 
 def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
-    """The architecture that MODEL names. A folder needs only a config.json for it.
-
-    Parameters:
-        name: A named shape, or a folder.
-        layers: Another number of layers for a named shape.
+    """The architecture that MODEL names: a shape, perhaps with another number of ``layers``, or a folder's config.json.
 
     Raises:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
@@ -90,10 +85,7 @@ def describe(name: str, *, layers: int | None = None) -> str:
 def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 
-    Parameters:
-        name: A named shape, or a folder.
-        layers: Another number of layers for a named shape.
-        from_scratch: Whether the weights are random whatever the folder holds.
+    If it begins ``from_scratch``, the weights are random whatever a folder holds.
 
     Raises:
         ValueError: As ``read_architecture``; or the folder lacks weights, or its tokenizer does not fit.
@@ -107,14 +99,14 @@ def load_model(name: str, *, layers: int | None = None, from_scratch: bool = Fal
             f"{folder} holds no safetensors: save the weights with save_pretrained first, or give --from-scratch for "
             "random ones"
         )
-    codec, tokenizer = (byte_codec(), None) if folder is None else read_tokenizer(folder)
+    codec = Codec() if folder is None else read_codec(folder)
     if folder is not None and codec.vocabulary > architecture.config.vocab_size:
         raise ValueError(
             f"{folder} has {architecture.config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
-            + (": it has no tokenizer, so text is read as bytes" if tokenizer is None else "")
+            + (": it has no tokenizer, so text is read as bytes" if codec.tokenizer is None else "")
         )
     parts = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
-    return LoadedModel(**parts, weights=None if from_scratch else folder, codec=codec, tokenizer=tokenizer)
+    return LoadedModel(**parts, weights=None if from_scratch else folder, codec=codec)
 
 
 def fit_positions(loaded: Architecture, sequence: int) -> None:
@@ -182,17 +174,15 @@ def _from_folder(folder: Path, transformers: Any) -> Architecture:
     return Architecture(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
 
 
-def read_tokenizer(folder: Path) -> tuple[Codec, Any]:
-    """The codec of ``folder`` and its tokenizer, which is None if text is read as bytes."""
+def read_codec(folder: Path) -> Codec:
+    """The codec of the tokenizer in ``folder``, or that of bytes if it has none."""
     transformers = _transformers()
-    tokenizer, codec = None, byte_codec()
-    if any((folder / file).exists() for file in _TOKENIZER_FILES):
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            codec = tokenizer_codec(tokenizer)
-        except Exception as error:
-            raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
-    return codec, tokenizer
+    if not any((folder / file).exists() for file in _TOKENIZER_FILES):
+        return Codec()
+    try:
+        return TokenizerCodec(transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True))
+    except Exception as error:
+        raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
 
 
 def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:

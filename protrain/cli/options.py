@@ -8,17 +8,17 @@ import math
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from protrain.cli.config import with_config
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 from protrain.common.tables import wrapped
+
+Number = TypeVar("Number", int, float)
 
 LEAST_SEQUENCE = 2  # each token is learnt from the tokens before it
 
@@ -56,18 +56,18 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Breaks no line within the name of an option."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+        return wrapped(" ".join(text.split()), width).splitlines()
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that exits with 2 and one line on a bad argument. Options that were not given leave no attribute."""
+    """A parser that exits with 2 and one line on a bad argument."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", _HelpFormatter)
         if options.get("description"):
             paragraphs = options["description"].split("\n\n")
             options["description"] = "\n\n".join(wrapped(" ".join(text.split())) for text in paragraphs)
-        super().__init__(allow_abbrev=False, argument_default=argparse.SUPPRESS, **options)
+        super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`.
@@ -114,27 +114,20 @@ def _plain(value: float) -> str:
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     """An argparse type: a whole number in [least, most]."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a whole number, not {text!r}") from None
-        if wrong := out_of_range(value, least, most):
-            raise argparse.ArgumentTypeError(wrong)
-        return value
-
-    return parse
+    return _number(int, least, most)
 
 
 def number(least: float, most: float = math.inf, *, open_ended: bool = False) -> Callable[[str], float]:
     """An argparse type: a finite number in [least, most], or strictly between them if ``open_ended``."""
+    return _number(float, least, most, open_ended=open_ended)
 
-    def parse(text: str) -> float:
+
+def _number(kind: type[Number], least: float, most: float, *, open_ended: bool = False) -> Callable[[str], Number]:
+    def parse(text: str) -> Number:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            raise argparse.ArgumentTypeError(f"must be a number, not {text!r}") from None
+            raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number, not {text!r}") from None
         if value == math.inf:
             raise argparse.ArgumentTypeError("must be finite")
         if wrong := out_of_range(value, least, most):
@@ -146,13 +139,20 @@ def number(least: float, most: float = math.inf, *, open_ended: bool = False) ->
     return parse
 
 
-def memory(text: str) -> str:
-    """An argparse type: a size of memory, as a number of bytes or like 24GiB. It stays text."""
-    try:
-        parse_memory(text, name="size")
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
+def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
+    """An argparse type: text that ``parse`` takes without a ValueError. It stays text."""
+
+    def check(text: str) -> str:
+        try:
+            parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return text
+
+    return check
+
+
+memory = text_for(partial(parse_memory, name="size"))  # an argparse type: a number of bytes, or like 24GiB
 
 
 def writable_file(text: str) -> Path:
@@ -190,16 +190,6 @@ def _writable(path: Path) -> Path:
     return path
 
 
-@cache  # so that equal words parse to equal namespaces
-def imported_late(module: str) -> Callable[[argparse.Namespace], None]:
-    """What a command does: ``run(args)`` of ``module``, which is imported only then, so that --help needs no torch."""
-
-    def run(args: argparse.Namespace) -> None:
-        import_module(module).run(args)
-
-    return run
-
-
 def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
     """Add --gpus to the parser of a command that does ``what`` on one GPU, for ``protrain.cli.launch.launched``."""
     parser.add_argument(
@@ -213,10 +203,8 @@ def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None
 def add_output_options(parser: argparse.ArgumentParser) -> None:
     """Add --json and --out, which ``emit`` obeys."""
     output = parser.add_argument_group("output")
-    output.add_argument(
-        "--json", action="store_true", default=False, help="print JSON on standard output instead of the table"
-    )
-    output.add_argument("--out", type=writable_file, metavar="FILE", default=None, help="also write the JSON to FILE")
+    output.add_argument("--json", action="store_true", help="print JSON on standard output instead of the table")
+    output.add_argument("--out", type=writable_file, metavar="FILE", help="also write the JSON to FILE")
 
 
 def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
@@ -242,17 +230,13 @@ def add_type_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) 
     )
 
 
-def add_compile_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --compile and --no-compile. ``protrain.cli.prepare.choose_compile`` knows the default."""
+def add_forward_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --compile, --chunked-loss and their opposites. ``protrain.cli.prepare`` knows the defaults."""
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
         help="compile the blocks with torch.compile, by which losses differ in their last digits (default: on a GPU)",
     )
-
-
-def add_loss_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --chunked-loss and --no-chunked-loss. ``protrain.cli.prepare.choose_loss`` knows the default."""
     parser.add_argument(
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,

@@ -10,13 +10,11 @@ import protrain
 from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
     Parser,
-    add_compile_option,
-    add_loss_option,
+    add_forward_options,
     add_memory_options,
     add_output_options,
     add_sequence_option,
     add_type_options,
-    imported_late,
     number,
     whole,
     writable_file,
@@ -59,7 +57,6 @@ def add_command(commands: Any, summary: str) -> None:
     parser.add_argument(
         "--data",
         metavar="PATH",
-        default=None,
         help="the data that is to be trained on: if it is rows and no text, the plan has room for the attention mask "
         "that packed rows need",
     )
@@ -68,13 +65,11 @@ def add_command(commands: Any, summary: str) -> None:
     )
     add_type_options(parser)
     add_training_options(parser)
-    parser.set_defaults(dtype=None, moment_dtype="float32", lora=None, load_in_4bit=False, freeze=[])
-    add_compile_option(parser)
-    add_loss_option(parser)
+    parser.set_defaults(moment_dtype="float32", freeze=[])
+    add_forward_options(parser)
     parser.add_argument(
         "--step-during-backward",
         action="store_true",
-        default=False,
         help="plan for updates inside backward, which take less host memory and exclude clipping",
     )
     _add_machine_options(parser)
@@ -83,37 +78,32 @@ def add_command(commands: Any, summary: str) -> None:
     what.add_argument(
         "--frontier",
         action="store_true",
-        default=False,
         help="not one plan, but the fastest under each of a dozen limits on device memory",
     )
     what.add_argument(
         "--max-model",
         action="store_true",
-        default=False,
         help="not a plan for MODEL, but the most layers of its width that fit",
     )
     what.add_argument(
         "--compare",
         metavar="MACHINES",
-        default=None,
         help="not one plan, but a line for each machine: whether MODEL fits, how fast it is, and what limits it. "
         "Machines are names with GPUs, and nodes if several: h100x2,a100x8x2",
     )
     what.add_argument(
         "--explain",
         action="store_true",
-        default=False,
         help="also what each number of the plan, and more memory, would change, and what is assumed of the machine",
     )
     shown.add_argument(
         "--picture",
         metavar="FILE",
         type=writable_file,
-        default=None,
         help="also a picture of one step, or of the frontier: .png, .svg or .pdf",
     )
     add_output_options(parser)
-    parser.set_defaults(run=imported_late("protrain.cli.plan_run"))
+    parser.set_defaults(module="protrain.cli.plan_run")
 
 
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
@@ -122,12 +112,9 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--hardware",
         metavar="FILE|NAME",
-        default=None,
         help=f"the file that `protrain calibrate --out` wrote, or one of {', '.join(_SHIPPED)} (default: this machine)",
     )
-    machine.add_argument(
-        "--device", default=None, help="cuda or cpu (default: that of --hardware, or cuda if there is a GPU)"
-    )
+    machine.add_argument("--device", help="cuda or cpu (default: that of --hardware, or cuda if there is a GPU)")
     machine.add_argument(
         "--gpus",
         type=whole(1),
@@ -142,7 +129,6 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         "--network-gbps",
         type=number(1e-3),
         metavar="GB/s",
-        default=None,
         help="gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual for "
         "the GPU)",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ def machine_of(args: argparse.Namespace) -> HardwareProfile:
             "this machine has no GPU to plan for: name another with --hardware, for example --hardware rtx4090, or "
             "give --device cpu for a simulated device"
         )
-    found = detect(choose_device(args.device), **_memory(args))
+    found = detect(choose_device(args.device), device_memory=args.device_memory, host_memory=args.host_memory)
     return _shared(args, found, args.gpus, args.nodes)
 
 
@@ -56,14 +55,11 @@ def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -
     hardware = of_machine(name, n_gpus)
     if args.device is not None and parse_device(args.device).type != hardware.device_type:
         raise ValueError(f"--device {args.device} contradicts {name}, whose device is {hardware.device_type}")
-    limits: dict[str, Any] = {
-        name.replace("memory", "bytes"): parse_memory(value, name=name) for name, value in _memory(args).items()
-    }
-    return _shared(args, replace(hardware, **limits), n_gpus, n_nodes)
-
-
-def _memory(args: argparse.Namespace) -> dict[str, str]:
-    return {name: getattr(args, name) for name in ("device_memory", "host_memory") if hasattr(args, name)}
+    if args.device_memory is not None:
+        hardware = replace(hardware, device_bytes=parse_memory(args.device_memory, name="device_memory"))
+    if args.host_memory is not None:
+        hardware = replace(hardware, host_bytes=parse_memory(args.host_memory, name="host_memory"))
+    return _shared(args, hardware, n_gpus, n_nodes)
 
 
 def _shared(args: argparse.Namespace, hardware: HardwareProfile, n_gpus: int, n_nodes: int) -> HardwareProfile:

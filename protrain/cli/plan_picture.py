@@ -29,19 +29,23 @@ _COLORS = {
 def check_picture(path: Path) -> None:
     """ValueError when ``path`` can be no picture, before anything is worked out for it."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--picture needs the package matplotlib: pip install 'protrain[hf]'") from None
-    known = FigureCanvasAgg.get_supported_filetypes()
+    known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
         raise ValueError(f"--picture: {path} must end in one of {', '.join(f'.{kind}' for kind in sorted(known))}")
 
 
 def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     """Lanes below each other, every operation a bar in the color of its kind, phases marked."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
     lanes = timeline.lanes
     heights = {lane: len(lanes) - 1 - at for at, lane in enumerate(lanes)}
-    figure, axes = _figure((15, 4.2))
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    axes = figure.add_subplot()
     seconds, unit = (1e3, "s") if timeline.step_ms >= 1e3 else (1.0, "ms")
     kinds: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for operation in timeline.operations:
@@ -67,35 +71,23 @@ def draw_timeline(timeline: Timeline, title: str, path: Path) -> None:
     axes.set(xlim=(0, timeline.step_ms / seconds), ylim=(-0.6, len(lanes) - 0.1), xlabel=f"time, {unit}")
     axes.set_title(title, fontsize=10)
     shown = [kind for kind in _COLORS if any(kind == found for _, found in kinds)]
-    handles = [_patch(_COLORS[kind], kind) for kind in shown]
+    handles = [Patch(color=_COLORS[kind], label=kind) for kind in shown]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(shown), frameon=False)
     _save(figure, path)
 
 
 def draw_frontier(frontier: Frontier, path: Path) -> None:
     """Tokens a second by the limit on device memory."""
-    figure, axes = _figure((8, 4.5))
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
     limits = [point.device_limit_bytes / GIB for point in frontier.points]
     axes.plot(limits, [point.tokens_per_s for point in frontier.points], "o-", color="tab:blue")
     axes.set(xlabel="device memory, GiB", ylabel="predicted tokens/s", ylim=(0, None))
     axes.set_title(f"{frontier.model} on {frontier.machine}", fontsize=10)
     axes.grid(alpha=0.3)
     _save(figure, path)
-
-
-def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.add_subplot()
-
-
-def _patch(color: str, label: str) -> Any:
-    from matplotlib.patches import Patch
-
-    return Patch(color=color, label=label)
 
 
 def _save(figure: Any, path: Path) -> None:

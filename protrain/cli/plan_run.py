@@ -125,11 +125,11 @@ def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: in
     device = torch.device(hardware.device_type)
     return {
         "model": describe(args.model, layers=layers),
-        "batch": (args.batch, getattr(args, "sequence", None), _rows(args)),
+        "batch": (args.batch, args.sequence, _rows(args)),
         "dtype": str(choose_dtype(args.dtype, device)),
         "trained": (args.lora, args.load_in_4bit, args.freeze),
-        "compiled": choose_compile(getattr(args, "compile", None), device),
-        "chunked_loss": choose_loss(getattr(args, "chunked_loss", None), device),
+        "compiled": choose_compile(args.compile, device),
+        "chunked_loss": choose_loss(args.chunked_loss, device),
     }
 
 
@@ -156,12 +156,12 @@ def _traced(
     return profile_of(
         architecture,
         batch=args.batch,
-        sequence=getattr(args, "sequence", architecture.sequence),
+        sequence=args.sequence or architecture.sequence,
         rows=_rows(args),
         device=device,
         dtype=choose_dtype(args.dtype, device),
-        compile=choose_compile(getattr(args, "compile", None), device),
-        chunked_loss=choose_loss(getattr(args, "chunked_loss", None), device),
+        compile=choose_compile(args.compile, device),
+        chunked_loss=choose_loss(args.chunked_loss, device),
         elsewhere=elsewhere,
         show=show,
         device_bytes=hardware.device_bytes,
@@ -182,20 +182,11 @@ def profile_of(
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
 ) -> ModelProfile:
-    """The profile of a step of `protrain train`. The forwards of the model are changed.
+    """The profile of a step of `protrain train` on ``device``. The forwards of the model are changed.
 
-    Args:
-        architecture: the model, with all that is to be trained chosen.
-        batch: sequences in a batch.
-        sequence: tokens in a sequence.
-        device: where it is to be trained.
-        dtype: the type of its weights.
-        compile: whether its blocks are compiled.
-        chunked_loss: whether its loss is computed piece by piece.
-        elsewhere: count operations on the meta device, as times of another machine cannot be measured here.
-        rows: whether sequences are packed of rows of data, for which attention needs a mask.
-        show: is told what is being done.
-        device_bytes: the device memory that the profile may take.
+    If it is to run ``elsewhere``, operations are counted on the meta device, as times of another machine cannot be
+    measured here. If sequences are packed of ``rows`` of data, attention needs a mask. Measuring takes at most
+    ``device_bytes``.
     """
     fit_positions(architecture, sequence)
     example = example_batch(stand_in(sequence, rows=rows), seed=0, batch=batch, sequence=sequence)
@@ -263,7 +254,7 @@ def _moments(dtype: str) -> str:
 def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
     """What chunked loss would need, where only its absence here decided against it."""
     device = torch.device(hardware.device_type)
-    if device.type != "cuda" or hasattr(args, "chunked_loss") or choose_loss(None, device):
+    if device.type != "cuda" or args.chunked_loss is not None or choose_loss(None, device):
         return ""
     return "\n\n" + wrapped(
         "Planned with whole logits, as training here would go without liger-kernel: --chunked-loss plans for where it "

@@ -65,27 +65,18 @@ def _collectives(hardware: HardwareProfile) -> str:
 
 
 def _states(plan: Plan, n_large: int, device: str) -> str:
+    """Where the states are, of several GPUs their shards, and through what the other weights pass."""
     away = plan.n_chunks - plan.n_persist
+    chunks, buffers = _counted(plan.n_chunks, "chunk"), _buffers(plan, n_large)
+    here = f"{plan.n_persist} of {chunks}" if away else f"all {chunks}"
     if plan.world_size > 1:
-        return _shards(plan, n_large, device)
+        others = f", those of the other{f' {away}' * (away > 1)} in host memory" if away else ""
+        whole = "stay in" if plan.n_buffer + n_large >= plan.n_chunks else "pass through"
+        return f"shards of {here} on each {device}{others}; whole weights {whole} {buffers} of each"
     if not away:
-        return f"all {_counted(plan.n_chunks, 'chunk')} on the {device}"
+        return f"{here} on the {device}"
     others = f"the weights of the other {away} pass" if away > 1 else "the weight of the other passes"
-    return (
-        f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')} on the {device}; {others} from host memory through "
-        f"{_buffers(plan, n_large)}"
-    )
-
-
-def _shards(plan: Plan, n_large: int, device: str) -> str:
-    """Where each of several GPUs has its shards, and through what the whole weights pass."""
-    on_device = f"{plan.n_persist} of {_counted(plan.n_chunks, 'chunk')}"
-    if plan.n_persist == plan.n_chunks:
-        on_device = f"all {_counted(plan.n_chunks, 'chunk')}"
-    n_away = plan.n_chunks - plan.n_persist
-    others = f", those of the other{f' {n_away}' * (n_away > 1)} in host memory" if n_away else ""
-    whole = "stay in" if plan.n_buffer + n_large >= plan.n_chunks else "pass through"
-    return f"shards of {on_device} on each {device}{others}; whole weights {whole} {_buffers(plan, n_large)} of each"
+    return f"{here} on the {device}; {others} from host memory through {buffers}"
 
 
 def _buffers(plan: Plan, n_large: int) -> str:

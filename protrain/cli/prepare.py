@@ -43,9 +43,7 @@ from protrain.validate import choose_dtype
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     """Do everything up to the first step. ``write_run_files`` then writes the run's files.
 
-    Raises:
-        ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong
-            and what to change.
+    A ValueError says which of model, data, memory, device or checkpoint is wrong, and what to change.
     """
     if find_spec("matplotlib") is None:  # after hours of training it would be too late
         raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
@@ -68,10 +66,11 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     torch.manual_seed(job.seed)  # the random start values depend on it
     loaded = load_model(job.model, from_scratch=job.from_scratch)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
-    chunked = bool(job.chunked_loss)
-    if resume and chunked:
-        _refuse_other_loss(loaded.model, device, folder)
-    refuse_early(loaded, device, chunked=chunked)
+    # Reading the text may take hours, so what protrain.wrap would refuse is found before, as far as that takes no time.
+    if job.chunked_loss:
+        _check_head(loaded.model, device, folder, resume=resume)
+    if loaded.weights is not None:
+        weight_sources(loaded.model, loaded.weights)
     if job.load_in_4bit:
         shape_in_4bit(loaded.model)
         loaded = replace(loaded, weights=None)
@@ -91,10 +90,10 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
             saved = check_checkpoint(folder / CHECKPOINTS, loaded.model, base)
         if job.data is not None and not Path(job.data).exists():
             raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
-    if loaded.folder is not None and loaded.tokenizer is None:
+    if loaded.folder is not None and loaded.codec.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
     if job.chat_template is not None:
-        set_chat_template(loaded.tokenizer, job.chat_template)
+        set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
     if saved is not None and saved["data_crc32"] != tokens.crc32:
@@ -122,7 +121,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         gradient_reduction="sum",  # as each loss is divided by what the loss of all ranks counts
         moment_dtype=job.moment_dtype,
         compile=bool(job.compile),
-        chunked_loss=chunked,
+        chunked_loss=bool(job.chunked_loss),
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -144,7 +143,6 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         device=device,
-        dtype=dtype,
         sequence=sequence,
         parameters=parameters,
         trained_parameters=trained,
@@ -171,14 +169,6 @@ def write_run_files(run: Run) -> None:
     run.optimizer.plan.save(run.folder / PLAN_FILE)
 
 
-def refuse_early(loaded: LoadedModel, device: torch.device, *, chunked: bool) -> None:
-    """Raise what protrain.wrap would refuse, as far as that takes no time, because reading the text may take hours."""
-    if chunked:
-        find_head(loaded.model, device)
-    if loaded.weights is not None:
-        weight_sources(loaded.model, loaded.weights)
-
-
 def check_plan(
     file: str,
     model: nn.Module,
@@ -194,7 +184,11 @@ def check_plan(
     """
     plan = Plan.load(file)
     with validate.naming(file):
-        check_tokens(plan, batch, sequence)
+        if plan.tokens != batch * sequence:
+            raise ValueError(
+                f"the plan was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
+                f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
+            )
         validate.check_plan(plan, model, optimizer, dtype)
 
 
@@ -212,10 +206,13 @@ def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
         )
 
 
-def _refuse_other_loss(model: nn.Module, device: torch.device, folder: Path) -> None:
+def _check_head(model: nn.Module, device: torch.device, folder: Path, *, resume: bool) -> None:
+    """Raise a ValueError if the loss of ``model`` cannot be computed in pieces on ``device``."""
     try:
         find_head(model, device)
     except ValueError as error:
+        if not resume:
+            raise
         needs = str(error).partition(":")[0]
         raise ValueError(
             f"--resume: the run in {folder} was started with --chunked-loss, and without it the weights would differ: "
@@ -291,15 +288,6 @@ def choose_loss(chunked: bool | None, device: torch.device) -> bool:
 def choose_compile(compile: bool | None, device: torch.device) -> bool:
     """Whether blocks are compiled. By default they are on a GPU."""
     return device.type == "cuda" if compile is None else compile
-
-
-def check_tokens(plan: Plan, batch: int, sequence: int) -> None:
-    """Raise a ValueError if ``plan`` is for another batch than ``batch`` sequences of ``sequence`` tokens."""
-    if plan.tokens != batch * sequence:
-        raise ValueError(
-            f"the plan was made for {plan.tokens} tokens in a batch, and this run has {batch * sequence} "
-            f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
-        )
 
 
 def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:

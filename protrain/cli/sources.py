@@ -14,6 +14,7 @@ import sysconfig
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -110,13 +111,13 @@ def _prevailing(root: Path, files: list[Path]) -> Source:
         found.setdefault(_kind(file, alone=False), []).append(file)
     objects = [file for file in found["text"] if file.suffix.lower() == ".json"]
     prose = [file for file in found["text"] if file.suffix.lower() != ".json"]
-    if len(objects) >= len(prose) and _size_bytes(objects) > _size_bytes(prose):
+    if len(objects) >= len(prose) and size_bytes(objects) > size_bytes(prose):
         found["text"], found["rows"] = prose, sorted(found["rows"] + objects)
     named_train = [file for file in found["rows"] if _says_train(file.relative_to(root))]
     unnamed = [file for file in found["rows"] if named_train and file not in named_train]
     found["rows"] = named_train or found["rows"]
 
-    most = max(found, key=lambda kind: _size_bytes(found[kind]) if isinstance(kind, str) or kind.is_data else 0)
+    most = max(found, key=lambda kind: size_bytes(found[kind]) if isinstance(kind, str) or kind.is_data else 0)
     if isinstance(most, Unread):
         raise ValueError(f"--data: most of {root} is {most.name} ({_listed(found[most])}); {most.remedy}")
     chosen = found.pop(most)
@@ -168,5 +169,7 @@ def _listed(files: Sequence[Path]) -> str:
     return f"{files[0]} and {len(files) - 1} more" if len(files) > 1 else str(files[0])
 
 
-def _size_bytes(files: Sequence[Path]) -> int:
+def size_bytes(paths: Sequence[Path]) -> int:
+    """The bytes of files, and of those with rows in folders that ``save_to_disk`` wrote."""
+    files = chain.from_iterable(path.rglob("*.arrow") if path.is_dir() else [path] for path in paths)
     return sum(file.stat().st_size for file in files)

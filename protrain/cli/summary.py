@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from protrain.common.records import Record
+from protrain.hardware.memory import processor_name
 from protrain.planning.plan import Plan
 
 
@@ -87,10 +88,5 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        with open("/proc/cpuinfo") as file:
-            name = next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
     threads = torch.get_num_threads()
-    return f"{name}, {threads} thread{'s' * (threads > 1)}"
+    return f"{processor_name()}, {threads} thread{'s' * (threads > 1)}"

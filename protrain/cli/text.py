@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protrain.cli.codec import Codec
-from protrain.cli.data import Tokens, map_tokens, tokens_file, writing
+from protrain.cli.data import Tokens, entropy, map_tokens, tokens_file, writing
 
 _PIECE_BYTES = 256 * 1024  # tokenised at once, in about 200 times as much memory
 
@@ -32,25 +32,20 @@ def tokenize(
 ) -> Tokens:
     """Write ``documents`` as token arrays to ``folder`` and map them into memory.
 
-    Parameters:
-        documents: UTF-8 files.
-        codec: Converts text to ids.
-        folder: Gets the arrays.
-        held_out: The share of every document that is kept for evaluation, 0 <= held_out < 1.
-        progress: Called with the bytes of every piece that is done.
+    The share ``held_out`` of every document is kept for evaluation. ``progress`` is told the bytes of every piece.
 
     Raises:
         ValueError: There are no tokens at all, or the codec needs UTF-8 and a document is in another encoding.
         OSError: The disk is full or not writable. What was written is removed.
     """
-    if not codec.any_bytes:  # checked before the first document, because tokenising all may take hours
+    if codec.tokenizer is not None:  # checked before the first document, because tokenising all may take hours
         _refuse_other_encodings(documents)
     with writing(folder):
         counts, crc32 = _write(documents, codec, folder, held_out, progress)
     if not counts.any():
         where = documents[0] if len(documents) == 1 else documents[0].parent
         raise ValueError(f"--data: {where} holds no text: it is empty")
-    return map_tokens(folder, codec.dtype, marked=False, counts=counts, documents=len(documents), crc32=crc32)
+    return map_tokens(folder, codec.dtype, False, entropy(counts), crc32)
 
 
 def _write(

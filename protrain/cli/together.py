@@ -9,9 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch.distributed as dist
 
@@ -20,47 +18,31 @@ from protrain.common.progress import unheard
 from protrain.distributed.joining import start_group
 from protrain.distributed.processes import announced_processes
 
-Value = TypeVar("Value")
-
 _runs = itertools.count()  # of this process: all ranks count alike, so that each run has a key of its own
 
 
-@dataclass(frozen=True)
-class Processes:
-    """The processes that run the command together, seen from one of them."""
-
-    rank: int = 0
-    size: int = 1
-
-    def of_first(self, value: Value) -> Value:
-        """The ``value`` of the first process, which may be any object that can be pickled. All must call it."""
-        if self.size == 1:
-            return value
-        found: list[Any] = [value]
-        dist.broadcast_object_list(found)
-        result: Value = found[0]
-        return result
-
-
 @contextmanager
-def together() -> Iterator[Processes]:
-    """Join the processes that a launcher has started.
+def together() -> Iterator[int]:
+    """Join the processes that a launcher has started. The context is the number of this one, its rank.
 
     Only the first one speaks inside: progress and warnings of the others would be the same. If the body raises on some
     of them, the exception leaves on the first that fails, whichever it is. The others end without a word, as they fail
     by the same error or because that one is gone.
     """
     if announced_processes() == 1:
-        yield Processes()
+        yield 0
         return
     starts = not dist.is_initialized()
     if starts:
         start_group()
-    processes = Processes(dist.get_rank(), dist.get_world_size())
+    rank = dist.get_rank()
     failures = f"protrain {next(_runs)}: failures"
     try:
-        with _silent() if processes.rank else nullcontext():
-            yield processes
+        with ExitStack() as silence:
+            if rank:
+                silence.enter_context(warnings.catch_warnings(action="ignore"))
+                silence.enter_context(unheard())
+            yield rank
     except (Exception, KeyboardInterrupt) as error:
         if _fails_first(failures):
             raise
@@ -69,13 +51,6 @@ def together() -> Iterator[Processes]:
         if starts:
             with suppress(Exception):  # after an error others may be gone
                 dist.destroy_process_group()
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    with warnings.catch_warnings(), unheard():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _fails_first(key: str) -> bool:

@@ -11,14 +11,12 @@ from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import add_training_options
 from protrain.cli.options import (
     Parser,
-    add_compile_option,
+    add_forward_options,
     add_gpus_option,
-    add_loss_option,
     add_memory_options,
     add_output_options,
     add_sequence_option,
     add_type_options,
-    imported_late,
     number,
     whole,
     writable_file,
@@ -55,6 +53,7 @@ def add_command(commands: Any, summary: str) -> None:
         "       %(prog)s --resume --folder FOLDER [--steps N] [OPTION ...]",
         description="Train a causal language model on text, or on rows of data such as conversations.",
         epilog=_EXAMPLE,
+        argument_default=argparse.SUPPRESS,  # an option that was not given leaves no attribute
     )
     what = parser.add_argument_group("model and data")
     what.add_argument(
@@ -93,7 +92,6 @@ def add_command(commands: Any, summary: str) -> None:
     what.add_argument(
         "--resume",
         action="store_true",
-        default=False,
         help="continue the run in --folder with its options, as --folder without --model does too. More --steps train "
         "it longer. Of other options only those may be given that never change the weights: "
         + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
@@ -126,8 +124,7 @@ def add_command(commands: Any, summary: str) -> None:
     _add_number(steps, "weight_decay", "the weight decay of matrices; biases and norms have none")
     _add_number(steps, "clip", "the largest norm of the gradient; a larger one is scaled down; 0: no clipping")
     add_type_options(steps)
-    add_compile_option(steps)
-    add_loss_option(steps)
+    add_forward_options(steps)
 
     placement = parser.add_argument_group(
         "where it runs",
@@ -167,17 +164,13 @@ def add_command(commands: Any, summary: str) -> None:
     _add_number(keeping, "log_every", "steps between lines of progress where the output is no terminal")
     keeping.add_argument(
         "--trace",
-        type=trace_file,
+        type=writable_file,
         metavar="FILE",
         help="write a trace of two steps, measured beside predicted, for ui.perfetto.dev; needs 5 steps",
     )
     add_output_options(parser)
-    parser.set_defaults(run=imported_late("protrain.cli.train_run"))
-
-
-def trace_file(text: str) -> str:
-    """An argparse type: the path of a file that can be written, as text."""
-    return str(writable_file(text))
+    parser.set_defaults(folder=None, resume=False, gpus=None, trace=None, json=False, out=None)
+    parser.set_defaults(module="protrain.cli.train_run")
 
 
 def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:

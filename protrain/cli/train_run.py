@@ -18,9 +18,11 @@ from protrain.cli.options import emit
 from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
-from protrain.cli.together import Processes, together
+from protrain.cli.together import together
 from protrain.common.progress import Progress
 from protrain.common.tables import wrapped
+from protrain.distributed.joining import join
+from protrain.distributed.ranks import Ranks
 
 
 def run(args: argparse.Namespace) -> None:
@@ -30,36 +32,36 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: processes that this one has started have ended, with their status; or this is one of several, and
             another has failed.
     """
-    if not args.resume and not hasattr(args, "model") and hasattr(args, "folder"):
+    if not args.resume and not hasattr(args, "model") and args.folder is not None:
         args.resume = jobs.is_run(args.folder)
         if not args.resume:
             raise ValueError(
                 f"--folder {args.folder} holds no run to go on with: for a new one give --model, such as --model tiny"
             )
-    if args.resume and not hasattr(args, "folder"):
+    if args.resume and args.folder is None:
         raise ValueError("--resume needs the --folder of the run")
     if launched(args):
         return
-    with stop_requests() as requests, together() as processes:
-        _train(args, requests, processes)
+    with stop_requests() as requests, together():
+        _train(args, requests, join(None))
 
 
-def _train(args: argparse.Namespace, requests: StopRequests, processes: Processes) -> None:
-    """Train as one of ``processes``. The first one decides what to do, and has the folder."""
+def _train(args: argparse.Namespace, requests: StopRequests, ranks: Ranks) -> None:
+    """Train as one of ``ranks``. The first one decides what to do, and has the folder."""
     names = {field.name for field in fields(TrainJob)}
     given = {name: value for name, value in vars(args).items() if name in names}
-    first = processes.rank == 0
-    named = getattr(args, "folder", None)
-    claim = claimed(named or _new_folder(given.get("model", "")), new=named is None) if first else nullcontext(Path())
+    first = ranks.rank == 0
+    named = args.folder or _new_folder(given.get("model", ""))
+    claim = claimed(named, new=args.folder is None) if first else nullcontext(Path())
     with claim as own:
-        folder = processes.of_first(own)
-        decided = processes.of_first(_job(args, folder, given) if first else None)
+        folder = ranks.of_first(own)
+        decided = ranks.of_first(_job(args, folder, given) if first else None)
         assert decided is not None, "the first has decided"
         job, summary = decided
         if summary is not None:
             Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
         else:
-            summary = train(job, folder, requests, resume=args.resume, trace=getattr(args, "trace", None))
+            summary = train(job, folder, requests, resume=args.resume, trace=args.trace)
     if first:
         files = ", ".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
         lines = [wrapped(line, indent="  ") for line in (f"in {folder}: {files}", summary.last_line())]

@@ -30,7 +30,6 @@ class Run:
     optimizer: Any
     scheduler: torch.optim.lr_scheduler.LambdaLR
     device: torch.device
-    dtype: torch.dtype
     sequence: int
     parameters: int
     trained_parameters: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.plugins import Precision as FabricPrecision
@@ -28,6 +28,7 @@ from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
+_Base: Any = DDPStrategy if TYPE_CHECKING else object  # the type checker sees what stands behind it among the bases
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
 
@@ -36,16 +37,6 @@ def _dtype(precision: str) -> torch.dtype:
     if precision not in _DTYPES:
         raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
     return _DTYPES[precision]
-
-
-def _check_devices(strategy: DDPStrategy | FabricDDPStrategy) -> None:
-    """Raise a ValueError if a launcher has started more processes on this machine than Lightning was given devices."""
-    devices = len(strategy.parallel_devices or ())
-    if strategy.local_rank >= devices:
-        raise ValueError(
-            f"{local_processes()} processes were started on this machine, each for a device of its own, and Lightning "
-            f"was given {devices}: pass devices={local_processes()}"
-        )
 
 
 class _Steps(nn.Module):
@@ -77,7 +68,36 @@ def _unlogged(module: LightningModule) -> Iterator[None]:
         del vars(module)["log"]
 
 
-class ProTrainStrategy(DDPStrategy):
+class _Processes(_Base):
+    """What both strategies do about processes: start and join them only where there are several."""
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Take the device of this process, once there is one for each."""
+        devices = len(self.parallel_devices or ())
+        if self.local_rank >= devices:
+            raise ValueError(
+                f"{local_processes()} processes were started on this machine, each for a device of its own, and "
+                f"Lightning was given {devices}: pass devices={local_processes()}"
+            )
+        super().setup_environment()
+
+
+def _step(name: str) -> Any:
+    """The method ``name`` of the strategy, which runs that step as a call of the wrapped model, if there is one."""
+
+    def run(self: ProTrainStrategy, *args: Any, **kwargs: Any) -> Any:
+        if self._steps is not None and self.model is self._steps:
+            return self._steps(name, *args, **kwargs)
+        return getattr(super(ProTrainStrategy, self), name)(*args, **kwargs)
+
+    return run
+
+
+class ProTrainStrategy(_Processes, DDPStrategy):
     """Lightning's ``Trainer(strategy="protrain")``.
 
     Precision, accumulation and device are those of the Trainer. A plan is made for the first training batch, before
@@ -97,15 +117,6 @@ class ProTrainStrategy(DDPStrategy):
         self._example_batch = example_batch
         self._wrap_arguments = wrap_arguments
         self._steps: _Steps | None = None
-
-    def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Take the device of this process, once there is one for each."""
-        _check_devices(self)
-        super().setup_environment()
 
     def setup_distributed(self) -> None:
         """Start the processes' group, if there are several."""
@@ -153,26 +164,10 @@ class ProTrainStrategy(DDPStrategy):
         optimizer.when_begun(self._steps.begin)
         self.optimizers = [optimizer]
 
-    def _run(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        if self._steps is not None and self.model is self._steps:
-            return self._steps(step, *args, **kwargs)
-        return getattr(super(), step)(*args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the step as a call of the wrapped model, as do the other three."""
-        return self._run("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``training_step``."""
-        return self._run("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``training_step``."""
-        return self._run("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """See ``training_step``."""
-        return self._run("predict_step", *args, **kwargs)
+    training_step = _step("training_step")
+    validation_step = _step("validation_step")
+    test_step = _step("test_step")
+    predict_step = _step("predict_step")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights for a checkpoint: all of them on the first rank, which writes it."""
@@ -203,7 +198,7 @@ class _NoSync(_BackwardSyncControl):
         return no_sync
 
 
-class ProTrainFabricStrategy(FabricDDPStrategy):
+class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
     """Fabric's ``Fabric(strategy="protrain")``, for ``model, optimizer = fabric.setup(model, optimizer)``.
 
     Args:
@@ -216,15 +211,6 @@ class ProTrainFabricStrategy(FabricDDPStrategy):
         super().__init__()
         self._wrap_arguments = wrap_arguments
         self._backward_sync_control = _NoSync()
-
-    def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Take the device of this process, once there is one for each."""
-        _check_devices(self)
-        super().setup_environment()
 
     def _setup_distributed(self) -> None:
         if self.num_nodes * self.num_processes > 1:

@@ -27,7 +27,7 @@ merge: false
 
 def parsed(*words: str) -> dict[str, Any]:
     found = vars(build_parser("train").parse_args(["train", *words]))
-    return {name: value for name, value in found.items() if name not in ("run", "command", "config")}
+    return {name: value for name, value in found.items() if name not in ("command", "config")}
 
 
 @pytest.fixture

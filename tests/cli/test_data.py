@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from protrain.cli.codec import Codec, byte_codec, tokenizer_codec
+from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Tokens, check_length, evaluation_batches, training_batch
 from protrain.cli.text import tokenize
 
@@ -18,7 +17,7 @@ from protrain.cli.text import tokenize
 def make_tokens(folder: Path, text: str, held_out: float = 0.1) -> Tokens:
     source = folder / "text.txt"
     source.write_text(text)
-    return tokenize([source], byte_codec(), folder / "data", held_out=held_out)
+    return tokenize([source], Codec(), folder / "data", held_out=held_out)
 
 
 def words_codec() -> Codec:
@@ -28,20 +27,18 @@ def words_codec() -> Codec:
     model = tokenizers.models.WordLevel({"<unk>": 0, "to": 1, "be": 2, "</s>": 70000}, unk_token="<unk>")
     inner = tokenizers.Tokenizer(model)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    return tokenizer_codec(transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
+    return TokenizerCodec(transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>"))
 
 
 def test_bytes_split_at_the_tail_of_every_document(tmp_path: Path) -> None:
     for name, text in (("a.txt", "a" * 100), ("b.txt", "é" * 50), ("empty.txt", "")):
         (tmp_path / name).write_text(text, encoding="utf-8")
     seen: list[int] = []
-    tokens = tokenize(
-        sorted(tmp_path.glob("*.txt")), byte_codec(), tmp_path / "data", held_out=0.1, progress=seen.append
-    )
+    tokens = tokenize(sorted(tmp_path.glob("*.txt")), Codec(), tmp_path / "data", held_out=0.1, progress=seen.append)
     assert tokens.train.tokens.tobytes() == np.array([97] * 91 + [0xC3, 0xA9] * 45 + [0xC3], np.uint16).tobytes()
     assert tokens.held_out.tokens.tolist() == [97] * 9 + [0] + [0xA9, *[0xC3, 0xA9] * 4, 0]
     assert sum(seen) == 200
-    assert byte_codec().decode(tokens.held_out.tokens[:12].tolist()).startswith("a" * 9)
+    assert Codec().decode(tokens.held_out.tokens[:12].tolist()).startswith("a" * 9)
 
 
 def test_unigram_entropy_is_that_of_all_tokens(tmp_path: Path) -> None:
@@ -58,7 +55,8 @@ def test_a_checksum_sees_one_changed_letter(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_gives_the_tokens_and_the_separator(tmp_path: Path) -> None:
-    codec = replace(words_codec(), vocabulary=70001)
+    codec = words_codec()
+    codec.vocabulary = 70001
     source = tmp_path / "text.txt"
     source.write_text("to be or\n")
     tokens = tokenize([source], codec, tmp_path / "data", held_out=0.0)
@@ -118,7 +116,7 @@ def latin1(tmp_path: Path) -> Path:
 
 
 def test_bytes_are_tokens_in_any_encoding(latin1: Path, tmp_path: Path) -> None:
-    tokens = tokenize(sorted(latin1.iterdir()), byte_codec(), tmp_path / "data", held_out=0.0)
+    tokens = tokenize(sorted(latin1.iterdir()), Codec(), tmp_path / "data", held_out=0.0)
     assert bytes(tokens.train.tokens.tolist()) == "to bé or\n\0".encode() + "to be or\nnot to bé\n\0".encode("latin1")
 
 
@@ -133,7 +131,7 @@ def test_a_tokenizer_is_given_no_other_encoding(latin1: Path, tmp_path: Path) ->
 
 
 def test_tokens_beyond_bytes_are_no_text() -> None:
-    assert byte_codec().decode([0, 72, 105, 256, 50256, 33]) == "Hi!"
+    assert Codec().decode([0, 72, 105, 256, 50256, 33]) == "Hi!"
 
 
 def test_data_that_cannot_be_used_is_named(tmp_path: Path) -> None:
@@ -149,11 +147,12 @@ def test_a_line_of_any_length_is_read_in_pieces_that_cut_no_character(character:
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     pieces: list[bytes] = []
 
-    def encode(piece: bytes) -> list[int]:
-        pieces.append(piece)
-        return [1]
+    class Collecting(Codec):
+        def encode(self, text: bytes) -> list[int]:
+            pieces.append(text)
+            return [1]
 
-    tokenize([tmp_path / "text.txt"], replace(byte_codec(), encode=encode), tmp_path / "data", held_out=0.0)
+    tokenize([tmp_path / "text.txt"], Collecting(), tmp_path / "data", held_out=0.0)
     assert max(map(len, pieces)) <= 512 * 1024
     assert "".join(piece.decode() for piece in pieces) == text
     assert pieces[-1].startswith(b" word"), "words are not cut"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protrain.cli.codec import byte_codec, tokenizer_codec
+from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.examples import ExampleMaker, set_chat_template
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -55,8 +55,8 @@ def make_tokenizer(template: str | None = TEMPLATE, *, adds_first: bool = False)
 
 def words(row: dict[str, Any], tokenizer: Any, *, column: str | None = None, all_tokens: bool = False) -> list[str]:
     """The tokens of ``row`` as words. Those that the loss counts are in brackets."""
-    codec = tokenizer_codec(tokenizer)
-    examples = ExampleMaker(codec=codec, tokenizer=tokenizer, column=column, all_tokens=all_tokens)
+    codec = TokenizerCodec(tokenizer)
+    examples = ExampleMaker(codec=codec, column=column, all_tokens=all_tokens)
     ids, counted = examples.maker(row)(row)
     return [f"[{WORDS[token]}]" if count else WORDS[token] for token, count in zip(ids, counted, strict=True)]
 
@@ -137,7 +137,7 @@ def test_all_of_a_text_counts() -> None:
 
 
 def test_bytes_are_counted_where_the_completion_begins() -> None:
-    examples = ExampleMaker(codec=byte_codec(), tokenizer=None, column=None, all_tokens=False)
+    examples = ExampleMaker(codec=Codec(), column=None, all_tokens=False)
     row = {"prompt": "é", "completion": "ß!"}
     ids, counted = examples.maker(row)(row)
     assert bytes(ids.tolist()) == "éß!\0".encode()
@@ -172,7 +172,7 @@ def test_what_lacks_a_template_is_refused_with_the_remedy(tmp_path: Path) -> Non
     set_chat_template(tokenizer, str(tmp_path / "template.jinja"))
     assert words({"messages": CHAT}, tokenizer) == words({"messages": CHAT}, make_tokenizer())
     with pytest.raises(ValueError, match="--model has no tokenizer: give the folder of a model"):
-        ExampleMaker(codec=byte_codec(), tokenizer=None, column=None, all_tokens=False).maker({"messages": CHAT})
+        ExampleMaker(codec=Codec(), column=None, all_tokens=False).maker({"messages": CHAT})
     with pytest.raises(ValueError, match="--chat-template: --model has no tokenizer"):
         set_chat_template(None, str(tmp_path / "template.jinja"))
     with pytest.raises(ValueError, match=r"--chat-template: cannot read .*nowhere"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec
 from protrain.cli.data import training_batch
 from protrain.cli.main import main
 from protrain.cli.text import tokenize
@@ -71,7 +71,7 @@ def test_losses_and_adapter_are_those_of_pefts_own_loop(finished: Path, workplac
     model = peft.PeftModel.from_pretrained(in_4bit(workplace), start / "model", is_trainable=True).train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
-    tokens = tokenize([workplace / "text.txt"], byte_codec(), tmp_path, held_out=0.05)
+    tokens = tokenize([workplace / "text.txt"], Codec(), tmp_path, held_out=0.05)
     expected = []
     for step in range(6):
         batch = training_batch(tokens, seed=0, step=step, batch=4, sequence=32, micro_batch=0, micro_batches=1)

@@ -14,7 +14,7 @@ from torch import nn
 
 import protrain
 from protrain.checkpoint.manifest import list_saves, read_manifest
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec
 from protrain.cli.data import evaluation_batches
 from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.main import main
@@ -82,7 +82,7 @@ def finished(workplace: Path) -> Path:
 
 
 def held_out_loss(model: Any, workplace: Path, scratch: Path) -> float:
-    tokens = tokenize([workplace / "text.txt"], byte_codec(), scratch, held_out=0.05)
+    tokens = tokenize([workplace / "text.txt"], Codec(), scratch, held_out=0.05)
     with torch.no_grad():
         batches = list(evaluation_batches(tokens, batch=4, sequence=32, count=8))
         losses = [float(model(**batch).loss) * len(batch["input_ids"]) for batch in batches]

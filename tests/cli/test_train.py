@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec
 from protrain.cli.data import evaluation_batches
 from protrain.cli.main import main
 from protrain.cli.text import tokenize
@@ -97,7 +97,7 @@ def test_a_run_learns_and_leaves_its_files(finished: Path) -> None:
 def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workplace: Path, tmp_path: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(finished / "model")
     assert model.dtype == torch.float32
-    tokens = tokenize([workplace / "text.txt"], byte_codec(), tmp_path, held_out=0.05)
+    tokens = tokenize([workplace / "text.txt"], Codec(), tmp_path, held_out=0.05)
     losses = []
     with torch.no_grad():
         for batch in evaluation_batches(tokens, batch=4, sequence=32, count=8):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protrain.cli.codec import byte_codec
+from protrain.cli.codec import Codec
 from protrain.cli.data import training_batch
 from protrain.cli.job import RANGES, TrainJob
 from protrain.cli.main import main
@@ -29,7 +29,7 @@ def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, capsys: pytes
 
 def test_the_largest_seeds_draw_other_batches(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(map(chr, np.random.default_rng(0).integers(32, 126, 5000))))
-    tokens = tokenize([tmp_path / "text.txt"], byte_codec(), tmp_path / "data", held_out=0.0)
+    tokens = tokenize([tmp_path / "text.txt"], Codec(), tmp_path / "data", held_out=0.0)
     drawn = [
         training_batch(tokens, seed=seed, step=step, micro_batch=0, batch=4, sequence=16)["input_ids"].tolist()
         for seed in (2**64 - 1, 2**64 - 2)
@@ -83,6 +83,6 @@ def test_a_full_disk_is_named_and_gets_its_bytes_back(name: str, tmp_path: Path)
     folder.mkdir()
     (folder / name).symlink_to("/dev/full")
     with pytest.raises(OSError, match=f"cannot write the tokens of the data to {folder}: No space left") as error:
-        tokenize([tmp_path / "text.txt"], byte_codec(), folder, held_out=0.5)
+        tokenize([tmp_path / "text.txt"], Codec(), folder, held_out=0.5)
     assert "make room there, or give another --folder" in str(error.value)
     assert list(folder.iterdir()) == []
