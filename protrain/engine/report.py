@@ -111,7 +111,7 @@ class StepClock:
 def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicted_host_gparams: float) -> Report:
     """The report of ``engine``. ``device_bytes`` is the device memory that stays allocated."""
     updates = engine.step.updates
-    tally, streaming = updates.tally, updates.streaming
+    host, streaming = updates.host, updates.streaming
     if engine.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(engine.device)
     else:
@@ -129,9 +129,9 @@ def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicte
         uploaded_bytes=engine.buffers.uploaded_bytes,
         received_bytes=engine.ranks.received_bytes,
         sent_bytes=engine.ranks.sent_bytes,
-        speculative_updates=tally.committed + tally.redone,
-        redone_updates=tally.redone,
+        speculative_updates=host.committed + host.redone,
+        redone_updates=host.redone,
         streamed_updates=0 if streaming is None else streaming.streamer.updates,
-        host_gparams=tally.host_rate.mean_gparams(),
+        host_gparams=host.rate.mean_gparams(),
         predicted_host_gparams=predicted_host_gparams,
     )

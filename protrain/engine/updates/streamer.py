@@ -6,24 +6,15 @@ import functools
 import time
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.updates.ordering import ChunkUpdate
+from protrain.engine.updates.in_host_memory import ChunkUpdate, Scale
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker
 from protrain.planning.sharing import Sharing, Waiting, first_late
-
-
-class Scale(NamedTuple):
-    """The factor on gradients, for clipping and loss scaling: one fp32 number."""
-
-    on_device: Tensor
-    on_host: Tensor
-    ready: Mark  # on_host has its value
 
 
 class Streamer:
@@ -102,8 +93,8 @@ class Streaming:
                 (running or left)[0].job.end()  # then the host's rate and what it has done are known anew
                 continue
             update = left[index]
-            assert update.streamed is not None
-            update.job.run(self.worker.named(update.streamed, f"update {update.chunk.index}"))
+            streamed = functools.partial(update.run_with, self.streamer.update)
+            update.job.run(self.worker.named(streamed, f"update {update.chunk.index}"))
 
     def _waiting(self, update: ChunkUpdate) -> Waiting:
         device_ms = inf if update.can_commit() else self.streamer.rate.milliseconds(update.chunk.shard_elements)

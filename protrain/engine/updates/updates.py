@@ -29,9 +29,7 @@ if its update must be done again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,42 +39,12 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
-from protrain.engine.updates.on_host import Tally, update_on_host, wait_for_gradient
-from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
-from protrain.engine.updates.streamer import Scale, Streaming
+from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates, Scale, Speculation, Window
+from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.streamer import Streaming
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
 from protrain_kernels import AdamScalars
-
-
-@dataclass(eq=False)
-class _Window:
-    """The time in which the host may begin updates in the order in which gradients arrive."""
-
-    end: Mark | None = None  # the end of the last backward on the device; None until step() or the end of backward
-
-    def is_closed(self) -> bool:
-        """Whether updates in the order of need may begin.
-
-        The window stays open while its backward runs. So a job that backward has queued does its work, and the host
-        memory of its gradient is free when the job is done.
-        """
-        return self.end is not None and self.end.reached()
-
-
-@dataclass(eq=False)
-class _Speculation:
-    """A speculative update, and what it assumed."""
-
-    pieces: list[Piece]
-    factor: float
-    done: bool = False
-    dropped: bool = False  # its gradient was forgotten
-    version: int = -1  # of the weight from which it was computed
-
-    def holds(self, pieces: list[Piece], factor: float, version: int) -> bool:
-        """Whether it did what a step now asks for."""
-        return self.done and self.factor == factor and self.version == version and self.pieces == pieces
 
 
 class Updates:
@@ -104,23 +72,26 @@ class Updates:
         streaming: Streaming | None,
     ) -> None:
         self.steps = [0] * len(gradients.members)  # of each parameter, as those without a gradient are not updated
-        self.tally = Tally() if streaming is None else Tally(streaming.host_rate)
         self.streaming = streaming
         self.worker = worker
+        self.host = HostUpdates(
+            threads=worker.threads,
+            rate=Rate(0.0) if streaming is None else streaming.host_rate,
+            link_is_idle=buffers.link_is_idle,
+        )
         self._streams = streams = memory.streams
         self._ranks = memory.ranks
         self._chunks = chunks
         self._groups = groups
         self._gradients = gradients
         self._buffers = buffers
-        self._speculations: dict[int, _Speculation] = {}  # by chunk
-        self._window = _Window()
+        self._speculations: dict[int, Speculation] = {}  # by chunk
+        self._window = Window()
         self._assumed: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: invalid ones
         self._inside: list[ChunkUpdate] = []  # updates that this backward has given to the host
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
-        self._commits = CommitsFirst(buffers.link_is_idle)
         self._host_scale = memory.arena.take(1, torch.float32)
         self._device_scale = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
         self._scale_ready = streams.mark()
@@ -172,7 +143,7 @@ class Updates:
         """
         if not chunk.speculates:
             return
-        if not self.tally.as_assumed or self._backwards != self._usual_backwards:
+        if not self.host.as_assumed or self._backwards != self._usual_backwards:
             return
         try:
             pieces = self._pieces(chunk)
@@ -180,21 +151,17 @@ class Updates:
             return
         if sum(part.stop - part.start for part, _ in pieces) != chunk.used_elements:
             return  # a commit would take over elements that were not written
-        speculation = self._speculations[chunk.index] = _Speculation(pieces, factor)
-        gradient = self._gradients.host_gradient(chunk)
-        scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        threads, window, tally, summing = self.worker.threads, self._window, self.tally, _summing(chunk)
-
-        def on_host() -> None:  # it must not refer to the engine, as in _offloaded_update
-            if not speculation.dropped and not window.is_closed():
-                wait_for_gradient(chunk, None, summing)
-                speculation.version = chunk.version
-                with nullcontext() if chunk.speculates_weight_only else tally.timing(pieces):
-                    chunk.step_speculatively(pieces, gradient, scale, threads=threads)
-                speculation.done = True
-
+        speculation = self._speculations[chunk.index] = Speculation(
+            chunk=chunk,
+            pieces=pieces,
+            factor=factor,
+            gradient=self._gradients.host_gradient(chunk),
+            summing=_summing(chunk),
+            window=self._window,
+            host=self.host,
+        )
         what = "weight" if chunk.speculates_weight_only else "update"
-        job = self.worker.job(on_host, f"speculative {what} {chunk.index}")
+        job = self.worker.job(speculation.run, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, job)
         self.worker.queue(job)
 
@@ -205,7 +172,7 @@ class Updates:
         self._speculations.clear()
         self._inside.clear()
         self._backwards = 0
-        self._window = _Window()
+        self._window = Window()
 
     # -- updates that count --------------------------------------------------------------------------------------------
 
@@ -235,7 +202,7 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        update, window = self._offloaded_update(chunk, pieces, None), self._window
+        update, window = self._offloaded_update(chunk, pieces, None, assumed=1.0), self._window
 
         def on_host() -> None:
             if not window.is_closed():
@@ -256,7 +223,7 @@ class Updates:
         end = streams.mark()
         streams.compute_reached(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
-        self._window = _Window()
+        self._window = Window()
         return end
 
     def _begin(self, chunk: Chunk) -> list[Piece]:
@@ -278,102 +245,36 @@ class Updates:
             self._update_on_device(chunk, pieces, scale)
             self._streams.compute_reached(chunk.updated)
             return None
-        if not chunk.speculates:
-            return self._offloaded_update(chunk, pieces, scale)
-        speculation, tally = self._speculations.pop(chunk.index, None), self.tally
-        update, stream = self._on_host(chunk, pieces, scale), self._streamed(chunk, pieces, scale)
-        if chunk.state is not ChunkState.SPECULATED:  # another gradient has come, even if by a backward that failed
-            speculation = None
-
-        def factor() -> float:  # it must not refer to the engine, as in _on_host
-            if scale is None:
-                return 1.0
-            scale.ready.wait()
-            return scale.on_host.item()
-
-        def can_commit() -> bool:
-            return speculation is not None and speculation.holds(pieces, factor(), chunk.version)
-
-        def redo(update: Callable[[], None]) -> None:
-            tally.as_assumed = factor() == assumed
-            update()
-            tally.redone += speculation is not None and speculation.done
-
-        def on_host() -> None:
-            if can_commit():
-                tally.as_assumed = factor() == assumed
-                chunk.commit()
-                tally.committed += 1
-            else:
-                redo(update)
-
-        deferred = None
-        if speculation is not None and chunk.speculates_weight_only:
-            deferred = self._deferred_update(chunk, pieces, scale)
-        job = self._job(chunk, on_host, f"update {chunk.index}", then=deferred)
-        streamed = None if stream is None else functools.partial(redo, stream)
-        return ChunkUpdate(chunk, job, can_commit, deferred, streamed)
-
-    def _deferred_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
-        """A job that updates all states if the step has committed the speculative weight."""
-        gradient, threads = self._gradients.host_gradient(chunk), self.worker.threads
-        tally = self.tally
-
-        def on_host() -> None:
-            if chunk.is_behind:
-                with tally.timing(pieces):
-                    chunk.catch_up(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
-
-        return self.worker.job(on_host, f"deferred update {chunk.index}")
+        return self._offloaded_update(chunk, pieces, scale, assumed=assumed)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
         for first, gradient in self._gradients.device_gradient(chunk):
             chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
 
-    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
-        """The update of a chunk in host memory without regard to speculation."""
-        update, streamed = self._on_host(chunk, pieces, scale), self._streamed(chunk, pieces, scale)
-        job = self._job(chunk, update, f"update {chunk.index}")
-        return ChunkUpdate(chunk, job, lambda: False, streamed=streamed)
-
-    def _streamed(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None] | None:
-        """The update of a chunk in host memory by the device. None: it has no staging for that."""
-        if self.streaming is None:
-            return None
-        return self._waiting(chunk, pieces, scale, self.streaming.streamer.update)
-
-    def _on_host(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
-        """The update of a chunk in host memory by the host."""
-        threads = self.worker.threads
-        update = functools.partial(update_on_host, threads=threads, commits=self._commits, tally=self.tally)
-        return self._waiting(chunk, pieces, scale, update)
-
-    def _waiting(
-        self,
-        chunk: Chunk,
-        pieces: list[Piece],
-        scale: Scale | None,
-        update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None],
-    ) -> Callable[[], None]:
-        """``update``, which first waits for what it reads.
-
-        It does not refer to the engine, as a model that is dropped must not wait for updates.
-        """
-        gradient, summing = self._gradients.host_gradient(chunk), _summing(chunk)
-
-        def run() -> None:
-            wait_for_gradient(chunk, scale, summing)
-            update(chunk, pieces, gradient, scale)
-
-        return run
-
-    def _job(self, chunk: Chunk, work: Callable[[], None], name: str, *, then: Job | None = None) -> Job:
-        """A job that the next fetch of ``chunk`` waits for. The deferred update ``then`` comes after it."""
+    def _offloaded_update(
+        self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, *, assumed: float | None
+    ) -> ChunkUpdate:
+        """The update of a chunk in host memory, whose job the next fetch of the chunk waits for."""
+        speculation = self._speculations.pop(chunk.index, None)
+        if chunk.state is not ChunkState.SPECULATED:  # another gradient has come, even if by a backward that failed
+            speculation = None
+        update = ChunkUpdate(
+            chunk=chunk,
+            pieces=pieces,
+            gradient=self._gradients.host_gradient(chunk),
+            summing=_summing(chunk),
+            scale=scale,
+            assumed=assumed,
+            speculation=speculation,
+            host=self.host,
+        )
+        if speculation is not None and chunk.speculates_weight_only:
+            update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         self._buffers.invalidate(chunk)
-        job = self.worker.job(work, name)
-        chunk.begin(ChunkState.UPDATING, job, then=then)
-        return job
+        update.job = self.worker.job(update.run, f"update {chunk.index}")
+        chunk.begin(ChunkState.UPDATING, update.job, then=update.deferred)
+        return update
 
     def _queue(self, updates: Iterable[ChunkUpdate], norm: Mark) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
@@ -386,7 +287,7 @@ class Updates:
             for update in updates:
                 made.append(update)
         finally:  # after an error, too, every job that was made is queued
-            worker.submit(functools.partial(self._commits.find, made))
+            worker.submit(functools.partial(self.host.find_commits, made))
             for update in made:
                 worker.queue(update.job)
             if streaming is not None:
