@@ -12,10 +12,12 @@ from protrain.engine.states.parameter_state import check_shapes
 Groups = list[dict[str, Any]]
 
 
-def pack_state(groups: Groups, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state in torch's format. ``states`` has those of parameters, by their id."""
+def pack_state(
+    groups: Groups, parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The state in torch's format. ``states`` has those of ``parameters``, by name."""
     numbers = {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
-    state = {numbers[key]: dict(value) for key, value in states.items()}
+    state = {numbers[id(parameters[name])]: dict(value) for name, value in states.items()}
     packed = []
     for group in groups:
         own = {key: value for key, value in group.items() if key != "params"}

@@ -87,6 +87,7 @@ class Member:
     offset: int  # elements
     bound: int = 0  # how many running units use it
     address: int = 0  # of its data while a unit uses it
+    steps: int = 0  # that have updated it, as a parameter without a gradient is not updated
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
     own: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
 

@@ -22,6 +22,7 @@ from protrain.engine.states.values import (
 )
 
 _STATES = ("exp_avg", "exp_avg_sq")
+_EXPORTED_BYTES = 12  # of one element: master and two moments in fp32
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Part:
         return self.elements == slice(0, self.shape.numel())
 
 
-def export_part(member: Member, steps: list[int]) -> Part:
+def export_part(member: Member) -> Part:
     """Copies of what this rank has of ``member``. Other ranks need not call it."""
     if member.group < 0:
         tensors = {"weight": read_own_weight(member)}
     else:
-        own = _own_state(member, steps)
+        own = _own_state(member)
         tensors = {"master": own["master"] if "master" in own else read_own_master(member), **own}
     part = Part(member.shape, own_elements(member), tensors)
     if part.is_whole:
@@ -59,47 +60,47 @@ def export_part(member: Member, steps: list[int]) -> Part:
     return part
 
 
-def export_parameter(member: Member, steps: list[int]) -> dict[str, Tensor]:
+def part_bytes(member: Member) -> int:
+    """The host memory that ``export_part`` takes."""
+    own = own_elements(member)
+    return (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
+
+
+def export_parameter(member: Member) -> dict[str, Tensor]:
     """The tensors of ``export_part`` for the whole parameter. All ranks must call it."""
-    return _whole(member, export_part(member, steps).tensors)
+    return _whole(member, export_part(member).tensors)
 
 
-def import_part(member: Member, steps: list[int], elements: slice, tensors: Mapping[str, Tensor]) -> None:
+def import_part(member: Member, elements: slice, tensors: Mapping[str, Tensor]) -> None:
     """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a ``Part``."""
     if "weight" in tensors:
         write_weight(member, tensors["weight"], elements)
     elif member.group < 0:  # it was trainable when it was saved
         write_weight(member, tensors["master"], elements)
     if member.group >= 0:
-        import_state(member, steps, tensors, elements)
+        import_state(member, tensors, elements)
 
 
-def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
+def export_state(member: Member) -> dict[str, Any]:
     """Copies of all states of ``member`` in the format of torch.optim.AdamW, and of the ``master`` if there is one.
 
-    All ranks must call it. ``steps`` is the number of steps of each parameter.
+    With the master comes ``master_step``, the step at which it was exported. Other optimizers keep the master in their
+    state but do not update it. When their state is loaded here, the old master must not replace the weight that they
+    have trained. The step is no tensor, as other optimizers cast tensors. All ranks must call it.
     """
-    return _whole(member, _own_state(member, steps))
+    state = _whole(member, _own_state(member))
+    return {**state, "master_step": member.steps} if "master" in state else {**state}
 
 
-def with_master_step(state: dict[str, Tensor]) -> dict[str, Any]:
-    """``state`` of ``export_state``, with the step at which the master was exported, if there is one.
-
-    Other optimizers keep the master in their state but do not update it. When their state is loaded here, the old
-    master must not replace the weight that they have trained. The step is no tensor, as other optimizers cast tensors.
-    """
-    return {**state, "master_step": int(state["step"])} if "master" in state else dict(state)
-
-
-def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any], elements: slice | None = None) -> None:
+def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | None = None) -> None:
     """Set the states that ``export_state`` returned. States that are missing become those of an untrained model.
 
     ``elements`` are those that ``tensors`` have. None: all of them.
     """
-    steps[member.index] = int(tensors.get("step", 0))
+    member.steps = int(tensors.get("step", 0))
     for name in _STATES:
         write_state(member, name, tensors.get(name, 0.0), elements)
-    if "master" in tensors and tensors.get("master_step", steps[member.index]) == steps[member.index]:
+    if "master" in tensors and tensors.get("master_step", member.steps) == member.steps:
         write_master(member, tensors["master"], elements)
 
 
@@ -113,9 +114,9 @@ def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> No
             )
 
 
-def _own_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
+def _own_state(member: Member) -> dict[str, Tensor]:
     """``export_state`` of what this rank has: 1-d."""
-    state = {"step": torch.tensor(float(steps[member.index]), device="cpu")}
+    state = {"step": torch.tensor(float(member.steps), device="cpu")}
     state |= {name: read_own_state(member, name) for name in _STATES}
     if member.chunk.master is not None:
         state["master"] = read_own_master(member)

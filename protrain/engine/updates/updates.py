@@ -71,7 +71,6 @@ class Updates:
         worker: HostWorker,
         streaming: Streaming | None,
     ) -> None:
-        self.steps = [0] * len(gradients.members)  # of each parameter, as those without a gradient are not updated
         self.streaming = streaming
         self.worker = worker
         self.host = HostUpdates(
@@ -231,7 +230,7 @@ class Updates:
         pieces = self._pieces(chunk)
         for member in chunk.members:
             if self._gradients.present[member.index]:
-                self.steps[member.index] += 1
+                member.steps += 1
         if self._ranks.several and self.has_gradients(chunk):
             self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
         return pieces
@@ -305,7 +304,7 @@ class Updates:
             start, stop = member.own.start, member.own.stop
             if member.group < 0 or start == stop or not self._gradients.present[member.index]:
                 continue
-            key = (member.group, self.steps[member.index] + 1)
+            key = (member.group, member.steps + 1)
             if runs and runs[-1][1] == start and runs[-1][2:] == key:
                 runs[-1] = (runs[-1][0], stop, *key)
             else:
