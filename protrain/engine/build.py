@@ -63,7 +63,7 @@ def build_engine(
     step_during_backward: bool,
     weights: str | Path | None,
     show: Callable[[str, float], None],
-) -> tuple[Engine, int]:
+) -> Engine:
     """Allocate the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
 
     Args:
@@ -81,9 +81,6 @@ def build_engine(
         step_during_backward: make updates inside backward.
         weights: a folder of safetensors to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
-
-    Returns:
-        The engine, and the bytes of device memory that stay allocated.
     """
     library()  # build it now, so that a missing compiler is an error before the first step
     dtype = DTYPES[profile.dtype]
@@ -144,24 +141,21 @@ def build_engine(
         )
     else:
         gradients = Gradients(memory, **how_gradients)
-    persistent = layout.chunks[: plan.n_persist]
-    fixed_bytes = (
-        profile.buffer_bytes
-        + sum(
-            sum(size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, dtype)))
-            for record in persistent
-        )
-        + sum(buffer.memory.nbytes for buffer in buffers.buffers)
-        + gradients.device_bytes
-        + (streaming.streamer.staging_bytes if streaming is not None else 0)
-    )
     ledger = Ledger()
     if device.type != "cuda":
-        ledger = SimulatedLedger(
-            budget_bytes=device_bytes,
-            fixed_bytes=fixed_bytes + plan.transient_bytes,
-            fixed=unmanaged_memory(model),
+        states = (
+            size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, dtype))
+            for record in layout.chunks[: plan.n_persist]
         )
+        fixed_bytes = (
+            profile.buffer_bytes
+            + plan.transient_bytes
+            + sum(map(sum, states))
+            + sum(buffer.memory.nbytes for buffer in buffers.buffers)
+            + gradients.device_bytes
+            + (streaming.streamer.staging_bytes if streaming is not None else 0)
+        )
+        ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes, fixed=unmanaged_memory(model))
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
     placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
@@ -207,7 +201,7 @@ def build_engine(
     )
     install(engine)
     StateHooks(engine)
-    return engine, fixed_bytes
+    return engine
 
 
 def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:

@@ -108,14 +108,12 @@ class StepClock:
         self._last = now
 
 
-def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicted_host_gparams: float) -> Report:
-    """The report of ``engine``. ``device_bytes`` is the device memory that stays allocated."""
+def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: float) -> Report:
+    """The report of ``engine``."""
     updates = engine.step.updates
     host, streaming = updates.host, updates.streaming
-    if engine.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(engine.device)
-    else:
-        peak = engine.ledger.peak_bytes if isinstance(engine.ledger, SimulatedLedger) else device_bytes
+    ledger, device = engine.ledger, engine.device
+    peak = ledger.peak_bytes if isinstance(ledger, SimulatedLedger) else torch.cuda.max_memory_allocated(device)
     return Report(
         plan=str(engine.plan),
         steps=clock.steps,

@@ -20,17 +20,8 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.report import Report, StepClock, make_report
+from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.parameter_state import (
-    Part,
-    check_shapes,
-    export_parameter,
-    export_part,
-    export_state,
-    import_part,
-    import_state,
-    part_bytes,
-)
 from protrain.engine.states.values import own_elements
 from protrain.hardware import HardwareProfile
 from protrain.optim.torch_state import match_state, pack_state
@@ -86,18 +77,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         for name, parameter in self._trained.items():
             if parameter in optimizer.state:
                 self._state_at_begin[name] = optimizer.state[parameter]
-                check_shapes(name, parameter.shape, optimizer.state[parameter])
+                parameter_state.check_shapes(name, parameter.shape, optimizer.state[parameter])
 
-    def begin(self, engine: Engine, *, device_bytes: int, hardware: HardwareProfile) -> None:
-        """Train with ``engine`` from now on.
-
-        Args:
-            engine: has the chunks of all parameters.
-            device_bytes: the device memory that it keeps.
-            hardware: that it was planned for.
-        """
+    def begin(self, engine: Engine, *, hardware: HardwareProfile) -> None:
+        """Train with ``engine`` from now on. It has the chunks of all parameters and was planned for ``hardware``."""
         self._running = engine
-        self._device_bytes = device_bytes
         self.hardware = hardware
         self._by_name = {member.name: member for member in engine.members}
         engine.gradients.no_sync = self._no_sync
@@ -210,12 +194,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def report(self) -> Report:
         """The predicted and the measured time and bytes so far."""
-        return make_report(
-            self._engine,
-            self._clock,
-            device_bytes=self._device_bytes,
-            predicted_host_gparams=self._predicted_host_gparams,
-        )
+        return make_report(self._engine, self._clock, predicted_host_gparams=self._predicted_host_gparams)
 
     @cached_property
     def _predicted_host_gparams(self) -> float:
@@ -267,7 +246,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
                 member = self._by_name[name]
                 # Before its first step a parameter has state to keep only if it has a master.
                 if member.steps or member.chunk.master is not None:
-                    state = export_state(member)
+                    state = parameter_state.export_state(member)
                     if kept:
                         states[name] = state
         return states
@@ -302,7 +281,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with engine.quiet():
             members = [self._by_name[name] for name in found]
             for member in members:
-                import_state(member, found[member.name])
+                parameter_state.import_state(member, found[member.name])
             engine.weights_changed([member.chunk for member in members])
 
     def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
@@ -326,17 +305,17 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.bindings.refuse_inside_full_parameters("export_parameter()")
         self.ranks.meet("export_parameter()")
         with self._engine.quiet():
-            return export_parameter(self._by_name[name])
+            return parameter_state.export_parameter(self._by_name[name])
 
-    def export_part(self, name: str) -> Part:
+    def export_part(self, name: str) -> parameter_state.Part:
         """What this rank has of all state of one parameter, as CPU copies. Other ranks need not call it."""
         self._engine.bindings.refuse_inside_full_parameters("export_part()")
         with self._engine.quiet():
-            return export_part(self._by_name[name])
+            return parameter_state.export_part(self._by_name[name])
 
     def export_bytes(self, names: Iterable[str]) -> int:
         """The host memory that ``export_part`` of the parameters ``names`` takes on this rank."""
-        return sum(part_bytes(self._by_name[name]) for name in names)
+        return sum(parameter_state.part_bytes(self._by_name[name]) for name in names)
 
     @property
     def free_host_bytes(self) -> int:
@@ -355,7 +334,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         parameter = self._parameters.get(name)
         if parameter is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
-        check_shapes(name, parameter.shape, tensors)
+        parameter_state.check_shapes(name, parameter.shape, tensors)
         if name not in self._trained and not {"weight", "master"} & set(tensors):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 
@@ -377,7 +356,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
         member = self._by_name[name]
         with self._engine.quiet():
-            import_part(member, elements, tensors)
+            parameter_state.import_part(member, elements, tensors)
             self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:
