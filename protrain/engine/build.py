@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step
 from protrain.engine.streams import streams_for
-from protrain.engine.units import make_units
+from protrain.engine.units import ManagedModel, make_units
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streamer, Streaming
 from protrain.engine.updates.updates import Updates
@@ -118,29 +117,18 @@ def build_engine(
         streamer = Streamer(memory.streams, staging_bytes=sharing.staging_bytes, gparams=sharing.device_gparams)
         thread = HostWorker(threads=1, name="protrain-stream-worker")
         streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)
-    units = make_units(model, profile, plan, layout, chunks, members)
-    how_gradients: dict[str, Any] = {
-        "members": members,
-        "worker": worker,
-        "staging_elements": layout.gradient_elements(plan.n_persist),
-        "free_device_bytes": device_bytes - plan.device_bytes,
-        "host_bytes": host_bytes,
-        "pool_elements": layout.region_elements(plan.n_persist),
-        "pool_sizes": (plan.n_device_gradient, plan.n_host_gradient),
-        "cut_tiles": layout.cut_tiles(),
-    }
-    gradients: Gradients
-    if ranks.several:
-        gradients = ShardedGradients(
-            memory,
-            units=units,
-            calls=profile.calls,
-            sent_elements=layout.reduction_elements(),
-            accumulates=plan.accumulation > 1,
-            **how_gradients,
-        )
-    else:
-        gradients = Gradients(memory, **how_gradients)
+    managed = ManagedModel(
+        model=model,
+        profile=profile,
+        plan=plan,
+        layout=layout,
+        memory=memory,
+        chunks=chunks,
+        members=members,
+        units=make_units(model, profile, plan, layout, chunks, members),
+    )
+    kind = ShardedGradients if ranks.several else Gradients
+    gradients = kind(managed, worker=worker, device_bytes=device_bytes, host_bytes=host_bytes)
     ledger = Ledger()
     if device.type != "cuda":
         states = (
@@ -158,41 +146,21 @@ def build_engine(
         ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes, fixed=unmanaged_memory(model))
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
-    placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
-    bindings = Bindings(members, units, buffers, placeholder)
-    updates = Updates(
-        memory,
-        chunks=chunks,
-        groups=groups,
-        gradients=gradients,
-        buffers=buffers,
-        worker=worker,
-        streaming=streaming,
-    )
+    bindings = Bindings(managed, buffers)
+    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, streaming=streaming)
     step = Step(
-        chunks=chunks,
+        managed,
         groups=groups,
         gradients=gradients,
         updates=updates,
         buffers=buffers,
         bindings=bindings,
-        ranks=ranks,
         inside=step_during_backward,
     )
-    how: dict[str, Any] = {"units": units, "calls": profile.calls, "chunks": chunks, "buffers": buffers, "step": step}
-    visits = (
-        Lockstep(**how, ranks=ranks, within=[unit.within for unit in profile.units]) if ranks.several else Visits(**how)
-    )
     engine = Engine(
-        model=model,
-        profile=profile,
-        plan=plan,
-        memory=memory,
+        managed,
         step=step,
-        chunks=chunks,
-        members=members,
-        units=units,
-        visits=visits,
+        visits=(Lockstep if ranks.several else Visits)(managed, buffers=buffers, step=step),
         buffers=buffers,
         bindings=bindings,
         gradients=gradients,

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.distributed.ranks import Ranks
 from protrain.engine.gradients.clipping import Clipping
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.state import State
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
@@ -48,26 +48,24 @@ class Step:
     """The step that runs now. It decides when gradients are used, and by what.
 
     Args:
-        chunks: all chunks.
+        managed: the model.
         groups: the hyperparameters.
         gradients: collects gradients.
         updates: does AdamW.
         buffers: know which chunks are in use.
         bindings: know which weights were edited.
-        ranks: the processes that train together.
         inside: whether updates are made inside backward.
     """
 
     def __init__(
         self,
+        managed: ManagedModel,
         *,
-        chunks: Sequence[Chunk],
         groups: Groups,
         gradients: Gradients,
         updates: Updates,
         buffers: BufferPool,
         bindings: Bindings,
-        ranks: Ranks,
         inside: bool,
     ) -> None:
         self.updates = updates
@@ -76,12 +74,12 @@ class Step:
         self.clipping = Clipping(gradients, self.loss_scale)
         self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
         self.phase = Phase.EMPTY
-        self._chunks = chunks
+        self._chunks = managed.chunks
         self._gradients = gradients
         self._buffers = buffers
         self._bindings = bindings
         self._inside = inside
-        self._ranks = ranks
+        self._ranks = managed.memory.ranks
 
     def _go_to(self, new: Phase) -> None:
         self.phase = self.phase.become(new)

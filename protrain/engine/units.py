@@ -1,4 +1,4 @@
-"""Units: the modules around which chunks are fetched and released, and what each of them needs to run."""
+"""Units: the modules around which chunks are fetched and released, and the model that consists of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.module_state import BlockModules
@@ -31,6 +32,20 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.moving = [member for member in self.members if not member.chunk.resident]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ManagedModel:
+    """A model whose states lie in chunks, and what it was planned for: what all parts of an engine work on."""
+
+    model: nn.Module
+    profile: ModelProfile
+    plan: Plan
+    layout: Layout
+    memory: EngineMemory
+    chunks: list[Chunk]
+    members: list[Member]  # all managed parameters
+    units: list[Unit]
 
 
 def make_units(

@@ -16,15 +16,11 @@ to its end, as autograd goes to and fro between the enclosing unit and those ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
-from protrain.distributed.ranks import Ranks
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.step import Step
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.schedule import Schedule
 
@@ -33,21 +29,18 @@ class Visits:
     """The visits of one rank.
 
     Args:
-        units: all units.
-        calls: the units in the order in which the profiled forward called them.
-        chunks: all chunks.
+        managed: the model, whose profile has the order of calls.
         buffers: into which chunks are fetched ahead.
         step: gets the gradients of every visit of backward.
     """
 
-    def __init__(
-        self, *, units: Sequence[Unit], calls: Sequence[int], chunks: list[Chunk], buffers: BufferPool, step: Step
-    ) -> None:
+    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
+        units, calls = managed.units, managed.profile.calls
         fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training = Schedule([*calls, *reversed(calls)], fetched)
         self._inference = Schedule(calls, fetched)
         self._units = units
-        self._chunks = chunks
+        self._chunks = managed.chunks
         self._buffers = buffers
         self._step = step
         self.order = self._training  # the schedule that is followed now
@@ -94,28 +87,13 @@ class Visits:
 
 
 class Lockstep(Visits):
-    """The visits of one of several ranks. See [Note: one order].
+    """The visits of one of several ranks. See [Note: one order]."""
 
-    Args:
-        ranks: the processes that train together.
-        within: by unit, the units that enclose it.
-    """
-
-    def __init__(
-        self,
-        *,
-        units: Sequence[Unit],
-        calls: Sequence[int],
-        chunks: list[Chunk],
-        buffers: BufferPool,
-        step: Step,
-        ranks: Ranks,
-        within: Sequence[Sequence[int]],
-    ) -> None:
-        super().__init__(units=units, calls=calls, chunks=chunks, buffers=buffers, step=step)
-        self._ranks = ranks
-        self._within = within
-        self._enclosing = sorted({outer for inner in calls for outer in within[inner]})
+    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
+        super().__init__(managed, buffers=buffers, step=step)
+        self._ranks = managed.memory.ranks
+        self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
+        self._enclosing = sorted({outer for inner in managed.profile.calls for outer in self._within[inner]})
         self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
         self._reduced = -1  # the last visit whose gradients are reduced
 

@@ -20,7 +20,7 @@ The sum stays fp32. The norm and the update each round it once to the type of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -28,9 +28,10 @@ from torch import Tensor
 from protrain.common.errors import PlanError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPool
-from protrain.engine.states.arena import EngineMemory, aligned
+from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Mark
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
 from protrain.planning.layout import STAGING_BUFFERS
@@ -41,37 +42,21 @@ class Gradients:
     """Collects the gradients of one step; reset by ``zero_grad``.
 
     Args:
-        memory: where gradients are allocated.
-        members: all managed parameters.
+        managed: the model.
         worker: adds gradients in host memory.
-        staging_elements: the size of a staging buffer for usual chunks, and for large ones.
-        free_device_bytes: device memory that the plan has left, for accumulators that were not planned.
+        device_bytes: the limit of device memory. What the plan leaves of it is for accumulators that were not planned.
         host_bytes: the limit of host memory.
-        pool_elements: the size of a shared gradient buffer on the device, and in host memory.
-        pool_sizes: the number of shared gradient buffers on the device, and in host memory.
-        cut_tiles: the tiles of parameters that shards cut, as (parameter, tile of it).
     """
 
-    def __init__(
-        self,
-        memory: EngineMemory,
-        *,
-        members: list[Member],
-        worker: HostWorker,
-        staging_elements: tuple[int, int],
-        free_device_bytes: int,
-        host_bytes: int,
-        pool_elements: tuple[int, int],
-        pool_sizes: tuple[int, int],
-        cut_tiles: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self.members = members
+    def __init__(self, managed: ManagedModel, *, worker: HostWorker, device_bytes: int, host_bytes: int) -> None:
+        memory, layout, plan = managed.memory, managed.layout, managed.plan
+        self.members = members = managed.members
         self.device, dtype = memory.device, memory.dtype
         self.dtype = dtype
         self.streams = streams = memory.streams
         self.worker = worker
         self.arena = memory.arena
-        self.free_device_bytes = free_device_bytes
+        self.free_device_bytes = device_bytes - plan.device_bytes
         self.host_bytes = host_bytes
         self.poison = memory.poison
         self.pending: dict[Chunk, list[tuple[Member, Tensor]]] = {}
@@ -79,25 +64,27 @@ class Gradients:
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
         self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
-        self._squares = SquareSums(memory, members, cut_tiles)
+        self._squares = SquareSums(memory, members, layout.cut_tiles())
         self._filled = streams.mark()  # staging memory has its content
         self._filled_whole = streams.mark()
         self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
         self._large_drained = streams.mark()
         for mark in (*self._drained, self._large_drained):
             streams.compute_reached(mark)
+        # With several ranks gradients go through the buffers of a reduction.
+        usual, large = (0, 0) if memory.ranks.several else layout.gradient_elements(plan.n_persist)
         self._next_staging = 0
         self._staging_elements = 0
         self._staging_memory = torch.empty(0, dtype=dtype, device=self.device)
-        self._need_staging(staging_elements[0])
-        self._large_staging = streams.record_streams(torch.zeros(staging_elements[1], dtype=dtype, device=self.device))
-        self._pool_elements = pool_elements
+        self._need_staging(usual)
+        self._large_staging = streams.record_streams(torch.zeros(large, dtype=dtype, device=self.device))
+        self._pool_elements = on_device, on_host = layout.region_elements(plan.n_persist)  # of one buffer
         self._device_pool = streams.record_streams(
-            torch.zeros((pool_sizes[0], pool_elements[0]), dtype=dtype, device=self.device)
+            torch.zeros((plan.n_device_gradient, on_device), dtype=dtype, device=self.device)
         )
-        host_pool = [self.arena.take(pool_elements[1], dtype) for _ in range(pool_sizes[1])]
+        host_pool = [self.arena.take(on_host, dtype) for _ in range(plan.n_host_gradient)]
         self._pools: dict[bool, GradientPool] = {}  # by whether the chunks that share it are persistent
-        if pool_sizes[0]:
+        if plan.n_device_gradient:
             self._pools[True] = GradientPool(self._device_pool, more=self._add_device_buffer)
         if host_pool:
             self._pools[False] = GradientPool(host_pool, more=self._add_host_buffer)

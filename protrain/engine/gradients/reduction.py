@@ -30,7 +30,7 @@ from protrain.common.errors import MisuseError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain_kernels import Slice, flatten, fold, padded
 
@@ -54,39 +54,26 @@ class Reduction:
     """Reduces the gradients of every backward.
 
     Args:
-        memory: where buffers are allocated.
-        units: all units.
-        calls: the units in the order in which forward calls them.
+        managed: the model.
         squares: takes the sums of squares.
-        sent_elements: the size of a buffer to send from, for usual chunks and for large ones.
-        offloaded_elements: the size of a shard that is offloaded, likewise.
-        accumulates: whether steps have several backwards.
     """
 
-    def __init__(
-        self,
-        memory: EngineMemory,
-        *,
-        units: Sequence[Unit],
-        calls: Sequence[int],
-        squares: SquareSums,
-        sent_elements: tuple[int, int],
-        offloaded_elements: tuple[int, int],
-        accumulates: bool,
-    ) -> None:
+    def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
+        memory, layout, plan = managed.memory, managed.layout, managed.plan
         self._ranks = memory.ranks
         self._streams = streams = memory.streams
         self._poison = memory.poison
         self._squares = squares
         self._factor = memory.gradient_factor
-        self._ranges = self._plan(units, calls)
+        self._ranges = self._plan(managed.units, managed.profile.calls)
         last = {part.chunk: visit for visit, parts in self._ranges.items() for part in parts}
         self._complete: dict[int, list[Chunk]] = {}  # by the last visit after which something of them is reduced
         for chunk, visit in last.items():
             self._complete.setdefault(visit, []).append(chunk)
-        usual, large = sent_elements
-        sums = (usual // self._ranks.size, large // self._ranks.size) if accumulates else (0, 0)
-        shards = sums if accumulates else offloaded_elements  # of a sum's gradient its squares are needed
+        usual, large = layout.reduction_elements()
+        sums, shards = (0, 0), layout.gradient_elements(plan.n_persist)
+        if plan.accumulation > 1:  # of a sum's gradient its squares are needed
+            sums = shards = usual // self._ranks.size, large // self._ranks.size
         self._usual = [_Lane(memory, usual, shards[0], sums[0]) for _ in range(STAGING_BUFFERS)]
         self._large = [_Lane(memory, large, shards[1], sums[1])]
         self._received = {  # used on the stream of reductions alone, in order

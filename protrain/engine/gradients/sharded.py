@@ -7,7 +7,6 @@ parameters have a gradient, and exchange the partial sums of the norm. So clippi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,47 +16,23 @@ from typing_extensions import override
 from protrain.common.errors import MisuseError
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
-from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel
 
 
 class ShardedGradients(Gradients):
     """Collects the gradients of one step on one of several ranks.
 
     Args:
-        memory: where gradients are allocated.
-        units: all units.
-        calls: the units in the order in which forward calls them.
-        sent_elements: the size of a buffer for what is sent to other ranks, for usual chunks and for large ones.
-        staging_elements: the size of a shard that is offloaded, likewise.
-        accumulates: whether the plan is for steps of several backwards.
+        managed: the model.
         options: what ``Gradients`` needs besides.
     """
 
-    def __init__(
-        self,
-        memory: EngineMemory,
-        *,
-        units: Sequence[Unit],
-        calls: Sequence[int],
-        sent_elements: tuple[int, int],
-        staging_elements: tuple[int, int],
-        accumulates: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(memory, staging_elements=(0, 0), **options)
-        self._ranks = memory.ranks
-        self._reduction = Reduction(
-            memory,
-            units=units,
-            calls=calls,
-            squares=self._squares,
-            sent_elements=sent_elements,
-            offloaded_elements=staging_elements,
-            accumulates=accumulates,
-        )
-        self._plans_sums = accumulates
+    def __init__(self, managed: ManagedModel, **options: Any) -> None:
+        super().__init__(managed, **options)
+        self._ranks = managed.memory.ranks
+        self._reduction = Reduction(managed, self._squares)
+        self._plans_sums = managed.plan.accumulation > 1
         self._is_sum = False  # whether a backward of this step has been reduced
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
 

@@ -29,16 +29,16 @@ if its update must be done again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates, Scale, Speculation, Window
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streaming
@@ -51,36 +51,33 @@ class Updates:
     """All updates of one engine.
 
     Args:
-        memory: where the factor on gradients is allocated.
-        chunks: all chunks.
+        managed: the model.
         groups: the hyperparameters.
         gradients: of the step.
         buffers: the chunk buffers, whose content an update makes out of date.
-        worker: updates chunks in host memory.
         streaming: has the device update chunks in host memory. None: the plan has no such chunks.
     """
 
     def __init__(
         self,
-        memory: EngineMemory,
+        managed: ManagedModel,
         *,
-        chunks: Sequence[Chunk],
         groups: Groups,
         gradients: Gradients,
         buffers: BufferPool,
-        worker: HostWorker,
         streaming: Streaming | None,
     ) -> None:
+        memory = managed.memory
         self.streaming = streaming
-        self.worker = worker
+        self.worker = gradients.worker
         self.host = HostUpdates(
-            threads=worker.threads,
+            threads=self.worker.threads,
             rate=Rate(0.0) if streaming is None else streaming.host_rate,
             link_is_idle=buffers.link_is_idle,
         )
         self._streams = streams = memory.streams
         self._ranks = memory.ranks
-        self._chunks = chunks
+        self._chunks = managed.chunks
         self._groups = groups
         self._gradients = gradients
         self._buffers = buffers

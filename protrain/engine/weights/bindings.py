@@ -14,7 +14,7 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.edits import find_edited, keep_edit, undo_edit
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import PresentParameter, edit_error, set_data
 from protrain.engine.weights.released import ReleasedParameter
@@ -25,13 +25,12 @@ class Bindings:
     """Binds and releases the parameters of one engine.
 
     Args:
-        members: all managed parameters.
-        units: all units.
+        managed: the model.
         buffers: where weights lie while units use them.
-        placeholder: one NaN element on the device.
     """
 
-    def __init__(self, members: list[Member], units: list[Unit], buffers: BufferPool, placeholder: Tensor) -> None:
+    def __init__(self, managed: ManagedModel, buffers: BufferPool) -> None:
+        members, memory = managed.members, managed.memory
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
         self.in_state_dict: dict[int, Member] = {}  # parameters that a state_dict() or load_state_dict() uses now
         self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
@@ -40,9 +39,10 @@ class Bindings:
         for member in self._resident:
             member.address = member.view(member.chunk.weight).data_ptr()
         self._buffers = buffers
-        self.placeholder = placeholder
+        # It expands to any shape.
+        self.placeholder = torch.full((), float("nan"), dtype=memory.dtype, device=memory.device)
         self._idle = [  # by parameter: its data while no unit uses it
-            member.view(member.chunk.weight) if member.chunk.resident else placeholder.expand(member.shape)
+            member.view(member.chunk.weight) if member.chunk.resident else self.placeholder.expand(member.shape)
             for member in members
         ]
         self._edited: set[int] = set()  # chunks whose buffers have edited values, which must not be used again
