@@ -329,14 +329,7 @@ class Engine:
 
     def forget_gradient(self, index: int) -> None:
         """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
-        gradients = self.gradients
-        if not gradients.present[index]:
-            raise MisuseError(
-                f"backward is just computing the gradient of {self.members[index].name}: set it to None when "
-                "backward is over, or in a hook that is registered before protrain.wrap"
-            )
-        gradients.forgotten.add(index)
-        if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):
+        if self.gradients.forget(index):
             self.forget_gradients()
 
     def forget_gradients(self) -> bool:

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from protrain.common.errors import PlanError
+from protrain.common.errors import MisuseError, PlanError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPool
 from protrain.engine.states.arena import aligned
@@ -151,6 +151,16 @@ class Gradients:
         """The update of ``chunk`` is queued, and nothing else needs its gradient."""
         if (pool := self._pool_of(chunk)) is not None:
             pool.release(chunk)
+
+    def forget(self, index: int) -> bool:
+        """The user has set ``.grad`` of parameter ``index`` to None. Returns whether this was the last gradient."""
+        if not self.present[index]:
+            raise MisuseError(
+                f"backward is just computing the gradient of {self.members[index].name}: set it to None when "
+                "backward is over, or in a hook that is registered before protrain.wrap"
+            )
+        self.forgotten.add(index)
+        return not self.pending and len(self.forgotten) == sum(self.present)
 
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
