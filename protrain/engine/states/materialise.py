@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.empty import exchange, is_empty, values_of
+from protrain.engine.states.construction import is_empty
+from protrain.engine.states.empty import exchange, values_of
 from protrain.engine.states.stored_tensors import reading
 from protrain.engine.states.values import write_master, write_weight
 from protrain.engine.states.weight_files import unmanaged, weight_sources
