@@ -103,20 +103,12 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             ranks=memory.ranks,
             trainable=record.trainable,
             persistent=persistent,
-            resident=persistent and not memory.ranks.several,
             large=layout.is_large(record),
-            weight=states["weight"],
-            master=states.get("master"),
-            exp_avg=states.get("exp_avg"),
-            exp_avg_sq=states.get("exp_avg_sq"),
-            grad=states.get("grad"),
-            host_grad=None if persistent else states.get("grad"),
-            accumulator=states.get("accumulator"),
-            accumulator_on_host="accumulator" in states and not persistent,
             sum_factor=memory.gradient_factor,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
             updated=memory.streams.mark(),
+            **states,
         )
         if record.index in weight_only:
             chunk.speculative = copies["weight"]

@@ -112,29 +112,32 @@ class Chunk:
     ranks: Ranks  # which have the shards, in their order
     trainable: bool
     persistent: bool
-    resident: bool  # its whole weight stays on the device: it is persistent, and there is one rank
     large: bool  # it has one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
-    master: Tensor | None
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
-    grad: Tensor | None
     offloaded: Mark  # the last copy of a gradient to ``host_grad`` is complete
     uploaded: Mark  # the last upload has read ``weight``
     updated: Mark  # the last update by the device is done, if it is persistent
-    members: list[Member] = field(default_factory=list)
-    host_grad: Tensor | None = None  # host memory for gradients that are offloaded: ``grad`` if not persistent
+    master: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    grad: Tensor | None = None
     accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards, which its readers round
-    accumulator_on_host: bool = False
     sum_factor: float = 1.0  # that finishes a sum in ``accumulator``
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
-    version: int = 0  # counts changes of the weight
+    version: int = field(default=0, init=False)  # counts changes of the weight
+    members: list[Member] = field(default_factory=list, init=False)
+    resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
+    host_grad: Tensor | None = field(init=False)  # host memory for gradients that are offloaded
+    accumulator_on_host: bool = field(init=False)
     # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
     current_weight: Tensor = field(init=False)
-    _queued: _Queued = _CURRENT
+    _queued: _Queued = field(default=_CURRENT, init=False)
 
     def __post_init__(self) -> None:
+        self.resident = self.persistent and not self.ranks.several
+        self.host_grad = None if self.persistent else self.grad
+        self.accumulator_on_host = self.accumulator is not None and not self.persistent
         self.current_weight = self.weight
 
     @property
