@@ -385,7 +385,7 @@ class Engine:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
         for chunk in chunks:
             chunk.version += 1
-            self.streams.compute_reached(chunk.updated)
+            self.streams.compute.place(chunk.updated)
             self.buffers.invalidate(chunk)
         self.steps += 1
 

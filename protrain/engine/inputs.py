@@ -46,7 +46,7 @@ class Inputs:
         moved = batches.move(tree, self._device, lambda tensor: self._upload(tensor, pinned))
         if pinned:
             mark = self._streams.mark()
-            self._streams.compute_reached(mark)
+            self._streams.compute.place(mark)
             self._in_flight.append((mark, pinned))
         return moved
 

@@ -70,7 +70,7 @@ class Gradients:
         self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
         self._large_drained = streams.mark()
         for mark in (*self._drained, self._large_drained):
-            streams.compute_reached(mark)
+            streams.compute.place(mark)
         # With several ranks gradients go through the buffers of a reduction.
         usual, large = (0, 0) if memory.ranks.several else layout.gradient_elements(plan.n_persist)
         self._next_staging = 0
@@ -204,10 +204,10 @@ class Gradients:
             source = chunk.accumulator[start : start + memory.numel()]
             target = memory[: source.numel()]
             for mark in self._drained:
-                self.streams.compute_waits(mark)
-            self.streams.compute_reached(self._filled)
+                self.streams.compute.wait_for(mark)
+            self.streams.compute.place(self._filled)
             self.streams.upload(target, source, after=self._filled, done=self._drained[0])
-            self.streams.compute_waits(self._drained[0])
+            self.streams.compute.wait_for(self._drained[0])
             yield start, target
 
     def host_gradient(self, chunk: Chunk) -> Tensor:
@@ -273,15 +273,15 @@ class Gradients:
             return
         if chunk.persistent and chunk.elements > self._staging_elements:
             staging, drained = self._own_staging(chunk), self._filled_whole
-            self.streams.compute_waits(chunk.offloaded)
+            self.streams.compute.wait_for(chunk.offloaded)
         elif chunk.large and not chunk.persistent:
             staging, drained = self._large_staging[: chunk.elements], self._large_drained
-            self.streams.compute_waits(drained)
+            self.streams.compute.wait_for(drained)
         else:
             index = self._next_staging
             self._next_staging = (index + 1) % STAGING_BUFFERS
             staging, drained = self._staging[index], self._drained[index]
-            self.streams.compute_waits(drained)
+            self.streams.compute.wait_for(drained)
         if self.poison:
             staging.fill_(float("nan"))
         flatten(gradients, staging, offsets, squares, tile_offsets, accumulate=False)
@@ -296,12 +296,12 @@ class Gradients:
     def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
         assert chunk.host_grad is not None
         chunk.wait()  # an addition may read it, or an update if no forward has come in between
-        self.streams.compute_reached(self._filled)
+        self.streams.compute.place(self._filled)
         for start, stop in ranges:
             self.streams.offload(
                 chunk.host_grad[start:stop], source[start:stop], after=self._filled, done=chunk.offloaded
             )
-        self.streams.offload_reached(drained)
+        self.streams.d2h.place(drained)
 
     def _add_on_host(self, chunk: Chunk, ranges: list[tuple[int, int]], *, initialise: bool) -> None:
         accumulator, host_grad = chunk.accumulator, chunk.host_grad
@@ -368,7 +368,7 @@ class Gradients:
         if elements <= self._staging_elements:
             return
         for mark in self._drained:
-            self.streams.compute_waits(mark)  # before the allocator may hand the old memory out again
+            self.streams.compute.wait_for(mark)  # before the allocator may hand the old memory out again
         # One allocation, so that both halves together can hold one chunk in fp32.
         self._staging_elements = elements
         self._staging_memory = self.streams.record_streams(

@@ -128,8 +128,8 @@ class SquareSums:
                 assert member.chunk.accumulator is not None
                 values = member.chunk.accumulator[member.offset : member.offset + member.numel]
                 sum_of_squares(values, host_partials[start:stop], weight_dtype=self._memory.dtype)
-        streams.compute_reached(self._computed)
+        streams.compute.place(self._computed)
         streams.upload(self._from_host, host_partials, after=self._computed, done=self._uploaded)
-        streams.compute_waits(self._uploaded)
+        streams.compute.wait_for(self._uploaded)
         self._uploaded.wait()  # the next call overwrites the host memory
         torch.where(self._on_host, self._from_host, self.partials, out=self.partials)

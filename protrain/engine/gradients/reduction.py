@@ -111,7 +111,7 @@ class Reduction:
     def _reduce(self, part: _Range, gradients: dict[int, Tensor], *, again: bool) -> None:
         streams, chunk = self._streams, part.chunk
         lane, received = self._next(chunk)
-        streams.compute_waits(lane.sent_free)
+        streams.compute.wait_for(lane.sent_free)
         sent = lane.sent[: part.stop - part.start]
         present = [member for member in part.members if member.index in gradients]
         if len(present) < len(part.members):
@@ -123,15 +123,15 @@ class Reduction:
             sent,
             [member.offset - part.start for member in present],
         )
-        streams.compute_reached(self._filled)
+        streams.compute.place(self._filled)
         own = part.own.stop - part.own.start
         received = received[: own * self._ranks.size]
-        with streams.reducing(after=self._filled, done=lane.sent_free):
+        with streams.reduce.running(after=self._filled, done=lane.sent_free):
             self._ranks.exchange(received, sent, part.counts, f"the reduction of chunk {chunk.index}")
         if not own:
             return
         target, total = self._targets(part, lane, again=again)
-        with streams.reducing(after=self._filled, done=self.folded):
+        with streams.reduce.running(after=self._filled, done=self.folded):
             if total is not None and not again:
                 total.fill_(ABSENT)
             fold(
@@ -148,7 +148,7 @@ class Reduction:
             assert host is not None
             chunk.wait()  # an update may read it if no forward has come in between
             streams.offload(host[part.own], device, after=self.folded, done=chunk.offloaded)
-            streams.offload_reached(lane.shard_free)
+            streams.d2h.place(lane.shard_free)
 
     def _targets(self, part: _Range, lane: _Lane, *, again: bool) -> tuple[Tensor, Tensor | None]:
         """Where a fold writes the gradient of ``part``, and the sum of several backwards that it adds to.
@@ -160,7 +160,7 @@ class Reduction:
         if chunk.persistent and chunk.accumulator is None:
             assert chunk.grad is not None
             return chunk.grad[part.own], None
-        streams.reduce_waits(lane.shard_free)
+        streams.reduce.wait_for(lane.shard_free)
         if chunk.persistent:
             assert chunk.accumulator is not None
             return lane.shard[:own], chunk.accumulator[part.own]
@@ -168,9 +168,9 @@ class Reduction:
             return lane.shard[:own], None
         total = lane.sum[:own]
         if again:
-            streams.upload_waits(chunk.offloaded)
+            streams.h2d.wait_for(chunk.offloaded)
             streams.upload(total, chunk.accumulator[part.own], after=lane.shard_free, done=lane.sum_there)
-            streams.reduce_waits(lane.sum_there)
+            streams.reduce.wait_for(lane.sum_there)
         return lane.shard[:own], total
 
     def _next(self, chunk: Chunk) -> tuple[_Lane, Tensor]:
@@ -237,8 +237,8 @@ class _Lane:
         self.sum_there = streams.mark()  # the sum has arrived in ``sum``
         self.sent_free = streams.mark()  # the exchange has read ``sent``
         self.shard_free = streams.mark()  # the offload has read ``shard`` or ``sum``
-        streams.compute_reached(self.sent_free)
-        streams.compute_reached(self.shard_free)
+        streams.compute.place(self.sent_free)
+        streams.compute.place(self.shard_free)
 
 
 def refuse_late(late: Sequence[str]) -> None:

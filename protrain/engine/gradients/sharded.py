@@ -99,7 +99,7 @@ class ShardedGradients(Gradients):
         refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
         self._is_sum = True
         self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
-        self.streams.compute_reached(self._filled)
-        with self.streams.reducing(after=self._filled, done=self._reduction.folded):
+        self.streams.compute.place(self._filled)
+        with self.streams.reduce.running(after=self._filled, done=self._reduction.folded):
             self._squares.combine()
-        self.streams.compute_waits(self._reduction.folded)
+        self.streams.compute.wait_for(self._reduction.folded)

@@ -114,10 +114,10 @@ class Updates:
         for job in self._all_done:
             job.wait()  # usually done long ago: a forward and a backward have come in between
         streams = self._streams
-        streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
+        streams.compute.wait_for(self._scale_ready)  # the copy of the step before may still read it
         self._device_scale.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
         computed = streams.mark()
-        streams.compute_reached(computed)
+        streams.compute.place(computed)
         streams.offload(self._host_scale, self._device_scale, after=computed, done=self._scale_ready)
         return Scale(self._device_scale, self._host_scale, self._scale_ready)
 
@@ -192,7 +192,7 @@ class Updates:
 
     def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent and self._ranks.several:  # where its gradient was folded, so that compute does not wait
-            with self._streams.reducing(after=chunk.updated, done=chunk.updated):
+            with self._streams.reduce.running(after=chunk.updated, done=chunk.updated):
                 self._update_on_device(chunk, pieces, None)
             return
         if chunk.persistent:
@@ -217,7 +217,7 @@ class Updates:
         """Returns the end of backward on the device."""
         streams = self._streams
         end = streams.mark()
-        streams.compute_reached(end)
+        streams.compute.place(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
         self._window = Window()
         return end
@@ -239,7 +239,7 @@ class Updates:
             return None
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
-            self._streams.compute_reached(chunk.updated)
+            self._streams.compute.place(chunk.updated)
             return None
         return self._offloaded_update(chunk, pieces, scale, assumed=assumed)
 
