@@ -64,7 +64,7 @@ class Gradients:
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
         self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
-        self._squares = SquareSums(memory, members, layout.cut_tiles())
+        self.squares = SquareSums(memory, members, layout.cut_tiles())
         self._filled = streams.mark()  # staging memory has its content
         self._filled_whole = streams.mark()
         self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
@@ -93,7 +93,7 @@ class Gradients:
     def device_bytes(self) -> int:
         """Device memory that stays allocated."""
         staging = self._staging_memory.nbytes + self._large_staging.nbytes
-        return self._squares.device_bytes + staging + self._device_pool.nbytes
+        return self.squares.device_bytes + staging + self._device_pool.nbytes
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
@@ -169,15 +169,7 @@ class Gradients:
         self.pending.clear()
         self.present = [False] * len(self.members)
         self.forgotten.clear()
-        self._squares.reset()
-
-    def norm_squared(self) -> Tensor:
-        """The sum of squares of all gradients: fp64, 0-d, on the device."""
-        return self._squares.total(self.present)
-
-    def sums_of_squares(self) -> tuple[list[int], Tensor]:
-        """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
-        return self._squares.by_parameter(self.present)
+        self.squares.reset()
 
     def device_gradient(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
         """The gradient of a persistent chunk on the device: parts of it and the elements at which they begin.
@@ -185,9 +177,7 @@ class Gradients:
         A part may lie in staging memory, where the next part overwrites it.
         """
         if not chunk.accumulator_on_host:
-            gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
-            assert gradient is not None
-            yield 0, gradient
+            yield 0, chunk.gradient
             return
         assert chunk.accumulator is not None
         chunk.wait()  # for the sum, which itself has waited for the offload of chunk.grad
@@ -209,12 +199,6 @@ class Gradients:
             self.streams.upload(target, source, after=self._filled, done=self._drained[0])
             self.streams.compute.wait_for(self._drained[0])
             yield start, target
-
-    def host_gradient(self, chunk: Chunk) -> Tensor:
-        """The gradient of a non-persistent chunk in host memory, complete once ``chunk.offloaded`` is reached."""
-        gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
-        assert gradient is not None
-        return gradient
 
     def _pool_of(self, chunk: Chunk) -> GradientPool | None:
         """The pool in which ``chunk`` shares memory for its gradient. None: it has a gradient of its own."""
@@ -262,14 +246,12 @@ class Gradients:
         members = [member for member, _ in items]
         gradients = [gradient.contiguous() for _, gradient in items]
         offsets = [member.offset for member in members]
-        squares, tile_offsets = self._squares.partials, [self._squares.offsets[member.index] for member in members]
+        squares, tile_offsets = self.squares.partials, [self.squares.offsets[member.index] for member in members]
         if chunk.persistent and not chunk.accumulator_on_host:
             if chunk.accumulator is None:
                 self._acquire(chunk)
-            target = chunk.accumulator if chunk.accumulator is not None else chunk.grad
-            assert target is not None
             where = offsets, squares, tile_offsets
-            flatten(gradients, target, *where, accumulate=accumulate, weight_dtype=self.dtype)
+            flatten(gradients, chunk.gradient, *where, accumulate=accumulate, weight_dtype=self.dtype)
             return
         if chunk.persistent and chunk.elements > self._staging_elements:
             staging, drained = self._own_staging(chunk), self._filled_whole
@@ -381,9 +363,8 @@ def _merged(members: list[Member]) -> list[tuple[int, int]]:
     """The ranges of elements that cover ``members``, which are sorted by offset, and their padding."""
     ranges: list[tuple[int, int]] = []
     for member in members:
-        stop = member.offset + -(-member.numel // 128) * 128
         if ranges and ranges[-1][1] == member.offset:
-            ranges[-1] = (ranges[-1][0], stop)
+            ranges[-1] = (ranges[-1][0], member.stop)
         else:
-            ranges.append((member.offset, stop))
+            ranges.append((member.offset, member.stop))
     return ranges

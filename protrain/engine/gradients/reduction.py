@@ -32,7 +32,7 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel, Unit
 from protrain.planning.layout import STAGING_BUFFERS
-from protrain_kernels import Slice, flatten, fold, padded
+from protrain_kernels import Slice, flatten, fold
 
 ABSENT = -0.0  # what a rank without a gradient adds
 
@@ -198,7 +198,7 @@ class Reduction:
 
     def _range(self, members: Sequence[Member]) -> _Range:
         chunk = members[0].chunk
-        start, stop = members[0].offset, _end(members[-1])
+        start, stop = members[0].offset, members[-1].stop
         length = chunk.shard_elements
         bounds = [(rank * length, (rank + 1) * length) for rank in range(self._ranks.size)]
         counts = tuple(max(0, min(stop, high) - max(start, low)) for low, high in bounds)
@@ -261,15 +261,11 @@ def refuse_other_hyperparameters(of_ranks: Sequence[object]) -> None:
             )
 
 
-def _end(member: Member) -> int:
-    return member.offset + padded(member.numel)
-
-
 def _runs(members: Sequence[Member]) -> list[list[Member]]:
     """``members``, sorted by chunk and offset, in runs of neighbours."""
     runs: list[list[Member]] = []
     for member in members:
-        if runs and runs[-1][-1].chunk is member.chunk and _end(runs[-1][-1]) == member.offset:
+        if runs and runs[-1][-1].chunk is member.chunk and runs[-1][-1].stop == member.offset:
             runs[-1].append(member)
         else:
             runs.append([member])

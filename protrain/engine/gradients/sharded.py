@@ -31,7 +31,7 @@ class ShardedGradients(Gradients):
     def __init__(self, managed: ManagedModel, **options: Any) -> None:
         super().__init__(managed, **options)
         self._ranks = managed.memory.ranks
-        self._reduction = Reduction(managed, self._squares)
+        self._reduction = Reduction(managed, self.squares)
         self._plans_sums = managed.plan.accumulation > 1
         self._is_sum = False  # whether a backward of this step has been reduced
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
@@ -101,5 +101,5 @@ class ShardedGradients(Gradients):
         self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
         self.streams.compute.place(self._filled)
         with self.streams.reduce.running(after=self._filled, done=self._reduction.folded):
-            self._squares.combine()
+            self.squares.combine()
         self.streams.compute.wait_for(self._reduction.folded)

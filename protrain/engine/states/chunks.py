@@ -89,12 +89,14 @@ class Member:
     address: int = 0  # of its data while a unit uses it
     steps: int = 0  # that have updated it, as a parameter without a gradient is not updated
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
+    stop: int = field(init=False)  # the end of its place in the chunk, with its padding
     own: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
 
     def __post_init__(self) -> None:
+        self.stop = self.offset + padded(self.numel)
         shard = self.chunk.shard
         first = max(self.offset, shard.start) - shard.start
-        stop = min(self.offset + padded(self.numel), shard.stop) - shard.start
+        stop = min(self.stop, shard.stop) - shard.start
         self.own = slice(first, max(first, stop))
 
     def view(self, flat: Tensor) -> Tensor:
@@ -146,6 +148,16 @@ class Chunk:
         return self.shard.stop - self.shard.start
 
     @property
+    def gradient(self) -> Tensor:
+        """The gradient of the step, where an update reads it: the sum of several backwards, if there is one.
+
+        That of a chunk in host memory is complete when ``offloaded`` is reached and ``summing`` is done.
+        """
+        gradient = self.grad if self.accumulator is None else self.accumulator
+        assert gradient is not None
+        return gradient
+
+    @property
     def gradient_factor(self) -> float:
         """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
         return 1.0 if self.accumulator is None else self.sum_factor
@@ -161,9 +173,9 @@ class Chunk:
         return self._queued.state
 
     @property
-    def last_job(self) -> Job | None:
-        """The last job that was queued for the chunk. None if it is CURRENT."""
-        return self._queued.last
+    def summing(self) -> Job | None:
+        """The last job that adds to the gradient, if nothing was queued after it."""
+        return self._queued.last if self.state is ChunkState.SUMMING else None
 
     @property
     def update(self) -> Job | None:
@@ -204,8 +216,8 @@ class Chunk:
         """Block until the sum of the gradients that have arrived is complete."""
         if self.state is ChunkState.SUMMING:
             self.wait()
-        elif self.last_job is not None:
-            self.last_job.end()  # it comes after the addition, and its own error is raised in whoever needs it
+        elif self._queued.last is not None:
+            self._queued.last.end()  # it comes after the addition, and its own error is raised in whoever needs it
 
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""

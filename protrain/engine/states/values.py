@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Member
-from protrain_kernels import join, padded, split, unflatten
+from protrain_kernels import join, split, unflatten
 
 _PIECE = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
 
@@ -63,7 +63,7 @@ def read_weights(members: Sequence[Member]) -> list[Tensor]:
         by_chunk.setdefault(member.chunk, []).append(at)
     for chunk, found in by_chunk.items():
         first = min(members[at].offset for at in found)
-        stop = max(members[at].offset + padded(members[at].numel) for at in found)
+        stop = max(members[at].stop for at in found)
         own = chunk.weight[max(0, first - chunk.shard.start) : max(0, stop - chunk.shard.start)].cpu()
         offsets = [members[at].offset - first for at in found]
         unflatten(_assembled(chunk, own, first, stop), [copies[at] for at in found], offsets)

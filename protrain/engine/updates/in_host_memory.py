@@ -49,14 +49,7 @@ class HostUpdates:
         self._commits: deque[Job] = deque()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
-        """Update ``pieces`` of ``chunk``, and run commits in the middle of that.
-
-        Args:
-            chunk: a chunk in host memory.
-            pieces: runs of elements with their hyperparameters.
-            gradient: the gradient in host memory.
-            scale: factor on the gradient.
-        """
+        """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
         on_host = None if scale is None else scale.on_host
         with self.timing(pieces) as untimed:
             between = functools.partial(untimed, self.run_commits)

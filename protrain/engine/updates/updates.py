@@ -151,8 +151,8 @@ class Updates:
             chunk=chunk,
             pieces=pieces,
             factor=factor,
-            gradient=self._gradients.host_gradient(chunk),
-            summing=_summing(chunk),
+            gradient=chunk.gradient,
+            summing=chunk.summing,
             window=self._window,
             host=self.host,
         )
@@ -258,8 +258,8 @@ class Updates:
         update = ChunkUpdate(
             chunk=chunk,
             pieces=pieces,
-            gradient=self._gradients.host_gradient(chunk),
-            summing=_summing(chunk),
+            gradient=chunk.gradient,
+            summing=chunk.summing,
             scale=scale,
             assumed=assumed,
             speculation=speculation,
@@ -307,8 +307,3 @@ class Updates:
             else:
                 runs.append((start, stop, *key))
         return [(slice(start, stop), self._groups.scalars(group, step)) for start, stop, group, step in runs]
-
-
-def _summing(chunk: Chunk) -> Job | None:
-    """The job that adds to the gradient of ``chunk`` and that its update must wait for."""
-    return chunk.last_job if chunk.state is ChunkState.SUMMING else None
