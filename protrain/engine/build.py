@@ -26,8 +26,7 @@ from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step
 from protrain.engine.streams import streams_for
 from protrain.engine.units import ManagedModel, make_units
-from protrain.engine.updates.rates import Rate
-from protrain.engine.updates.streamer import Streamer, Streaming
+from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.visits import Lockstep, Visits
@@ -112,11 +111,9 @@ def build_engine(
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
     worker = HostWorker(threads=host_threads)
-    streaming = None
+    streamer = None
     if plan.stream and any(chunk.trainable and not chunk.persistent for chunk in chunks):
-        streamer = Streamer(memory.streams, staging_bytes=sharing.staging_bytes, gparams=sharing.device_gparams)
-        thread = HostWorker(threads=1, name="protrain-stream-worker")
-        streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)
+        streamer = Streamer(memory.streams, sharing, HostWorker(threads=1, name="protrain-stream-worker"))
     managed = ManagedModel(
         model=model,
         profile=profile,
@@ -141,13 +138,13 @@ def build_engine(
             + sum(map(sum, states))
             + sum(buffer.memory.nbytes for buffer in buffers.buffers)
             + gradients.device_bytes
-            + (streaming.streamer.staging_bytes if streaming is not None else 0)
+            + (sharing.staging_bytes if streamer is not None else 0)
         )
         ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes, fixed=unmanaged_memory(model))
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
-    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, streaming=streaming)
+    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, streamer=streamer)
     step = Step(
         managed,
         groups=groups,

@@ -111,7 +111,7 @@ class StepClock:
 def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: float) -> Report:
     """The report of ``engine``."""
     updates = engine.step.updates
-    host, streaming = updates.host, updates.streaming
+    host, streamer = updates.host, updates.streamer
     ledger, device = engine.ledger, engine.device
     peak = ledger.peak_bytes if isinstance(ledger, SimulatedLedger) else torch.cuda.max_memory_allocated(device)
     return Report(
@@ -129,7 +129,7 @@ def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: flo
         sent_bytes=engine.ranks.sent_bytes,
         speculative_updates=host.committed + host.redone,
         redone_updates=host.redone,
-        streamed_updates=0 if streaming is None else streaming.streamer.updates,
+        streamed_updates=0 if streamer is None else streamer.updates,
         host_gparams=host.rate.mean_gparams(),
         predicted_host_gparams=predicted_host_gparams,
     )

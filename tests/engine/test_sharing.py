@@ -70,10 +70,10 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     for needed_ms in (0.0, 1e9):
         model = residual.make()
         wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        streaming = optimizer._engine.step.updates.streaming
-        assert streaming is not None
-        monkeypatch.setattr(streaming, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
-        streaming.host_rate.gparams, streaming.streamer.rate.gparams = 1e-6, 1.0
+        streamer = optimizer._engine.step.updates.streamer
+        assert streamer is not None
+        monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
+        streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
         Loop(max_norm=0.5).run(wrapped, optimizer, data)
         optimizer._engine.wait_for_updates()
         found.append(optimizer.report().streamed_updates)

@@ -85,11 +85,11 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def device_first(updates: Updates, made: Iterable[ChunkUpdate], norm: Mark) -> None:
         done = threading.Event()
-        if updates.streaming is not None:
+        if updates.streamer is not None:
             updates.worker.submit(functools.partial(_wait_for, done))
         queue(updates, made, norm)
-        if updates.streaming is not None:
-            updates.streaming.worker.submit(done.set)
+        if updates.streamer is not None:
+            updates.streamer.worker.submit(done.set)
 
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", first_possible)
     monkeypatch.setattr(Updates, "_queue", device_first)

@@ -41,7 +41,7 @@ from protrain.engine.streams import Mark
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates, Scale, Speculation, Window
 from protrain.engine.updates.rates import Rate
-from protrain.engine.updates.streamer import Streaming
+from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
 from protrain_kernels import AdamScalars
@@ -55,7 +55,7 @@ class Updates:
         groups: the hyperparameters.
         gradients: of the step.
         buffers: the chunk buffers, whose content an update makes out of date.
-        streaming: has the device update chunks in host memory. None: the plan has no such chunks.
+        streamer: has the device update chunks in host memory. None: the plan has no such chunks.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class Updates:
         groups: Groups,
         gradients: Gradients,
         buffers: BufferPool,
-        streaming: Streaming | None,
+        streamer: Streamer | None,
     ) -> None:
         memory = managed.memory
-        self.streaming = streaming
+        self.streamer = streamer
         self.worker = gradients.worker
         self.host = HostUpdates(
             threads=self.worker.threads,
-            rate=Rate(0.0) if streaming is None else streaming.host_rate,
+            rate=Rate(0.0) if streamer is None else streamer.host_rate,
             link_is_idle=buffers.link_is_idle,
         )
         self._streams = streams = memory.streams
@@ -95,7 +95,7 @@ class Updates:
     @property
     def workers(self) -> list[HostWorker]:
         """Every thread that updates chunks."""
-        return [self.worker] if self.streaming is None else [self.worker, self.streaming.worker]
+        return [self.worker] if self.streamer is None else [self.worker, self.streamer.worker]
 
     def wait(self) -> None:
         """Block until every update of the last step is done and visible to the host."""
@@ -277,7 +277,7 @@ class Updates:
 
         ``norm`` is where the norm is known on the device.
         """
-        worker, streaming = self.worker, self.streaming
+        worker, streamer = self.worker, self.streamer
         made = list[ChunkUpdate]()
         try:
             for update in updates:
@@ -286,8 +286,8 @@ class Updates:
             worker.submit(functools.partial(self.host.find_commits, made))
             for update in made:
                 worker.queue(update.job)
-            if streaming is not None:
-                streaming.share(made, norm)
+            if streamer is not None:
+                streamer.share(made, norm)
             for update in reversed(made):  # in the order in which the next backward needs the memory of their gradients
                 if update.deferred is not None:
                     worker.queue(update.deferred)
