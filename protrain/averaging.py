@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import own_elements, read_own_master, whole, write_master
+from protrain.engine.states.parameter_state import own_elements, read_own_master, whole, write_master
 from protrain.engine.weights.state_hooks import members_of
 
 

@@ -22,7 +22,6 @@ from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.values import own_elements
 from protrain.hardware import HardwareProfile
 from protrain.optim.torch_state import match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
@@ -324,7 +323,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def own_elements(self, name: str) -> slice:
         """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""
-        return own_elements(self._by_name[name])
+        return parameter_state.own_elements(self._by_name[name])
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Raise a ValueError if ``import_parameter`` could not set ``tensors``.

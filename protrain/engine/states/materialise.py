@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.construction import is_empty
 from protrain.engine.states.empty import exchange, values_of
+from protrain.engine.states.parameter_state import write_master, write_weight
 from protrain.engine.states.stored_tensors import reading
-from protrain.engine.states.values import write_master, write_weight
 from protrain.engine.states.weight_files import unmanaged, weight_sources
 from protrain.engine.weights.parameter import mark_moved
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import write_master
+from protrain.engine.states.parameter_state import write_master
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import PresentParameter, edit_error, same_bits, set_data

@@ -24,7 +24,7 @@ from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import read_weight, read_weights, write_weight
+from protrain.engine.states.parameter_state import read_weight, read_weights, write_weight
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
