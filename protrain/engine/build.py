@@ -25,7 +25,7 @@ from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step
 from protrain.engine.streams import streams_for
-from protrain.engine.units import ManagedModel, make_units
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
@@ -122,7 +122,6 @@ def build_engine(
         memory=memory,
         chunks=chunks,
         members=members,
-        units=make_units(model, profile, plan, layout, chunks, members),
     )
     kind = ShardedGradients if ranks.several else Gradients
     gradients = kind(managed, worker=worker, device_bytes=device_bytes, host_bytes=host_bytes)

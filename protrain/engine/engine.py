@@ -53,18 +53,7 @@ _FRAMES: dict[BlockMode, type[Frame]] = {
 
 
 class Engine:
-    """Everything that a step touches. ``protrain.engine.build.build_engine`` makes it.
-
-    Args:
-        managed: the model, whose forwards are hooked.
-        step: collects and uses gradients.
-        visits: where a step is in the schedule.
-        buffers: the chunk buffers.
-        bindings: of parameters to their weights.
-        gradients: collects gradients.
-        swap_slots: host memory for activations.
-        ledger: counts activations on a simulated device.
-    """
+    """Everything that a step touches. ``protrain.engine.build.build_engine`` makes it."""
 
     def __init__(
         self,

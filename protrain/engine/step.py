@@ -45,17 +45,7 @@ class Phase(State):
 
 
 class Step:
-    """The step that runs now. It decides when gradients are used, and by what.
-
-    Args:
-        managed: the model.
-        groups: the hyperparameters.
-        gradients: collects gradients.
-        updates: does AdamW.
-        buffers: know which chunks are in use.
-        bindings: know which weights were edited.
-        inside: whether updates are made inside backward.
-    """
+    """The step that runs now. It decides when gradients are used, and by what."""
 
     def __init__(
         self,
@@ -78,7 +68,7 @@ class Step:
         self._gradients = gradients
         self._buffers = buffers
         self._bindings = bindings
-        self._inside = inside
+        self._inside = inside  # whether updates are made inside backward
         self._ranks = managed.memory.ranks
 
     def _go_to(self, new: Phase) -> None:
