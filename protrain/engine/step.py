@@ -15,8 +15,6 @@ torch, step() leaves gradients where they are, and zero_grad() forgets them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -115,14 +113,10 @@ class Step:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
         arrived = self._gradients.flush(visit)
         if arrived:
-            self._begin_updates(arrived)
-
-    def _begin_updates(self, chunks: Sequence[Chunk]) -> None:
-        """Gradients are in ``chunks`` now: begin updates that need not wait."""
-        self.clipping.forget_norms()
+            self.clipping.forget_norms()
         if self._gradients.no_sync:
             return
-        for chunk in chunks:
+        for chunk in arrived:
             if not self._inside and not chunk.speculates:
                 continue
             if self._inside and self._ranks.several:

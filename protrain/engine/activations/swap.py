@@ -27,7 +27,7 @@ from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, Fra
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
-from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.recomputation import INPUTS, watch
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
@@ -142,9 +142,9 @@ class Offload:
         address = storage_address(tensor)
         storage = self._storages.get(address)
         if storage is None:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            flat = storage_bytes(tensor)
             self._engine.ledger.hold(flat)
-            storage = self._storages[address] = Storage(tensor.untyped_storage().nbytes(), flat)
+            storage = self._storages[address] = Storage(flat.nbytes, flat)
         storage.users += 1
         view = _OffloadedView(storage, ViewForm.of(tensor))
         self._watched.append((view, tensor.detach(), tensor._version))

@@ -212,7 +212,7 @@ class Gradients:
         elements = self._pool_elements[0]
         count = elements * self.dtype.itemsize
         if count > self.free_device_bytes:
-            raise self._pool_error("device", count, self.free_device_bytes, "device_memory")
+            raise self._pool_error("device", count, self.free_device_bytes)
         self.free_device_bytes -= count
         return self.streams.record_streams(torch.zeros(elements, dtype=self.dtype, device=self.device))
 
@@ -221,17 +221,17 @@ class Gradients:
         count = aligned(elements * self.dtype.itemsize)
         left = self.host_bytes - self.arena.total_bytes
         if count > left:
-            raise self._pool_error("host", count, left, "host_memory")
+            raise self._pool_error("host", count, left)
         return self.arena.take(elements, self.dtype)
 
-    def _pool_error(self, where: str, needed_bytes: int, available_bytes: int, option: str) -> PlanError:
+    def _pool_error(self, where: str, needed_bytes: int, available_bytes: int) -> PlanError:
         return PlanError(
             where=where,
             needed_bytes=needed_bytes,
             available_bytes=max(0, available_bytes),
             largest_part="another chunk's gradients",
             remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
-            f"planned: allow more {option}, or set requires_grad=False for parameters that are never used.",
+            f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
         )
 
     def _accumulates(self, chunk: Chunk, *, again: bool) -> bool:
