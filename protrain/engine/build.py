@@ -136,7 +136,7 @@ def build_engine(
             + plan.transient_bytes
             + sum(map(sum, states))
             + sum(buffer.memory.nbytes for buffer in buffers.buffers)
-            + gradients.device_bytes
+            + memory.zeros_bytes
             + (sharing.staging_bytes if streamer is not None else 0)
         )
         ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes, fixed=unmanaged_memory(model))

@@ -49,7 +49,8 @@ class Gradients:
     """
 
     def __init__(self, managed: ManagedModel, *, worker: HostWorker, device_bytes: int, host_bytes: int) -> None:
-        memory, layout, plan = managed.memory, managed.layout, managed.plan
+        self._memory = memory = managed.memory
+        layout, plan = managed.layout, managed.plan
         self.members = members = managed.members
         self.device, dtype = memory.device, memory.dtype
         self.dtype = dtype
@@ -77,23 +78,15 @@ class Gradients:
         self._staging_elements = 0
         self._staging_memory = torch.empty(0, dtype=dtype, device=self.device)
         self._need_staging(usual)
-        self._large_staging = streams.record_streams(torch.zeros(large, dtype=dtype, device=self.device))
+        self._large_staging = memory.zeros(large)
         self._pool_elements = on_device, on_host = layout.region_elements(plan.n_persist)  # of one buffer
-        self._device_pool = streams.record_streams(
-            torch.zeros((plan.n_device_gradient, on_device), dtype=dtype, device=self.device)
-        )
+        self._device_pool = memory.zeros(plan.n_device_gradient, on_device)
         host_pool = [self.arena.take(on_host, dtype) for _ in range(plan.n_host_gradient)]
         self._pools: dict[bool, GradientPool] = {}  # by whether the chunks that share it are persistent
         if plan.n_device_gradient:
             self._pools[True] = GradientPool(self._device_pool, more=self._add_device_buffer)
         if host_pool:
             self._pools[False] = GradientPool(host_pool, more=self._add_host_buffer)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that stays allocated."""
-        staging = self._staging_memory.nbytes + self._large_staging.nbytes
-        return self.squares.device_bytes + staging + self._device_pool.nbytes
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
@@ -214,7 +207,7 @@ class Gradients:
         if count > self.free_device_bytes:
             raise self._pool_error("device", count, self.free_device_bytes)
         self.free_device_bytes -= count
-        return self.streams.record_streams(torch.zeros(elements, dtype=self.dtype, device=self.device))
+        return self._memory.zeros(elements)
 
     def _add_host_buffer(self) -> Tensor:
         elements = self._pool_elements[1]
@@ -353,9 +346,7 @@ class Gradients:
             self.streams.compute.wait_for(mark)  # before the allocator may hand the old memory out again
         # One allocation, so that both halves together can hold one chunk in fp32.
         self._staging_elements = elements
-        self._staging_memory = self.streams.record_streams(
-            torch.zeros(STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
-        )
+        self._staging_memory = self._memory.zeros(STAGING_BUFFERS * elements)
         self._staging = list(self._staging_memory.view(STAGING_BUFFERS, elements))
 
 

@@ -77,20 +77,11 @@ class Reduction:
         self._usual = [_Lane(memory, usual, shards[0], sums[0]) for _ in range(STAGING_BUFFERS)]
         self._large = [_Lane(memory, large, shards[1], sums[1])]
         self._received = {  # used on the stream of reductions alone, in order
-            kind: streams.record_streams(torch.zeros(elements, dtype=memory.dtype, device=memory.device))
-            for kind, elements in ((False, usual), (True, large))
+            kind: memory.zeros(elements) for kind, elements in ((False, usual), (True, large))
         }
         self._filled = streams.mark()
         self.folded = streams.mark()  # the last reduction is done
         self._turn = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that stays allocated."""
-        lanes = [*self._usual, *self._large]
-        return sum(lane.sent.nbytes + lane.shard.nbytes + lane.sum.nbytes for lane in lanes) + sum(
-            received.nbytes for received in self._received.values()
-        )
 
     def reduce(self, visit: int, gradients: dict[int, Tensor], *, again: bool) -> list[Chunk]:
         """Reduce what is complete after ``visit`` of the schedule, and take it out of ``gradients``, by parameter.
@@ -227,13 +218,9 @@ class _Lane:
 
     def __init__(self, memory: EngineMemory, elements: int, shard_elements: int, sum_elements: int) -> None:
         streams = memory.streams
-
-        def allocated(count: int, dtype: torch.dtype) -> Tensor:
-            return streams.record_streams(torch.zeros(count, dtype=dtype, device=memory.device))
-
-        self.sent = allocated(elements, memory.dtype)
-        self.shard = allocated(shard_elements, memory.dtype)  # a gradient on its way to the host
-        self.sum = allocated(sum_elements, torch.float32)  # a sum on its way to or from the host
+        self.sent = memory.zeros(elements)
+        self.shard = memory.zeros(shard_elements)  # a gradient on its way to the host
+        self.sum = memory.zeros(sum_elements, dtype=torch.float32)  # a sum on its way to or from the host
         self.sum_there = streams.mark()  # the sum has arrived in ``sum``
         self.sent_free = streams.mark()  # the exchange has read ``sent``
         self.shard_free = streams.mark()  # the offload has read ``shard`` or ``sum``

@@ -36,11 +36,6 @@ class ShardedGradients(Gradients):
         self._is_sum = False  # whether a backward of this step has been reduced
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
 
-    @property
-    @override
-    def device_bytes(self) -> int:
-        return super().device_bytes + self._reduction.device_bytes
-
     @override
     def is_pending(self, index: int) -> bool:
         return index in self._waiting or super().is_pending(index)

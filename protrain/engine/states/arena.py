@@ -9,7 +9,7 @@ powers of two and takes several times longer.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ class _Segment:
         return piece
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EngineMemory:
     """Where the tensors of one engine lie and how they are copied: what all of its parts allocate with."""
 
@@ -97,3 +97,10 @@ class EngineMemory:
     ranks: Ranks  # the processes that train together
     gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows
+    zeros_bytes: int = field(default=0, init=False)  # of all that ``zeros`` has made
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Device memory that lives as long as the engine, recorded for all streams. By default it has its ``dtype``."""
+        made = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        self.zeros_bytes += made.nbytes
+        return self.streams.record_streams(made)

@@ -42,7 +42,10 @@ def fill(
 
     def write_and_free(member: Member, value: Tensor) -> None:
         nonlocal done
-        _write(member, value)
+        if member.group < 0:
+            write_weight(member, value)
+        else:
+            write_master(member, value)
         _drop(member)
         done += member.numel
         show(member.name, done / total)
@@ -105,13 +108,6 @@ def _fingerprint(value: Tensor) -> int:
     places = torch.arange(1, sums.numel() + 1, device=sums.device) * 2 + 1
     rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
     return hash((int((sums * places).sum()), rest, tuple(value.shape)))
-
-
-def _write(member: Member, value: Tensor) -> None:
-    if member.group < 0:
-        write_weight(member, value)
-    else:
-        write_master(member, value)
 
 
 def _drop(member: Member) -> None:

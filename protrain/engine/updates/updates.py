@@ -88,9 +88,8 @@ class Updates:
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
-        self._host_scale = memory.arena.take(1, torch.float32)
-        self._device_scale = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
-        self._scale_ready = streams.mark()
+        on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
+        self._scale = Scale(on_device, memory.arena.take(1, torch.float32), streams.mark())
 
     @property
     def workers(self) -> list[HostWorker]:
@@ -113,13 +112,13 @@ class Updates:
         """``factor``, 0-d on the device, for updates by the device and by the host."""
         for job in self._all_done:
             job.wait()  # usually done long ago: a forward and a backward have come in between
-        streams = self._streams
-        streams.compute.wait_for(self._scale_ready)  # the copy of the step before may still read it
-        self._device_scale.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
+        streams, scale = self._streams, self._scale
+        streams.compute.wait_for(scale.ready)  # the copy of the step before may still read it
+        scale.on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
         computed = streams.mark()
         streams.compute.place(computed)
-        streams.offload(self._host_scale, self._device_scale, after=computed, done=self._scale_ready)
-        return Scale(self._device_scale, self._host_scale, self._scale_ready)
+        streams.offload(scale.on_host, scale.on_device, after=computed, done=scale.ready)
+        return scale
 
     # -- speculative updates -------------------------------------------------------------------------------------------
 
