@@ -189,12 +189,7 @@ class CudaStreams(Streams):
 
     @override
     def adam_staging(self, size_bytes: int) -> AdamStaging:
-        staging = AdamStaging(
-            self.device,
-            size_bytes=size_bytes,
-            upload=self.streamed_h2d,
-            download=self.streamed_d2h,
-        )
+        staging = AdamStaging(self.device, size_bytes=size_bytes, upload=self.streamed_h2d, download=self.streamed_d2h)
         self.record_streams(staging.memory)
         return staging
 

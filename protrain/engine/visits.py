@@ -133,7 +133,8 @@ class Lockstep(Visits):
         self.order.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
-            self._hold(self._units[outer])
+            self._buffers.acquire_all(self._units[outer].chunks, self.order)
+            self._held.append(self._units[outer])
 
     @override
     def enter_backward(self, unit: Unit) -> None:
@@ -200,10 +201,6 @@ class Lockstep(Visits):
         """Gather the weights of the next visit."""
         if self.order.position + 1 < len(self.order.visits):
             self._buffers.make_whole(self._units[self.order.visits[self.order.position + 1]].chunks)
-
-    def _hold(self, unit: Unit) -> None:
-        self._buffers.acquire_all(unit.chunks, self.order)
-        self._held.append(unit)
 
     def _let_go(self, unit: Unit) -> None:
         """Forward goes to ``unit``, so it has left the units that do not enclose that. Backward keeps all."""

@@ -22,6 +22,12 @@ from protrain.engine.weights.metadata import LAYOUT, METADATA, as_contiguous
 _DATA: Any = Tensor.data
 
 
+def describe(tensor: Any, **_: Any) -> str:
+    """``repr`` of a parameter, or of what stands for its gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"{type(tensor).__name__}({tensor.protrain_handle.name}, {tuple(tensor.shape)}, {tensor.dtype})"
+
+
 class GradientProxy(Tensor):
     """A tensor without data that stands for the gradient of one parameter. It has its shape, type and device."""
 
@@ -63,11 +69,7 @@ class GradientProxy(Tensor):
                 )
         raise AssertionError("a gradient proxy was dispatched without being an argument")
 
-    def _describe(self, **_: Any) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"{type(self).__name__}({self.protrain_handle.name}, {tuple(self.shape)}, {self.dtype})"
-
-    __repr__: Any = _describe
+    __repr__: Any = describe
 
 
 def _norm(

@@ -39,11 +39,6 @@ class Arena:
         self._segments: list[_Segment] = []
 
     @property
-    def pinned(self) -> bool:
-        """Whether memory for transfers is registered with the driver."""
-        return self._device.type == "cuda"
-
-    @property
     def free_bytes(self) -> int:
         """The size of the largest piece that ``take`` can hand out without mapping more memory."""
         return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
@@ -68,7 +63,7 @@ class Arena:
             self.reserve(count)
             segment = self._segments[-1]
         piece = segment.take(count)
-        if self.pinned and transferred:
+        if transferred and self._device.type == "cuda":
             segment.mapping.pin(piece, self._device)
         return piece[: elements * dtype.itemsize].view(dtype)
 

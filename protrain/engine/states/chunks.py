@@ -254,29 +254,15 @@ class Chunk:
             first: the element of the chunk at which ``gradient`` begins.
             between: called on the host every few milliseconds of the update, until it returns False.
         """
-        states, end = self.states, first + gradient.numel()
+        states, end, factor = self.states, first + gradient.numel(), self.gradient_factor
         for piece, scalars in pieces if between is None else _sliced(pieces, between):
             part = slice(max(piece.start, first), min(piece.stop, end))
-            if part.start >= part.stop:
-                continue
-            own_gradient = gradient[part.start - first : part.stop - first]
-            adam(
-                *_part(states, part),
-                own_gradient,
-                scalars,
-                gradient_factor=self.gradient_factor,
-                scale=scale,
-                threads=threads,
-            )
+            if part.start < part.stop:
+                own = gradient[part.start - first : part.stop - first]
+                adam(*_part(states, part), own, scalars, gradient_factor=factor, scale=scale, threads=threads)
         self.version += 1
 
-    def step_streamed(
-        self,
-        pieces: list[Piece],
-        gradient: Tensor,
-        scale: Tensor | None,
-        staging: AdamStaging,
-    ) -> None:
+    def step_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
 
         ``gradient`` is in host memory, and ``scale`` on the device.

@@ -76,10 +76,6 @@ class ReleasedParameter(PresentParameter):
         return _read(func, args, kwargs)
 
 
-def _full_data(parameter: FullParameter) -> Tensor:
-    return parameter.protrain_full.detach()
-
-
 def _set_full_data(parameter: FullParameter, data: Tensor) -> None:
     parameter.protrain_full = data.detach()
 
@@ -93,7 +89,7 @@ class FullParameter(PresentParameter):
     """
 
     protrain_full: Tensor
-    data: Any = property(_full_data, _set_full_data)
+    data: Any = property(lambda parameter: parameter.protrain_full.detach(), _set_full_data)
 
     @classmethod
     def __torch_function__(
