@@ -26,13 +26,7 @@ from protrain.planning.schedule import Schedule
 
 
 class Visits:
-    """The visits of one rank.
-
-    Args:
-        managed: the model, whose profile has the order of calls.
-        buffers: into which chunks are fetched ahead.
-        step: gets the gradients of every visit of backward.
-    """
+    """The visits of one rank."""
 
     def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
         units, calls = managed.units, managed.profile.calls

@@ -31,12 +31,7 @@ class _Factor:
 
 
 class Clipping:
-    """The norm of one step's gradients and their factor. ``zero_grad`` resets both.
-
-    Args:
-        gradients: of the step.
-        loss_scale: of float16.
-    """
+    """The norm of one step's gradients and their factor. ``zero_grad`` resets both."""
 
     def __init__(self, gradients: Gradients, loss_scale: LossScale | None) -> None:
         self._gradients = gradients

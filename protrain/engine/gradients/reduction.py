@@ -51,12 +51,7 @@ class _Range:
 
 
 class Reduction:
-    """Reduces the gradients of every backward.
-
-    Args:
-        managed: the model.
-        squares: takes the sums of squares.
-    """
+    """Reduces the gradients of every backward."""
 
     def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
         memory, layout, plan = managed.memory, managed.layout, managed.plan

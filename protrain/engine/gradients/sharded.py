@@ -21,12 +21,7 @@ from protrain.engine.units import ManagedModel
 
 
 class ShardedGradients(Gradients):
-    """Collects the gradients of one step on one of several ranks.
-
-    Args:
-        managed: the model.
-        options: what ``Gradients`` needs besides.
-    """
+    """Collects the gradients of one step on one of several ranks."""
 
     def __init__(self, managed: ManagedModel, **options: Any) -> None:
         super().__init__(managed, **options)

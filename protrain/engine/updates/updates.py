@@ -48,15 +48,7 @@ from protrain_kernels import AdamScalars
 
 
 class Updates:
-    """All updates of one engine.
-
-    Args:
-        managed: the model.
-        groups: the hyperparameters.
-        gradients: of the step.
-        buffers: the chunk buffers, whose content an update makes out of date.
-        streamer: has the device update chunks in host memory. None: the plan has no such chunks.
-    """
+    """All updates of one engine."""
 
     def __init__(
         self,
@@ -68,7 +60,7 @@ class Updates:
         streamer: Streamer | None,
     ) -> None:
         memory = managed.memory
-        self.streamer = streamer
+        self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
         self.worker = gradients.worker
         self.host = HostUpdates(
             threads=self.worker.threads,
@@ -131,13 +123,11 @@ class Updates:
             self._assumed = None
 
     def speculate(self, chunk: Chunk, factor: float) -> None:
-        """Update ``chunk``, whose gradient is complete, speculatively, if the plan has memory for that.
+        """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
 
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
         step is to be expected, as its number differs from that of the last backward of the step before.
         """
-        if not chunk.speculates:
-            return
         if not self.host.as_assumed or self._backwards != self._usual_backwards:
             return
         try:

@@ -27,12 +27,7 @@ from protrain.planning.schedule import Schedule
 
 
 class Bindings:
-    """Binds and releases the parameters of one engine.
-
-    Args:
-        managed: the model.
-        buffers: where weights lie while units use them.
-    """
+    """Binds and releases the parameters of one engine."""
 
     def __init__(self, managed: ManagedModel, buffers: BufferPool) -> None:
         members, memory = managed.members, managed.memory
