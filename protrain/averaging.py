@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import own_elements, read_own_master, whole, write_master
+from protrain.engine.states.parameter_state import own_elements, read_own_master, whole, write_master
 from protrain.engine.weights.state_hooks import members_of
 
 
@@ -65,7 +65,7 @@ class AveragedWeights:
             raise MisuseError("there is no average yet: call update() after steps of the training")
         engine, members = self._members()
         engine.ranks.meet("AveragedWeights.applied()")
-        steps = list(engine.step.updates.steps)
+        steps = [member.steps for member in engine.members]
         self._exchange(engine, members)
         self._is_applied = True
         try:
@@ -73,7 +73,7 @@ class AveragedWeights:
         finally:
             self._is_applied = False
             self._exchange(engine, members)
-        if steps != engine.step.updates.steps:
+        if steps != [member.steps for member in engine.members]:
             raise MisuseError("the model was trained inside AveragedWeights.applied(): leave it before step()")
 
     def state_dict(self) -> dict[str, Tensor]:

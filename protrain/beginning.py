@@ -126,7 +126,7 @@ def begin_training(
         stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
         with stages.bar("moving model states into place") as show:
-            engine, fixed_bytes = build_engine(
+            engine = build_engine(
                 model,
                 model_profile,
                 chosen,
@@ -143,7 +143,7 @@ def begin_training(
                 show=show,
             )
         changes.pop_all()
-    wrapped.begin(engine, device_bytes=fixed_bytes, hardware=hardware)
+    wrapped.begin(engine, hardware=hardware)
 
 
 def _host_threads(hardware: HardwareProfile) -> int:

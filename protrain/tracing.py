@@ -216,14 +216,14 @@ class _Recorder:
     def _copy(self, original: Callable[..., None]) -> Callable[..., None]:
         def copy(stream: Any, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
             up = target.is_cuda
-            stream.wait_event(after.event)
-            start = self._stamp(stream)
+            stream.wait_for(after)
+            start = self._stamp(stream.stream)
             original(stream, target, source, after, done)
             if up:
                 name = self._names.get(source.data_ptr(), "activations")
             else:
                 name = "activations" if self._gradients_of is None else f"gradients {self._gradients_of}"
-            self._spans.append((UP if up else DOWN, name, start, self._stamp(stream)))
+            self._spans.append((UP if up else DOWN, name, start, self._stamp(stream.stream)))
 
         return copy
 

@@ -32,7 +32,7 @@ from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
-from protrain.engine.states.values import read_weight
+from protrain.engine.states.parameter_state import read_weight
 from protrain.engine.states.weight_files import unmanaged
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import members_of

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -26,9 +25,8 @@ from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step
 from protrain.engine.streams import streams_for
-from protrain.engine.units import make_units
-from protrain.engine.updates.rates import Rate
-from protrain.engine.updates.streamer import Streamer, Streaming
+from protrain.engine.units import ManagedModel
+from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.visits import Lockstep, Visits
@@ -63,7 +61,7 @@ def build_engine(
     step_during_backward: bool,
     weights: str | Path | None,
     show: Callable[[str, float], None],
-) -> tuple[Engine, int]:
+) -> Engine:
     """Allocate the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
 
     Args:
@@ -81,9 +79,6 @@ def build_engine(
         step_during_backward: make updates inside backward.
         weights: a folder of safetensors to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
-
-    Returns:
-        The engine, and the bytes of device memory that stay allocated.
     """
     library()  # build it now, so that a missing compiler is an error before the first step
     dtype = DTYPES[profile.dtype]
@@ -108,7 +103,7 @@ def build_engine(
         torch.cuda.empty_cache()  # memory that initialising took
     complete_chunks(chunks, layout, plan, memory)
     for chunk in chunks:  # an upload of a shard on the device waits until its values are written
-        memory.streams.compute_reached(chunk.updated)
+        memory.streams.compute.place(chunk.updated)
     buffers = BufferPool(
         memory,
         resident=[chunk for chunk in chunks if chunk.resident],
@@ -116,89 +111,52 @@ def build_engine(
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
     worker = HostWorker(threads=host_threads)
-    streaming = None
+    streamer = None
     if plan.stream and any(chunk.trainable and not chunk.persistent for chunk in chunks):
-        streamer = Streamer(memory.streams, staging_bytes=sharing.staging_bytes, gparams=sharing.device_gparams)
-        thread = HostWorker(threads=1, name="protrain-stream-worker")
-        streaming = Streaming(streamer, sharing, Rate(sharing.host_gparams), thread)
-    units = make_units(model, profile, plan, layout, chunks, members)
-    how_gradients: dict[str, Any] = {
-        "members": members,
-        "worker": worker,
-        "staging_elements": layout.gradient_elements(plan.n_persist),
-        "free_device_bytes": device_bytes - plan.device_bytes,
-        "host_bytes": host_bytes,
-        "pool_elements": layout.region_elements(plan.n_persist),
-        "pool_sizes": (plan.n_device_gradient, plan.n_host_gradient),
-        "cut_tiles": layout.cut_tiles(),
-    }
-    gradients: Gradients
-    if ranks.several:
-        gradients = ShardedGradients(
-            memory,
-            units=units,
-            calls=profile.calls,
-            sent_elements=layout.reduction_elements(),
-            accumulates=plan.accumulation > 1,
-            **how_gradients,
-        )
-    else:
-        gradients = Gradients(memory, **how_gradients)
-    persistent = layout.chunks[: plan.n_persist]
-    fixed_bytes = (
-        profile.buffer_bytes
-        + sum(
-            sum(size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, dtype)))
-            for record in persistent
-        )
-        + sum(buffer.memory.nbytes for buffer in buffers.buffers)
-        + gradients.device_bytes
-        + (streaming.streamer.staging_bytes if streaming is not None else 0)
+        streamer = Streamer(memory.streams, sharing, HostWorker(threads=1, name="protrain-stream-worker"))
+    managed = ManagedModel(
+        model=model,
+        profile=profile,
+        plan=plan,
+        layout=layout,
+        memory=memory,
+        chunks=chunks,
+        members=members,
     )
+    kind = ShardedGradients if ranks.several else Gradients
+    gradients = kind(managed, worker=worker, device_bytes=device_bytes, host_bytes=host_bytes)
     ledger = Ledger()
     if device.type != "cuda":
-        ledger = SimulatedLedger(
-            budget_bytes=device_bytes,
-            fixed_bytes=fixed_bytes + plan.transient_bytes,
-            fixed=unmanaged_memory(model),
+        states = (
+            size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, dtype))
+            for record in layout.chunks[: plan.n_persist]
         )
+        fixed_bytes = (
+            profile.buffer_bytes
+            + plan.transient_bytes
+            + sum(map(sum, states))
+            + sum(buffer.memory.nbytes for buffer in buffers.buffers)
+            + memory.zeros_bytes
+            + (sharing.staging_bytes if streamer is not None else 0)
+        )
+        ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes, fixed=unmanaged_memory(model))
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
-    placeholder = torch.full((), float("nan"), dtype=dtype, device=device)  # expands to any shape
-    bindings = Bindings(members, units, buffers, placeholder)
-    updates = Updates(
-        memory,
-        chunks=chunks,
-        groups=groups,
-        gradients=gradients,
-        buffers=buffers,
-        worker=worker,
-        streaming=streaming,
-    )
+    bindings = Bindings(managed, buffers)
+    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, streamer=streamer)
     step = Step(
-        chunks=chunks,
+        managed,
         groups=groups,
         gradients=gradients,
         updates=updates,
         buffers=buffers,
         bindings=bindings,
-        ranks=ranks,
         inside=step_during_backward,
     )
-    how: dict[str, Any] = {"units": units, "calls": profile.calls, "chunks": chunks, "buffers": buffers, "step": step}
-    visits = (
-        Lockstep(**how, ranks=ranks, within=[unit.within for unit in profile.units]) if ranks.several else Visits(**how)
-    )
     engine = Engine(
-        model=model,
-        profile=profile,
-        plan=plan,
-        memory=memory,
+        managed,
         step=step,
-        chunks=chunks,
-        members=members,
-        units=units,
-        visits=visits,
+        visits=(Lockstep if ranks.several else Visits)(managed, buffers=buffers, step=step),
         buffers=buffers,
         bindings=bindings,
         gradients=gradients,
@@ -207,7 +165,7 @@ def build_engine(
     )
     install(engine)
     StateHooks(engine)
-    return engine, fixed_bytes
+    return engine
 
 
 def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
@@ -34,17 +34,15 @@ from protrain.engine.activations.saved import CheckpointFrame, Frame
 from protrain.engine.activations.swap import CheckpointSwapFrame, HostSlots, SwapFrame, Swaps
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
-from protrain.engine.states.arena import EngineMemory
-from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.step import Phase, Step
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.parameter import refuse_foreign_gradients, take_gradient
-from protrain.planning.plan import BlockMode, Plan
-from protrain.profiler.model_profile import ModelProfile
+from protrain.planning.plan import BlockMode
 
 _FRAMES: dict[BlockMode, type[Frame]] = {
     BlockMode.NONE: Frame,
@@ -55,36 +53,13 @@ _FRAMES: dict[BlockMode, type[Frame]] = {
 
 
 class Engine:
-    """Everything that a step touches. ``protrain.engine.build.build_engine`` makes it.
-
-    Args:
-        model: the model, whose forwards are hooked.
-        profile: of the model.
-        plan: what to do.
-        memory: where tensors lie.
-        step: collects and uses gradients.
-        chunks: all chunks.
-        members: all managed parameters.
-        units: all units.
-        visits: where a step is in the schedule.
-        buffers: the chunk buffers.
-        bindings: of parameters to their weights.
-        gradients: collects gradients.
-        swap_slots: host memory for activations.
-        ledger: counts activations on a simulated device.
-    """
+    """Everything that a step touches. ``protrain.engine.build.build_engine`` makes it."""
 
     def __init__(
         self,
+        managed: ManagedModel,
         *,
-        model: nn.Module,
-        profile: ModelProfile,
-        plan: Plan,
-        memory: EngineMemory,
         step: Step,
-        chunks: list[Chunk],
-        members: list[Member],
-        units: list[Unit],
         visits: Visits,
         buffers: BufferPool,
         bindings: Bindings,
@@ -92,17 +67,18 @@ class Engine:
         swap_slots: HostSlots,
         ledger: Ledger,
     ) -> None:
-        self.model = model
+        profile, memory, units = managed.profile, managed.memory, managed.units
+        self.model = managed.model
         self.profile = profile
-        self.plan = plan
+        self.plan = managed.plan
         self.device = memory.device
         self.dtype = memory.dtype
         self.streams = memory.streams
         self.arena = memory.arena
         self.inputs = Inputs(memory.device, memory.streams)
         self.step = step
-        self.chunks = chunks
-        self.members = members
+        self.chunks = managed.chunks
+        self.members = managed.members
         self.units = units
         self.buffers = buffers
         self.gradients = gradients
@@ -342,14 +318,7 @@ class Engine:
 
     def forget_gradient(self, index: int) -> None:
         """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
-        gradients = self.gradients
-        if not gradients.present[index]:
-            raise MisuseError(
-                f"backward is just computing the gradient of {self.members[index].name}: set it to None when "
-                "backward is over, or in a hook that is registered before protrain.wrap"
-            )
-        gradients.forgotten.add(index)
-        if not gradients.pending and len(gradients.forgotten) == sum(gradients.present):
+        if self.gradients.forget(index):
             self.forget_gradients()
 
     def forget_gradients(self) -> bool:
@@ -405,7 +374,7 @@ class Engine:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
         for chunk in chunks:
             chunk.version += 1
-            self.streams.compute_reached(chunk.updated)
+            self.streams.compute.place(chunk.updated)
             self.buffers.invalidate(chunk)
         self.steps += 1
 

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from protrain.common import batch as batches
 from protrain.engine.streams import Mark, Streams
+from protrain.engine.weights.views import storage_bytes
 from protrain_kernels import from_host
 
 
@@ -46,7 +47,7 @@ class Inputs:
         moved = batches.move(tree, self._device, lambda tensor: self._upload(tensor, pinned))
         if pinned:
             mark = self._streams.mark()
-            self._streams.compute_reached(mark)
+            self._streams.compute.place(mark)
             self._in_flight.append((mark, pinned))
         return moved
 
@@ -58,7 +59,7 @@ class Inputs:
         # The arena has no memory for it, as the size of the next batch is not known beforehand.
         source = torch.empty_like(tensor, pin_memory=self._device.type == "cuda").copy_(tensor)
         target = torch.empty_like(source, pin_memory=False, device=self._device)
-        from_host(_bytes(source), _bytes(target))
+        from_host(storage_bytes(source), storage_bytes(target))
         pinned.append(source)
         return target
 
@@ -72,8 +73,3 @@ def _is_plain(tensor: Tensor) -> bool:
         return False
     transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0
     return not tensor.requires_grad and not transformed
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The bytes of the storage of ``tensor``."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

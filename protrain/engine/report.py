@@ -108,14 +108,12 @@ class StepClock:
         self._last = now
 
 
-def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicted_host_gparams: float) -> Report:
-    """The report of ``engine``. ``device_bytes`` is the device memory that stays allocated."""
+def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: float) -> Report:
+    """The report of ``engine``."""
     updates = engine.step.updates
-    tally, streaming = updates.tally, updates.streaming
-    if engine.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(engine.device)
-    else:
-        peak = engine.ledger.peak_bytes if isinstance(engine.ledger, SimulatedLedger) else device_bytes
+    host, streamer = updates.host, updates.streamer
+    ledger, device = engine.ledger, engine.device
+    peak = ledger.peak_bytes if isinstance(ledger, SimulatedLedger) else torch.cuda.max_memory_allocated(device)
     return Report(
         plan=str(engine.plan),
         steps=clock.steps,
@@ -129,9 +127,9 @@ def make_report(engine: Engine, clock: StepClock, *, device_bytes: int, predicte
         uploaded_bytes=engine.buffers.uploaded_bytes,
         received_bytes=engine.ranks.received_bytes,
         sent_bytes=engine.ranks.sent_bytes,
-        speculative_updates=tally.committed + tally.redone,
-        redone_updates=tally.redone,
-        streamed_updates=0 if streaming is None else streaming.streamer.updates,
-        host_gparams=tally.host_rate.mean_gparams(),
+        speculative_updates=host.committed + host.redone,
+        redone_updates=host.redone,
+        streamed_updates=0 if streamer is None else streamer.updates,
+        host_gparams=host.rate.mean_gparams(),
         predicted_host_gparams=predicted_host_gparams,
     )

@@ -15,19 +15,17 @@ torch, step() leaves gradients where they are, and zero_grad() forgets them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.distributed.ranks import Ranks
 from protrain.engine.gradients.clipping import Clipping
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.state import State
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
@@ -45,29 +43,17 @@ class Phase(State):
 
 
 class Step:
-    """The step that runs now. It decides when gradients are used, and by what.
-
-    Args:
-        chunks: all chunks.
-        groups: the hyperparameters.
-        gradients: collects gradients.
-        updates: does AdamW.
-        buffers: know which chunks are in use.
-        bindings: know which weights were edited.
-        ranks: the processes that train together.
-        inside: whether updates are made inside backward.
-    """
+    """The step that runs now. It decides when gradients are used, and by what."""
 
     def __init__(
         self,
+        managed: ManagedModel,
         *,
-        chunks: Sequence[Chunk],
         groups: Groups,
         gradients: Gradients,
         updates: Updates,
         buffers: BufferPool,
         bindings: Bindings,
-        ranks: Ranks,
         inside: bool,
     ) -> None:
         self.updates = updates
@@ -76,12 +62,12 @@ class Step:
         self.clipping = Clipping(gradients, self.loss_scale)
         self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
         self.phase = Phase.EMPTY
-        self._chunks = chunks
+        self._chunks = managed.chunks
         self._gradients = gradients
         self._buffers = buffers
         self._bindings = bindings
-        self._inside = inside
-        self._ranks = ranks
+        self._inside = inside  # whether updates are made inside backward
+        self._ranks = managed.memory.ranks
 
     def _go_to(self, new: Phase) -> None:
         self.phase = self.phase.become(new)
@@ -127,14 +113,10 @@ class Step:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
         arrived = self._gradients.flush(visit)
         if arrived:
-            self._begin_updates(arrived)
-
-    def _begin_updates(self, chunks: Sequence[Chunk]) -> None:
-        """Gradients are in ``chunks`` now: begin updates that need not wait."""
-        self.clipping.forget_norms()
+            self.clipping.forget_norms()
         if self._gradients.no_sync:
             return
-        for chunk in chunks:
+        for chunk in arrived:
             if not self._inside and not chunk.speculates:
                 continue
             if self._inside and self._ranks.several:

@@ -60,18 +60,50 @@ def _event(mark: Mark) -> torch.cuda.Event:
     return mark.event
 
 
+class Stream:
+    """A stream of a CPU: what is put on it is done at once."""
+
+    def place(self, mark: Mark) -> None:
+        """Place ``mark`` at the current end of the stream."""
+
+    def wait_for(self, mark: Mark) -> None:
+        """Work put on the stream from now on runs after ``mark``."""
+
+    def running(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
+        """Run the body on the stream once ``after`` is reached, then place ``done``."""
+        return nullcontext()
+
+
+class _CudaStream(Stream):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    @override
+    def place(self, mark: Mark) -> None:
+        _event(mark).record(self.stream)
+
+    @override
+    def wait_for(self, mark: Mark) -> None:
+        self.stream.wait_event(_event(mark))
+
+    @override
+    @contextmanager
+    def running(self, *, after: Mark, done: Mark) -> Iterator[None]:
+        with torch.cuda.stream(self.stream):
+            self.stream.wait_event(_event(after))
+            yield
+            _event(done).record(self.stream)
+
+
 class Streams:
     """The streams of a CPU, where device and host memory are the same. Every transfer is done at once."""
+
+    def __init__(self) -> None:
+        self.compute = self.h2d = self.d2h = self.gather = self.reduce = Stream()
 
     def mark(self) -> Mark:
         """A new mark. It may be placed again and again."""
         return Mark()
-
-    def compute_reached(self, mark: Mark) -> None:
-        """Place ``mark`` at the current end of the compute stream."""
-
-    def compute_waits(self, mark: Mark) -> None:
-        """Work put on the compute stream from now on runs after ``mark``."""
 
     def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
         """Copy host ``source`` into device ``target`` once ``after`` is reached, then place ``done``."""
@@ -80,29 +112,6 @@ class Streams:
     def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
         """Copy device ``source`` into host ``target`` once ``after`` is reached, then place ``done``."""
         target.copy_(source)
-
-    def upload_reached(self, mark: Mark) -> None:
-        """Place ``mark`` at the current end of the upload stream."""
-
-    def offload_reached(self, mark: Mark) -> None:
-        """Place ``mark`` at the current end of the offload stream."""
-
-    def upload_waits(self, mark: Mark) -> None:
-        """Uploads issued from now on run after ``mark``."""
-
-    def offload_waits(self, mark: Mark) -> None:
-        """Offloads issued from now on run after ``mark``."""
-
-    def gathering(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
-        """Run the body on the stream of gathers once ``after`` is reached, then place ``done``."""
-        return nullcontext()
-
-    def reducing(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
-        """Run the body on the stream of reductions once ``after`` is reached, then place ``done``."""
-        return nullcontext()
-
-    def reduce_waits(self, mark: Mark) -> None:
-        """Reductions issued from now on run after ``mark``."""
 
     def record_streams(self, memory: Tensor) -> Tensor:
         """Record all streams for ``memory``: when it is freed, nothing gets it before their work is done."""
@@ -130,28 +139,21 @@ class Streams:
 class CudaStreams(Streams):
     """The streams of one GPU."""
 
+    compute: _CudaStream
+    h2d: _CudaStream
+    d2h: _CudaStream
+    gather: _CudaStream
+    reduce: _CudaStream
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.compute = torch.cuda.current_stream(device)
-        self.h2d = torch.cuda.Stream(device)
-        self.d2h = torch.cuda.Stream(device)
-        self.gather = torch.cuda.Stream(device)
-        self.reduce = torch.cuda.Stream(device)
-        self.streamed = torch.cuda.Stream(device)
-        self.streamed_h2d = torch.cuda.Stream(device)
-        self.streamed_d2h = torch.cuda.Stream(device)
+        self.compute = _CudaStream(torch.cuda.current_stream(device))
+        self.h2d, self.d2h, self.gather, self.reduce = (_CudaStream(torch.cuda.Stream(device)) for _ in range(4))
+        self.streamed, self.streamed_h2d, self.streamed_d2h = (torch.cuda.Stream(device) for _ in range(3))
 
     @override
     def mark(self) -> Mark:
         return _CudaMark()
-
-    @override
-    def compute_reached(self, mark: Mark) -> None:
-        _event(mark).record(self.compute)
-
-    @override
-    def compute_waits(self, mark: Mark) -> None:
-        self.compute.wait_event(_event(mark))
 
     @override
     def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
@@ -161,59 +163,25 @@ class CudaStreams(Streams):
     def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
         self._copy(self.d2h, target, source, after, done)
 
-    @override
-    def upload_reached(self, mark: Mark) -> None:
-        _event(mark).record(self.h2d)
-
-    @override
-    def offload_reached(self, mark: Mark) -> None:
-        _event(mark).record(self.d2h)
-
-    @override
-    def upload_waits(self, mark: Mark) -> None:
-        self.h2d.wait_event(_event(mark))
-
-    @override
-    def offload_waits(self, mark: Mark) -> None:
-        self.d2h.wait_event(_event(mark))
-
-    @override
-    def record_streams(self, memory: Tensor) -> Tensor:
-        copying = (self.h2d, self.d2h, self.streamed, self.streamed_h2d, self.streamed_d2h)
-        for stream in (*copying, self.gather, self.reduce):
-            memory.record_stream(stream)
-        return memory
-
-    @override
-    def gathering(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
-        return self._between(self.gather, after, done)
-
-    @override
-    def reduce_waits(self, mark: Mark) -> None:
-        self.reduce.wait_event(_event(mark))
-
-    @override
-    def reducing(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
-        return self._between(self.reduce, after, done)
-
-    @contextmanager
-    def _between(self, stream: torch.cuda.Stream, after: Mark, done: Mark) -> Iterator[None]:
-        with torch.cuda.stream(stream):
-            stream.wait_event(_event(after))
-            yield
-            _event(done).record(stream)
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
-        with self._between(stream, after, done):
+    def _copy(self, stream: _CudaStream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
+        with stream.running(after=after, done=done):
             target.copy_(source, non_blocking=True)
 
     @override
+    def record_streams(self, memory: Tensor) -> Tensor:
+        for stream in (self.h2d, self.d2h, self.gather, self.reduce):
+            memory.record_stream(stream.stream)
+        for streamed in (self.streamed, self.streamed_h2d, self.streamed_d2h):
+            memory.record_stream(streamed)
+        return memory
+
+    @override
     def computing(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.compute)
+        return torch.cuda.stream(self.compute.stream)
 
     @override
     def refuse_another(self) -> None:
-        if torch.cuda.current_stream(self.device) != self.compute:
+        if torch.cuda.current_stream(self.device) != self.compute.stream:
             raise MisuseError(
                 "the current CUDA stream is not the one that was current in protrain.wrap: run forward, backward and "
                 "step() outside `with torch.cuda.stream(...)`, or wrap inside"
@@ -221,12 +189,7 @@ class CudaStreams(Streams):
 
     @override
     def adam_staging(self, size_bytes: int) -> AdamStaging:
-        staging = AdamStaging(
-            self.device,
-            size_bytes=size_bytes,
-            upload=self.streamed_h2d,
-            download=self.streamed_d2h,
-        )
+        staging = AdamStaging(self.device, size_bytes=size_bytes, upload=self.streamed_h2d, download=self.streamed_d2h)
         self.record_streams(staging.memory)
         return staging
 

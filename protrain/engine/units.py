@@ -1,4 +1,4 @@
-"""Units: the modules around which chunks are fetched and released, and what each of them needs to run."""
+"""Units: the modules around which chunks are fetched and released, and the model that consists of them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.module_state import BlockModules
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
-from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.model_profile import ModelProfile, UnitRecord
 
 
 @dataclass(eq=False)
@@ -33,23 +34,31 @@ class Unit:
         self.moving = [member for member in self.members if not member.chunk.resident]
 
 
-def make_units(
-    model: nn.Module, profile: ModelProfile, plan: Plan, layout: Layout, chunks: list[Chunk], members: list[Member]
-) -> list[Unit]:
-    """One unit for each record of the profile."""
-    units = []
-    for index, record in enumerate(profile.units):
-        module = model.get_submodule(record.name)
-        units.append(
-            Unit(
-                index=index,
-                label=record.name or type(model).__name__,
-                module=module,
-                mode=BlockMode.NONE if record.block is None else plan.block_modes[record.block],
-                packs=record.block is not None and plan.packs(record.block),
-                chunks=[chunks[chunk] for chunk in layout.unit_chunks[index]],
-                members=[members[member] for member in record.parameters],
-                modules=BlockModules(module, PresentParameter),
-            )
+@dataclass(eq=False, kw_only=True)
+class ManagedModel:
+    """A model whose states lie in chunks, and what it was planned for: what all parts of an engine work on."""
+
+    model: nn.Module
+    profile: ModelProfile
+    plan: Plan
+    layout: Layout
+    memory: EngineMemory
+    chunks: list[Chunk]
+    members: list[Member]  # all managed parameters
+    units: list[Unit] = field(init=False)  # one for each record of the profile
+
+    def __post_init__(self) -> None:
+        self.units = [self._unit(index, record) for index, record in enumerate(self.profile.units)]
+
+    def _unit(self, index: int, record: UnitRecord) -> Unit:
+        module = self.model.get_submodule(record.name)
+        return Unit(
+            index=index,
+            label=record.name or type(self.model).__name__,
+            module=module,
+            mode=BlockMode.NONE if record.block is None else self.plan.block_modes[record.block],
+            packs=record.block is not None and self.plan.packs(record.block),
+            chunks=[self.chunks[chunk] for chunk in self.layout.unit_chunks[index]],
+            members=[self.members[member] for member in record.parameters],
+            modules=BlockModules(module, PresentParameter),
         )
-    return units

@@ -16,38 +16,25 @@ to its end, as autograd goes to and fro between the enclosing unit and those ins
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
-from protrain.distributed.ranks import Ranks
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.step import Step
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.schedule import Schedule
 
 
 class Visits:
-    """The visits of one rank.
+    """The visits of one rank."""
 
-    Args:
-        units: all units.
-        calls: the units in the order in which the profiled forward called them.
-        chunks: all chunks.
-        buffers: into which chunks are fetched ahead.
-        step: gets the gradients of every visit of backward.
-    """
-
-    def __init__(
-        self, *, units: Sequence[Unit], calls: Sequence[int], chunks: list[Chunk], buffers: BufferPool, step: Step
-    ) -> None:
+    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
+        units, calls = managed.units, managed.profile.calls
         fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training = Schedule([*calls, *reversed(calls)], fetched)
         self._inference = Schedule(calls, fetched)
         self._units = units
-        self._chunks = chunks
+        self._chunks = managed.chunks
         self._buffers = buffers
         self._step = step
         self.order = self._training  # the schedule that is followed now
@@ -94,28 +81,13 @@ class Visits:
 
 
 class Lockstep(Visits):
-    """The visits of one of several ranks. See [Note: one order].
+    """The visits of one of several ranks. See [Note: one order]."""
 
-    Args:
-        ranks: the processes that train together.
-        within: by unit, the units that enclose it.
-    """
-
-    def __init__(
-        self,
-        *,
-        units: Sequence[Unit],
-        calls: Sequence[int],
-        chunks: list[Chunk],
-        buffers: BufferPool,
-        step: Step,
-        ranks: Ranks,
-        within: Sequence[Sequence[int]],
-    ) -> None:
-        super().__init__(units=units, calls=calls, chunks=chunks, buffers=buffers, step=step)
-        self._ranks = ranks
-        self._within = within
-        self._enclosing = sorted({outer for inner in calls for outer in within[inner]})
+    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
+        super().__init__(managed, buffers=buffers, step=step)
+        self._ranks = managed.memory.ranks
+        self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
+        self._enclosing = sorted({outer for inner in managed.profile.calls for outer in self._within[inner]})
         self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
         self._reduced = -1  # the last visit whose gradients are reduced
 
@@ -155,7 +127,8 @@ class Lockstep(Visits):
         self.order.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
-            self._hold(self._units[outer])
+            self._buffers.acquire_all(self._units[outer].chunks, self.order)
+            self._held.append(self._units[outer])
 
     @override
     def enter_backward(self, unit: Unit) -> None:
@@ -222,10 +195,6 @@ class Lockstep(Visits):
         """Gather the weights of the next visit."""
         if self.order.position + 1 < len(self.order.visits):
             self._buffers.make_whole(self._units[self.order.visits[self.order.position + 1]].chunks)
-
-    def _hold(self, unit: Unit) -> None:
-        self._buffers.acquire_all(unit.chunks, self.order)
-        self._held.append(unit)
 
     def _let_go(self, unit: Unit) -> None:
         """Forward goes to ``unit``, so it has left the units that do not enclose that. Backward keeps all."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,27 +18,16 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
+from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.report import Report, StepClock, make_report
+from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.states.parameter_state import (
-    Part,
-    check_shapes,
-    export_parameter,
-    export_part,
-    export_state,
-    import_part,
-    import_state,
-    with_master_step,
-)
-from protrain.engine.states.values import own_elements
 from protrain.hardware import HardwareProfile
 from protrain.optim.torch_state import match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
 from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
-
-_EXPORTED_BYTES = 12  # of one element: master and two moments in fp32
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -77,29 +66,21 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._wrapped = optimizer
         self._parameters = dict(parameters)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]
+        self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
         self._clock = StepClock()
         self._running: Engine | None = None
         self._no_sync = False
         self._at_begin: list[Callable[[], None]] = []
         # States of parameters by name, for the engine when that begins.
         self._state_at_begin: dict[str, Mapping[str, Any]] = {}
-        for name, parameter in self._trainable():
+        for name, parameter in self._trained.items():
             if parameter in optimizer.state:
                 self._state_at_begin[name] = optimizer.state[parameter]
-                check_shapes(name, parameter.shape, optimizer.state[parameter])
-        self._predicted_host_gparams: float | None = None
+                parameter_state.check_shapes(name, parameter.shape, optimizer.state[parameter])
 
-    def begin(self, engine: Engine, *, device_bytes: int, hardware: HardwareProfile) -> None:
-        """Train with ``engine`` from now on.
-
-        Args:
-            engine: has the chunks of all parameters.
-            device_bytes: the device memory that it keeps.
-            hardware: that it was planned for.
-        """
+    def begin(self, engine: Engine, *, hardware: HardwareProfile) -> None:
+        """Train with ``engine`` from now on. It has the chunks of all parameters and was planned for ``hardware``."""
         self._running = engine
-        self._device_bytes = device_bytes
         self.hardware = hardware
         self._by_name = {member.name: member for member in engine.members}
         engine.gradients.no_sync = self._no_sync
@@ -208,21 +189,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps skipped because float16 gradients overflowed."""
-        loss_scale = None if self._running is None else self._running.step.loss_scale
-        return 0 if loss_scale is None else loss_scale.skipped
+        return 0 if self._loss_scale is None else self._loss_scale.skipped
 
     def report(self) -> Report:
         """The predicted and the measured time and bytes so far."""
-        if self._predicted_host_gparams is None:
-            self._predicted_host_gparams = host_gparams(
-                self.plan, self._engine.profile, self.hardware, step_during_backward=self.step_during_backward
-            )
-        return make_report(
-            self._engine,
-            self._clock,
-            device_bytes=self._device_bytes,
-            predicted_host_gparams=self._predicted_host_gparams,
-        )
+        return make_report(self._engine, self._clock, predicted_host_gparams=self._predicted_host_gparams)
+
+    @cached_property
+    def _predicted_host_gparams(self) -> float:
+        profile = self._engine.profile
+        return host_gparams(self.plan, profile, self.hardware, step_during_backward=self.step_during_backward)
 
     def explain(self) -> Explanation:
         """What limits the plan, what each of its numbers would change, and what more memory would buy."""
@@ -255,27 +231,24 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             before(self)
         self.groups.check_members()
         self.ranks.meet(what)
-        if self._running is None:
-            result = pack_state(self.param_groups, self._by_id(self._state_at_begin))
-        else:
-            result = self._state_of(self._running, kept=kept)
+        states = self._state_at_begin if self._running is None else self._states_of(self._running, kept=kept)
+        result = pack_state(self.param_groups, self._parameters, states)
+        if self._loss_scale is not None:
+            result["loss_scale"] = self._loss_scale.state()
         return self._through(self._optimizer_state_dict_post_hooks, result)
 
-    def _state_of(self, engine: Engine, *, kept: bool) -> dict[str, Any]:
+    def _states_of(self, engine: Engine, *, kept: bool) -> dict[str, dict[str, Any]]:
         engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
-        steps, states = engine.step.updates.steps, dict[str, dict[str, Any]]()
+        states = dict[str, dict[str, Any]]()
         with engine.quiet():
-            for name, _ in self._trainable():
+            for name in self._trained:
                 member = self._by_name[name]
                 # Before its first step a parameter has state to keep only if it has a master.
-                if steps[member.index] or member.chunk.master is not None:
-                    state = export_state(member, steps)
+                if member.steps or member.chunk.master is not None:
+                    state = parameter_state.export_state(member)
                     if kept:
-                        states[name] = with_master_step(state)
-        result = pack_state(self.param_groups, self._by_id(states))
-        if engine.step.loss_scale is not None:
-            result["loss_scale"] = engine.step.loss_scale.state()
-        return result
+                        states[name] = state
+        return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of this class or of torch.optim.Adam(W) returned, under any plan.
@@ -291,7 +264,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         check_options(state_dict["param_groups"])
-        found = match_state(self.param_groups, dict(self._trainable()), state_dict)
+        found = match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self._running is None:
@@ -307,13 +280,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with engine.quiet():
             members = [self._by_name[name] for name in found]
             for member in members:
-                import_state(member, engine.step.updates.steps, found[member.name])
+                parameter_state.import_state(member, found[member.name])
             engine.weights_changed([member.chunk for member in members])
 
     def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
-        loss_scale = self._engine.step.loss_scale
-        if loss_scale is not None and state is not None:
-            loss_scale.load(state)
+        if self._loss_scale is not None and state is not None:
+            self._loss_scale.load(state)
 
     def trains(self, model: nn.Module) -> bool:
         """Whether the optimizer's parameters are those of ``model``, or of a module that contains the wrapped model."""
@@ -332,21 +304,17 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.bindings.refuse_inside_full_parameters("export_parameter()")
         self.ranks.meet("export_parameter()")
         with self._engine.quiet():
-            return export_parameter(self._by_name[name], self._engine.step.updates.steps)
+            return parameter_state.export_parameter(self._by_name[name])
 
-    def export_part(self, name: str) -> Part:
+    def export_part(self, name: str) -> parameter_state.Part:
         """What this rank has of all state of one parameter, as CPU copies. Other ranks need not call it."""
         self._engine.bindings.refuse_inside_full_parameters("export_part()")
         with self._engine.quiet():
-            return export_part(self._by_name[name], self._engine.step.updates.steps)
+            return parameter_state.export_part(self._by_name[name])
 
     def export_bytes(self, names: Iterable[str]) -> int:
         """The host memory that ``export_part`` of the parameters ``names`` takes on this rank."""
-        members = [self._by_name[name] for name in names]
-        return sum(
-            (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
-            for member, own in ((member, own_elements(member)) for member in members)
-        )
+        return sum(parameter_state.part_bytes(self._by_name[name]) for name in names)
 
     @property
     def free_host_bytes(self) -> int:
@@ -355,7 +323,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def own_elements(self, name: str) -> slice:
         """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""
-        return own_elements(self._by_name[name])
+        return parameter_state.own_elements(self._by_name[name])
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Raise a ValueError if ``import_parameter`` could not set ``tensors``.
@@ -365,7 +333,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         parameter = self._parameters.get(name)
         if parameter is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
-        check_shapes(name, parameter.shape, tensors)
+        parameter_state.check_shapes(name, parameter.shape, tensors)
         if name not in self._trained and not {"weight", "master"} & set(tensors):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 
@@ -387,27 +355,17 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
         member = self._by_name[name]
         with self._engine.quiet():
-            import_part(member, self._engine.step.updates.steps, elements, tensors)
+            parameter_state.import_part(member, elements, tensors)
             self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:
         """The rest of the state as JSON values: the groups' hyperparameters and parameter names, and the loss scale."""
         loss_scale = self._engine.step.loss_scale
-        return {
-            "param_groups": [{key: group[key] for key in group if key != "params"} for group in self.param_groups],
-            "parameters": self.groups.names(),
-            "loss_scale": None if loss_scale is None else loss_scale.state(),
-        }
+        return {**self.groups.state(), "loss_scale": None if loss_scale is None else loss_scale.state()}
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
         """Raise a ValueError if ``load_scalar_state`` could not set ``state``."""
-        if len(state["param_groups"]) != len(self.param_groups):
-            raise ValueError(
-                f"the state has {len(state['param_groups'])} parameter groups, this optimizer {len(self.param_groups)}"
-            )
-        check_options(state["param_groups"])
-        # the first states of this format have no names
-        self.groups.check_names(state.get("parameters", []))
+        self.groups.check_state(state)
 
     def load_scalar_state(self, state: dict[str, Any]) -> None:
         """Set what ``scalar_state`` returned."""
@@ -424,15 +382,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     # -- internals -----------------------------------------------------------------------------------------------------
 
+    @property
+    def _loss_scale(self) -> LossScale | None:
+        return None if self._running is None else self._running.step.loss_scale
+
     def _through(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
         for hook in hooks.values():
             changed = hook(self, state)
             state = state if changed is None else changed
         return state
-
-    def _trainable(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that were trained when the model was wrapped, by name."""
-        return ((name, self._parameters[name]) for name in self._trained)
-
-    def _by_id(self, states: Mapping[str, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-        return {id(self._parameters[name]): state for name, state in states.items()}

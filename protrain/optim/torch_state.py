@@ -9,13 +9,13 @@ from torch import nn
 
 from protrain.engine.states.parameter_state import check_shapes
 
-Groups = list[dict[str, Any]]
 
-
-def pack_state(groups: Groups, states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The state in torch's format. ``states`` has those of parameters, by their id."""
+def pack_state(
+    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The state in torch's format. ``states`` has those of ``parameters``, by name."""
     numbers = {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
-    state = {numbers[key]: dict(value) for key, value in states.items()}
+    state = {numbers[id(parameters[name])]: dict(value) for name, value in states.items()}
     packed = []
     for group in groups:
         own = {key: value for key, value in group.items() if key != "params"}
@@ -24,7 +24,7 @@ def pack_state(groups: Groups, states: Mapping[int, Mapping[str, Any]]) -> dict[
 
 
 def match_state(
-    groups: Groups, parameters: Mapping[str, nn.Parameter], state_dict: dict[str, Any]
+    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], state_dict: dict[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """The states in ``state_dict`` of trainable ``parameters``, by name.
 

@@ -22,7 +22,7 @@ from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, build, measure
 from bench.planner.results import CaseResult, Results
-from protrain.engine.updates.updates import _Window
+from protrain.engine.updates.in_host_memory import Window
 from protrain.hardware import HardwareProfile, load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
 from protrain.profiler import ModelProfile
@@ -281,7 +281,7 @@ def test_cases_of_regret_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.slow
 def test_a_point_says_how_many_updates_were_early(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
-    monkeypatch.setattr(_Window, "is_closed", lambda _: False)  # as if the host were always in time
+    monkeypatch.setattr(Window, "is_closed", lambda _: False)  # as if the host were always in time
     case = replace(SMOKE[0], sequence=16)
     chosen = measure(case, None, device, steps=1)
     plan = replace(chosen.plan, n_persist=1, n_buffer=chosen.plan.n_chunks - 1, n_speculate=2)

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from protrain.common.trees import tensors_in
-from protrain.engine.streams import Mark, Streams
+from protrain.engine.streams import Mark, Stream, Streams
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")
@@ -109,6 +109,34 @@ class _Copy:
         return f"{name} {number} of {self.source.size} bytes"
 
 
+class _LateCompute(Stream):
+    def __init__(self, streams: LateStreams) -> None:
+        self.streams = streams
+
+    @override
+    def place(self, mark: Mark) -> None:
+        self.streams.place_in_computing(_late(mark))
+
+    @override
+    def wait_for(self, mark: Mark) -> None:
+        self.streams.computing_waits(_late(mark).clock)
+
+
+class _LateCopies(Stream):
+    def __init__(self) -> None:
+        self.clock: Clock = (0, 0)  # the end of the stream
+        self.reached = 0  # operations of the compute stream that it has waited for
+
+    @override
+    def place(self, mark: Mark) -> None:
+        _late(mark).clock, _late(mark).operations = self.clock, self.reached
+
+    @override
+    def wait_for(self, mark: Mark) -> None:
+        self.clock = _joined(self.clock, _late(mark).clock)
+        self.reached = max(self.reached, _late(mark).operations)
+
+
 class LateStreams(Streams):
     """Copies in the order that the engine asked for, and no earlier or later than it can rely on."""
 
@@ -117,8 +145,9 @@ class LateStreams(Streams):
         self.between: Callable[[], None] = lambda: None  # called wherever the host's other thread could come in
         self.faults: list[str] = []  # those raised in finalizers would go unseen
         self.issued: list[int] = [0, 0]
-        self._queues: list[Clock] = [(0, 0), (0, 0)]  # the end of either copy stream
-        self._reached = [0, 0]  # operations of the compute stream that either copy stream has waited for
+        self.compute = _LateCompute(self)
+        self.copies = (_LateCopies(), _LateCopies())
+        self.h2d, self.d2h = self.copies
         self._compute: Clock = (0, 0)
         self._pending: list[_Copy] = []  # in the order of issue, which is one that the marks allow
         self._lasting: dict[int, torch.UntypedStorage] = {}
@@ -134,15 +163,15 @@ class LateStreams(Streams):
     def mark(self) -> Mark:
         return _LateMark(self)
 
-    @override
-    def compute_reached(self, mark: Mark) -> None:
+    def place_in_computing(self, mark: _LateMark) -> None:
+        """Place ``mark`` at the end of the compute stream."""
         self._between()
-        _late(mark).clock, _late(mark).operations = self._compute, self._operations
+        mark.clock, mark.operations = self._compute, self._operations
 
-    @override
-    def compute_waits(self, mark: Mark) -> None:
+    def computing_waits(self, clock: Clock) -> None:
+        """The compute stream waits for what ``clock`` counts."""
         self._between()
-        self._compute = _joined(self._compute, _late(mark).clock)
+        self._compute = _joined(self._compute, clock)
         for copy in self._pending:
             if copy.within(self._compute) and not copy.device_knows:
                 if copy.direction == _UPLOAD:
@@ -160,31 +189,13 @@ class LateStreams(Streams):
         self._issue(_OFFLOAD, target, source, after, done)
 
     @override
-    def upload_reached(self, mark: Mark) -> None:
-        _late(mark).clock, _late(mark).operations = self._queues[_UPLOAD], self._reached[_UPLOAD]
-
-    @override
-    def offload_reached(self, mark: Mark) -> None:
-        _late(mark).clock, _late(mark).operations = self._queues[_OFFLOAD], self._reached[_OFFLOAD]
-
-    @override
-    def upload_waits(self, mark: Mark) -> None:
-        self._queues[_UPLOAD] = _joined(self._queues[_UPLOAD], _late(mark).clock)
-        self._reached[_UPLOAD] = max(self._reached[_UPLOAD], _late(mark).operations)
-
-    @override
-    def offload_waits(self, mark: Mark) -> None:
-        self._queues[_OFFLOAD] = _joined(self._queues[_OFFLOAD], _late(mark).clock)
-        self._reached[_OFFLOAD] = max(self._reached[_OFFLOAD], _late(mark).operations)
-
-    @override
     def record_streams(self, memory: Tensor) -> Tensor:
         self._lasting[memory.untyped_storage().data_ptr()] = memory.untyped_storage()
         return memory
 
     @override
     def synchronize(self) -> None:
-        self.host_waits(_joined(self._compute, _joined(*self._queues)))
+        self.host_waits(_joined(self._compute, _joined(*(stream.clock for stream in self.copies))))
 
     def host_waits(self, clock: Clock) -> None:
         """A host thread has waited for what ``clock`` counts."""
@@ -201,8 +212,9 @@ class LateStreams(Streams):
         self._between()
         device = source if direction == _OFFLOAD else target
         lasts = device.untyped_storage().data_ptr() in self._lasting
-        clock = _joined(self._queues[direction], _late(after).clock)
-        reached = self._reached[direction] = max(self._reached[direction], _late(after).operations)
+        stream = self.copies[direction]
+        stream.wait_for(after)
+        clock, reached = stream.clock, stream.reached
         self.issued[direction] += 1
         number = self.issued[direction]
         copy = _Copy(
@@ -212,7 +224,7 @@ class LateStreams(Streams):
             _Memory(source, keep=lasts or direction == _UPLOAD),
             _Memory(target, keep=lasts or direction == _OFFLOAD),
         )
-        self._queues[direction] = _late(done).clock = copy.clock
+        stream.clock = _late(done).clock = copy.clock
         _late(done).operations = reached
         if self._used.get(device.untyped_storage().data_ptr(), 0) > reached:
             self._fail(f"{copy} does not wait for the last operation that used its device memory")

@@ -50,19 +50,19 @@ def test_only_legal_work_begins(before: ChunkState, after: ChunkState) -> None:
     chunk, new = chunk_in(before), job()
     if (before, after) not in ILLEGAL:
         chunk.begin(after, new)
-        assert (chunk.state, chunk.last_job) == (after, new)
+        assert (chunk.state, chunk._queued.last) == (after, new)
     else:
-        old = chunk.last_job
+        old = chunk._queued.last
         with pytest.raises(AssertionError, match=f"illegal ChunkState transition {before.label} -> {after.label}"):
             chunk.begin(after, new)
-        assert (chunk.state, chunk.last_job) == (before, old)
+        assert (chunk.state, chunk._queued.last) == (before, old)
 
 
 @pytest.mark.parametrize("state", BEGUN)
 def test_a_wait_ends_in_a_current_chunk(state: ChunkState) -> None:
     chunk = chunk_in(state)
     chunk.wait()
-    assert (chunk.state, chunk.last_job, chunk.update) == (ChunkState.CURRENT, None, None)
+    assert (chunk.state, chunk._queued.last, chunk.update) == (ChunkState.CURRENT, None, None)
 
 
 def test_a_fetch_waits_for_the_weight_and_not_for_the_deferred_update() -> None:
@@ -107,13 +107,10 @@ def test_uploads_read_the_committed_weight_until_the_other_states_have_caught_up
         ranks=Ranks(None),
         trainable=True,
         persistent=False,
-        resident=False,
         large=False,
         weight=weight,
-        master=None,
         exp_avg=torch.zeros(128),
         exp_avg_sq=torch.zeros(128),
-        grad=None,
         offloaded=streams.mark(),
         uploaded=streams.mark(),
         updated=streams.mark(),

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.updates.updates import _Window
+from protrain.engine.updates.in_host_memory import Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Loop, Spec, Trainer, default_loss, wrap_under
 from tests.engine.plain_loop import prepare_plain
@@ -237,7 +237,7 @@ WAYS = {
 def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     way = WAYS[name]
     # As if the host had begun speculative updates in time, and were late with all others.
-    monkeypatch.setattr(_Window, "is_closed", lambda _: False)
+    monkeypatch.setattr(Window, "is_closed", lambda _: False)
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", first_possible)
     options: dict[str, Any] = {"accumulation": case.backwards} if way.planned else {}
     if way.inside:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from protrain.engine.inputs import Inputs
-from protrain.engine.streams import Mark, Streams, streams_for
+from protrain.engine.streams import Mark, Stream, Streams, streams_for
 from protrain.planning import BlockMode
 from tests.engine import residual
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, Loop, Spec, adamw, wrap_under
@@ -163,17 +163,20 @@ class _Late(Mark):
         self.waited = True
 
 
+class _Placing(Stream):
+    def place(self, mark: Mark) -> None:
+        assert isinstance(mark, _Late)
+        mark.placed = True
+
+
 class _Marking(Streams):
     def __init__(self) -> None:
+        self.compute = _Placing()
         self.marks: list[_Late] = []
 
     def mark(self) -> Mark:
         self.marks.append(_Late())
         return self.marks[-1]
-
-    def compute_reached(self, mark: Mark) -> None:
-        assert isinstance(mark, _Late)
-        mark.placed = True
 
 
 def _watched(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:

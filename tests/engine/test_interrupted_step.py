@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.engine.updates import updates
+from protrain.engine.states.chunks import Chunk
+from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, seeded, states, wrap_under
@@ -63,16 +64,22 @@ def two_steps(spec: Spec, device: torch.device) -> dict[str, Tensor]:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_an_update_that_was_made_is_done(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer = wrapped(spec, device)
+    begin, counted = Chunk.begin, Interrupted(lambda: None)
+
+    def begun(chunk: Chunk, *args: Any, **options: Any) -> None:
+        begin(chunk, *args, **options)
+        counted()
+
     backward(model)
-    counted = Interrupted(updates.ChunkUpdate)
     with monkeypatch.context() as patch:
-        patch.setattr(updates, "ChunkUpdate", counted)
+        patch.setattr(Chunk, "begin", begun)
         optimizer.step()
     optimizer.zero_grad()
     assert counted.calls > 2
     backward(model)
-    with monkeypatch.context() as patch:  # the last update is done, and its ChunkUpdate is not made
-        patch.setattr(updates, "ChunkUpdate", Interrupted(updates.ChunkUpdate, at=counted.calls))
+    counted.at, counted.calls = counted.calls, 0
+    with monkeypatch.context() as patch:  # the last update is begun, and step() does not get to know of it
+        patch.setattr(Chunk, "begin", begun)
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
     optimizer.state_dict()
@@ -134,7 +141,7 @@ def test_an_interrupt_at_the_end_of_a_backward_with_updates_inside(
 ) -> None:
     model, optimizer = wrapped(spec, device, step_during_backward=True)
     with monkeypatch.context() as patch:
-        patch.setattr(updates.Updates, "backward_ends", Interrupted(lambda: None, at=1))
+        patch.setattr(Updates, "backward_ends", Interrupted(lambda: None, at=1))
         with pytest.raises(KeyboardInterrupt):
             backward(model)
     with pytest.raises(MisuseError, match="before step"):

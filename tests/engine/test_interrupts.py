@@ -118,7 +118,8 @@ def test_a_chunk_that_never_came_up_is_not_taken_for_there(
     training, undisturbed = wrapped(spec), wrapped(spec)
     check_goes_on(training, undisturbed, 0, where="before")
     for at in (1, 2, 5):
-        training[1].state_dict()  # waits for updates: from now on the main thread issues
+        for _, optimizer in (training, undisturbed):
+            optimizer.state_dict()  # waits for updates: from now on the main thread issues
         with monkeypatch.context() as patch:
             patch.setattr(BufferPool, name, _failing(getattr(BufferPool, name), at, KeyboardInterrupt()))
             with pytest.raises(KeyboardInterrupt):

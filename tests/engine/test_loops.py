@@ -165,7 +165,7 @@ def test_what_a_late_copy_reads_is_still_there(device: torch.device) -> None:
             optimizer.clip_grad_norm_(0.1)
             streams = optimizer._engine.streams if isinstance(optimizer, ProTrainOptimizer) else None
             if isinstance(streams, CudaStreams):
-                with torch.cuda.stream(streams.d2h):  # copies to the host come late
+                with torch.cuda.stream(streams.d2h.stream):  # copies to the host come late
                     torch.cuda._sleep(50_000_000)
             optimizer.step()
             other = [torch.full((), float("nan"), device=device) for _ in range(64)]  # takes whatever was freed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import read_weight
+from protrain.engine.states.parameter_state import read_weight
 from protrain.engine.weights import state_hooks
 from protrain.engine.weights.released import make_full
 from protrain.optim.optimizer import ProTrainOptimizer

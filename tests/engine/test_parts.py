@@ -23,8 +23,8 @@ from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
-from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
+from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates
+from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain_kernels import adam_scalars
 
@@ -102,36 +102,36 @@ def test_an_update_is_sliced_until_no_commit_is_left(monkeypatch: pytest.MonkeyP
     ]
 
 
-def _commits(count: int, link: list[bool]) -> tuple[CommitsFirst, list[Job], list[int]]:
+def _commits(count: int, link: list[bool]) -> tuple[HostUpdates, list[Job], list[int]]:
     """Commits of ``count`` updates that are done. ``link`` has the answers to whether the link is idle."""
     taken: list[int] = []
     worker: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     jobs = [Job(functools.partial(taken.append, index), worker) for index in range(count)]
-    commits = CommitsFirst(lambda: link.pop(0))
-    commits.find([ChunkUpdate(cast(Chunk, None), job, lambda: True) for job in jobs])
-    return commits, jobs, taken
+    host = HostUpdates(threads=1, rate=Rate(0.0), link_is_idle=lambda: link.pop(0))
+    host.find_commits([cast(ChunkUpdate, SimpleNamespace(job=job, can_commit=lambda: True)) for job in jobs])
+    return host, jobs, taken
 
 
 def test_between_slices_as_many_commits_run_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no commit is left the rest of the update is one slice."""
     monkeypatch.setattr(chunks, "_SLICE", 256)
-    commits, _, taken = _commits(3, [False, True, False, True, True])
+    host, _, taken = _commits(3, [False, True, False, True, True])
     whole = (
         slice(0, 2048),
         adam_scalars(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True),
     )
-    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._sliced([whole], commits.run)]
+    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._sliced([whole], host.run_commits)]
     assert seen == [(0, 256, 0), (256, 512, 1), (512, 2048, 3)]
 
 
 def test_jobs_that_have_had_their_turn_are_not_run_again() -> None:
-    commits, jobs, taken = _commits(3, [False, False])
-    assert commits.run()
+    host, jobs, taken = _commits(3, [False, False])
+    assert host.run_commits()
     for job in jobs[:2]:
         job.run()
-    assert commits.run(), "the third is left"
+    assert host.run_commits(), "the third is left"
     jobs[2].run()
-    assert not commits.run(), "without a look at the link"
+    assert not host.run_commits(), "without a look at the link"
     assert taken == [0, 1, 2]
 
 

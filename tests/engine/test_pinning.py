@@ -101,7 +101,6 @@ def test_a_model_dropped_during_its_updates_stays_pinned_until_they_are_up(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that updates issues the uploads that the next forward would want, model or no model."""
-    monkeypatch.setattr(Arena, "pinned", property(lambda arena: True))
     monkeypatch.setattr(Arena, "__init__", _for_cuda)
     gate, uploads = threading.Event(), list[bool]()
     step, upload = Chunk.step, BufferPool._upload

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.engine.updates.on_host import update_on_host
+from protrain.engine.updates.in_host_memory import HostUpdates, Window
 from protrain.engine.updates.rates import Rate
-from protrain.engine.updates.updates import _Window
 from protrain.planning.sharing import Waiting
 from protrain_kernels import adam_scalars
 from tests.engine import residual
@@ -25,11 +24,13 @@ from tests.engine.test_streamed_updates import SPEC, looping, noted_updates, tra
 def slow_down(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
     """Let the host take longer for an update. Otherwise it may be done before the other thread looks."""
 
-    def slow(*args: Any, **options: Any) -> None:
-        time.sleep(seconds)
-        update_on_host(*args, **options)
+    update = HostUpdates.update
 
-    monkeypatch.setattr("protrain.engine.updates.updates.update_on_host", slow)
+    def slow(*args: Any) -> None:
+        time.sleep(seconds)
+        update(*args)
+
+    monkeypatch.setattr(HostUpdates, "update", slow)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
@@ -50,7 +51,7 @@ def test_whoever_does_it_the_bits_are_the_same(
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", at_random)
     slow_down(monkeypatch, seconds=0.001)
     if inside:
-        monkeypatch.setattr(_Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
+        monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
     run = looping() if inside else looping(max_norm=0.5)
     steps = 200 if device.type == "cuda" else 12
     optimizer = trained(run, device, batches=steps, step_during_backward=inside)
@@ -69,10 +70,10 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     for needed_ms in (0.0, 1e9):
         model = residual.make()
         wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        streaming = optimizer._engine.step.updates.streaming
-        assert streaming is not None
-        monkeypatch.setattr(streaming, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
-        streaming.host_rate.gparams, streaming.streamer.rate.gparams = 1e-6, 1.0
+        streamer = optimizer._engine.step.updates.streamer
+        assert streamer is not None
+        monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
+        streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
         Loop(max_norm=0.5).run(wrapped, optimizer, data)
         optimizer._engine.wait_for_updates()
         found.append(optimizer.report().streamed_updates)

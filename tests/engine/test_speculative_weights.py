@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.updates import _Window
+from protrain.engine.updates.in_host_memory import Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, wrap_under
 
@@ -22,7 +22,7 @@ HALF = Spec("none", "least", (CKPT,), speculate=True, weights=True, stream=True)
 @pytest.fixture(autouse=True)
 def always_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the host had begun every speculative update before backward was over."""
-    monkeypatch.setattr(_Window, "is_closed", lambda _: False)
+    monkeypatch.setattr(Window, "is_closed", lambda _: False)
 
 
 def fail(*_: Any, **__: Any) -> None:

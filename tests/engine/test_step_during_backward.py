@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates import updates
-from protrain.engine.updates.updates import _Window
+from protrain.engine.updates.in_host_memory import HostUpdates, Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
@@ -73,15 +72,15 @@ def test_host_updates_begun_before_and_after_the_end_of_backward(
     wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, over: bool
 ) -> None:
     # As if the host had begun every update before backward was over, or none.
-    monkeypatch.setattr(_Window, "is_closed", lambda _: over)
+    monkeypatch.setattr(Window, "is_closed", lambda _: over)
     done: list[int] = []
-    work = updates.update_on_host
+    work = HostUpdates.update
 
-    def noted(chunk: Chunk, *args: Any, **options: Any) -> None:
+    def noted(host: HostUpdates, chunk: Chunk, *args: Any) -> None:
         done.append(chunk.index)
-        work(chunk, *args, **options)
+        work(host, chunk, *args)
 
-    monkeypatch.setattr(updates, "update_on_host", noted)
+    monkeypatch.setattr(HostUpdates, "update", noted)
     batches, spec = [tiny_batch(seed) for seed in range(2)], Spec("none", "least", (CKPT,), small=True)
     model, optimizer = wrapped(spec, during=True)
     losses = Loop().run(model, optimizer, batches)

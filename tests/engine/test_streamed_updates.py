@@ -25,9 +25,9 @@ import protrain
 from protrain.engine.gradients.gradients import host_accumulate
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
-from protrain.engine.updates.ordering import ChunkUpdate
+from protrain.engine.updates.in_host_memory import ChunkUpdate, Window
 from protrain.engine.updates.streamer import Streamer
-from protrain.engine.updates.updates import Updates, _Window
+from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.sharing import Waiting
 from protrain_kernels import AdamStaging
@@ -85,11 +85,11 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def device_first(updates: Updates, made: Iterable[ChunkUpdate], norm: Mark) -> None:
         done = threading.Event()
-        if updates.streaming is not None:
+        if updates.streamer is not None:
             updates.worker.submit(functools.partial(_wait_for, done))
         queue(updates, made, norm)
-        if updates.streaming is not None:
-            updates.streaming.worker.submit(done.set)
+        if updates.streamer is not None:
+            updates.streamer.worker.submit(done.set)
 
     monkeypatch.setattr("protrain.engine.updates.streamer.first_late", first_possible)
     monkeypatch.setattr(Updates, "_queue", device_first)
@@ -193,7 +193,7 @@ def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
 def test_after_a_backward_with_updates_inside(
     device: torch.device, updates: list[tuple[Chunk, str, str]], monkeypatch: pytest.MonkeyPatch, accumulate: int
 ) -> None:
-    monkeypatch.setattr(_Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
+    monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
     run = looping(accumulate=accumulate, no_sync=accumulate > 1)
     optimizer = trained(run, device, step_during_backward=True)
     check_shared(updates, optimizer, steps=STEPS // accumulate)

@@ -13,7 +13,7 @@ to its state after the operator, so that later operators draw the same numbers a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,16 +63,22 @@ class KeptAttention:
         """``function``, the block's first run, with calls of attention recorded."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with _Noting(self._note_call):
+            with _InPlaceOfAttention(self._first_run):
                 return function(*args, **kwargs)
 
         return run
 
-    def _note_call(self, operator: Any, shapes: tuple[torch.Size, ...], outputs: Any) -> None:
-        call = _Call(operator, shapes, outputs, RandomState(self._device))
+    def _first_run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
+        keeps = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
+        # Detached, as autograd turns the result into an output that refers to its own graph.
+        outputs = map_leaves(_detached, result) if keeps else ()
+        call = _Call(operator, _shapes(args, kwargs), outputs, RandomState(self._device))
         self._calls.append(call)
         addresses = map(storage_address, tensors_in(outputs))
         self._with_output.update((address, call) for address in addresses if address)
+        return result
 
     def note_saved(self, tensor: Tensor) -> None:
         """Autograd saves ``tensor`` in the first run. Operators save outputs before other code may write over them."""
@@ -97,49 +103,39 @@ class KeptAttention:
             call.outputs = map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
 
     def again(self, restored: Callable[[Any], Any]) -> RuntimeMode:
-        """A mode for the second run, in which ``restored`` of the kept outputs replaces the calls of attention."""
-        return _Again(iter(self._calls), restored)
+        """A mode for the second run, in which ``restored`` of the kept outputs replaces the calls of attention.
 
+        A call runs again if it has no kept outputs, or if they belong to a different call.
+        """
+        calls = iter(self._calls)
 
-class _Noting(RuntimeMode):
-    def __init__(self, note: Callable[[Any, tuple[torch.Size, ...], Any], None]) -> None:
-        super().__init__()
-        self._note = note
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run ``func``, and record the call if it is attention."""
-        result = func(*args, **(kwargs or {}))
-        if is_attention(func):
-            # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
-            keeps = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
-            # Detached, as autograd turns the result into an output that refers to its own graph.
-            self._note(func, _shapes(args, kwargs), map_leaves(_detached, result) if keeps else ())
-        return result
-
-
-class _Again(RuntimeMode):
-    def __init__(self, calls: Iterator[_Call], restored: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self._calls = calls
-        self._restored = restored
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Return the kept outputs of ``func``, or run it if there are none, or if they belong to a different call."""
-        if is_attention(func):
-            call = next(self._calls, None)
-            if call is not None and (func, _shapes(args, kwargs)) == (call.operator, call.shapes):
+        def second_run(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = next(calls, None)
+            if call is not None and (operator, _shapes(args, kwargs)) == (call.operator, call.shapes):
                 if not call.moved:
                     call.check()
                 if outputs := call.outputs:
                     call.after.set()
                     if not call.moved:  # autograd frees them after use, so a further backward computes them again
                         call.give_up()
-                    return map_leaves(self._restored, outputs)
-        return func(*args, **(kwargs or {}))
+                    return map_leaves(restored, outputs)
+            return operator(*args, **kwargs)
+
+        return _InPlaceOfAttention(second_run)
+
+
+class _InPlaceOfAttention(RuntimeMode):
+    """Calls ``run`` with the operator and its arguments in place of every attention."""
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, or what stands for it."""
+        return self._run(func, args, kwargs or {}) if is_attention(func) else func(*args, **(kwargs or {}))
 
 
 def _detached(leaf: Any) -> Any:

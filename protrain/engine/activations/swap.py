@@ -27,7 +27,7 @@ from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, Fra
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
-from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.recomputation import INPUTS, watch
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
@@ -97,7 +97,7 @@ class HostSlots:
         The device memory that the frame has fetched and not used, because its backward failed or took another path, is
         freed with it. The compute stream waits for the fetch, which must not overwrite what gets that memory next.
         """
-        self.streams.compute_waits(read)
+        self.streams.compute.wait_for(read)
         self._free.append((slot, read))
 
 
@@ -142,9 +142,9 @@ class Offload:
         address = storage_address(tensor)
         storage = self._storages.get(address)
         if storage is None:
-            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+            flat = storage_bytes(tensor)
             self._engine.ledger.hold(flat)
-            storage = self._storages[address] = Storage(tensor.untyped_storage().nbytes(), flat)
+            storage = self._storages[address] = Storage(flat.nbytes, flat)
         storage.users += 1
         view = _OffloadedView(storage, ViewForm.of(tensor))
         self._watched.append((view, tensor.detach(), tensor._version))
@@ -157,8 +157,8 @@ class Offload:
         slot, free = self._engine.swaps.slots.take(total)
         weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
         computed = streams.mark()
-        streams.compute_reached(computed)
-        streams.offload_waits(free)
+        streams.compute.place(computed)
+        streams.d2h.wait_for(free)
         start = 0
         for storage in self._storages.values():
             assert storage.device is not None
@@ -169,7 +169,7 @@ class Offload:
 
     def free_device_memory(self) -> None:
         """Free the device memory. Later work on the compute stream waits for the offload, as it may get that memory."""
-        self._engine.streams.compute_waits(self._offload_done)
+        self._engine.streams.compute.wait_for(self._offload_done)
         for view, tensor, version in self._watched:
             view.written_over = tensor._version != version
         self._watched.clear()
@@ -187,8 +187,8 @@ class Offload:
         try:
             self._upload(missing)
         except BaseException:  # out of memory, or Ctrl-C: storages without content must not be used
-            self._engine.streams.upload_reached(self._fetch_done)
-            self._engine.streams.compute_waits(self._fetch_done)  # before the memory is allocated anew
+            self._engine.streams.h2d.place(self._fetch_done)
+            self._engine.streams.compute.wait_for(self._fetch_done)  # before the memory is allocated anew
             for storage in missing:
                 storage.device = None
             raise
@@ -200,8 +200,8 @@ class Offload:
         for storage in missing:
             storage.device = torch.empty(aligned(storage.size_bytes), dtype=torch.uint8, device=self._engine.device)
             self._engine.ledger.hold(storage.device)
-        streams.compute_reached(allocated)
-        streams.upload_waits(self._offload_done)
+        streams.compute.place(allocated)
+        streams.h2d.wait_for(self._offload_done)
         for storage in missing:
             assert storage.device is not None
             assert storage.host is not None
@@ -220,7 +220,7 @@ class Offload:
             self._fetched = False  # other storages may still be on the device, as the last backward did not need them
             self.fetch()
         if self._on_host:
-            self._engine.streams.compute_waits(self._fetch_done)
+            self._engine.streams.compute.wait_for(self._fetch_done)
         memory = storage.device
         assert memory is not None
         storage.waiting -= 1

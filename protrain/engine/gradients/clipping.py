@@ -31,12 +31,7 @@ class _Factor:
 
 
 class Clipping:
-    """The norm of one step's gradients and their factor. ``zero_grad`` resets both.
-
-    Args:
-        gradients: of the step.
-        loss_scale: of float16.
-    """
+    """The norm of one step's gradients and their factor. ``zero_grad`` resets both."""
 
     def __init__(self, gradients: Gradients, loss_scale: LossScale | None) -> None:
         self._gradients = gradients
@@ -104,7 +99,7 @@ class Clipping:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
         if not self._norms:
             # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
-            indices, squares = self._gradients.sums_of_squares()
+            indices, squares = self._gradients.squares.by_parameter(self._gradients.present)
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
         for value in (self._coefficient, *(factor.value for factor in self._multiplied if index in factor.indices)):
@@ -131,7 +126,7 @@ class Clipping:
 
     def _sum_of_squares(self) -> Tensor:
         if self._norm_squared is None:
-            self._norm_squared = self._gradients.norm_squared()
+            self._norm_squared = self._gradients.squares.total(self._gradients.present)
         return self._norm_squared
 
     def _multiply(self, factor: Tensor) -> None:

@@ -20,17 +20,18 @@ The sum stays fp32. The norm and the update each round it once to the type of th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from protrain.common.errors import PlanError
+from protrain.common.errors import MisuseError, PlanError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPool
-from protrain.engine.states.arena import EngineMemory, aligned
+from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Mark
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
 from protrain.planning.layout import STAGING_BUFFERS
@@ -41,37 +42,22 @@ class Gradients:
     """Collects the gradients of one step; reset by ``zero_grad``.
 
     Args:
-        memory: where gradients are allocated.
-        members: all managed parameters.
+        managed: the model.
         worker: adds gradients in host memory.
-        staging_elements: the size of a staging buffer for usual chunks, and for large ones.
-        free_device_bytes: device memory that the plan has left, for accumulators that were not planned.
+        device_bytes: the limit of device memory. What the plan leaves of it is for accumulators that were not planned.
         host_bytes: the limit of host memory.
-        pool_elements: the size of a shared gradient buffer on the device, and in host memory.
-        pool_sizes: the number of shared gradient buffers on the device, and in host memory.
-        cut_tiles: the tiles of parameters that shards cut, as (parameter, tile of it).
     """
 
-    def __init__(
-        self,
-        memory: EngineMemory,
-        *,
-        members: list[Member],
-        worker: HostWorker,
-        staging_elements: tuple[int, int],
-        free_device_bytes: int,
-        host_bytes: int,
-        pool_elements: tuple[int, int],
-        pool_sizes: tuple[int, int],
-        cut_tiles: Sequence[tuple[int, int]] = (),
-    ) -> None:
-        self.members = members
+    def __init__(self, managed: ManagedModel, *, worker: HostWorker, device_bytes: int, host_bytes: int) -> None:
+        self._memory = memory = managed.memory
+        layout, plan = managed.layout, managed.plan
+        self.members = members = managed.members
         self.device, dtype = memory.device, memory.dtype
         self.dtype = dtype
         self.streams = streams = memory.streams
         self.worker = worker
         self.arena = memory.arena
-        self.free_device_bytes = free_device_bytes
+        self.free_device_bytes = device_bytes - plan.device_bytes
         self.host_bytes = host_bytes
         self.poison = memory.poison
         self.pending: dict[Chunk, list[tuple[Member, Tensor]]] = {}
@@ -79,34 +65,28 @@ class Gradients:
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
         self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
-        self._squares = SquareSums(memory, members, cut_tiles)
+        self.squares = SquareSums(memory, members, layout.cut_tiles())
         self._filled = streams.mark()  # staging memory has its content
         self._filled_whole = streams.mark()
         self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
         self._large_drained = streams.mark()
         for mark in (*self._drained, self._large_drained):
-            streams.compute_reached(mark)
+            streams.compute.place(mark)
+        # With several ranks gradients go through the buffers of a reduction.
+        usual, large = (0, 0) if memory.ranks.several else layout.gradient_elements(plan.n_persist)
         self._next_staging = 0
         self._staging_elements = 0
         self._staging_memory = torch.empty(0, dtype=dtype, device=self.device)
-        self._need_staging(staging_elements[0])
-        self._large_staging = streams.record_streams(torch.zeros(staging_elements[1], dtype=dtype, device=self.device))
-        self._pool_elements = pool_elements
-        self._device_pool = streams.record_streams(
-            torch.zeros((pool_sizes[0], pool_elements[0]), dtype=dtype, device=self.device)
-        )
-        host_pool = [self.arena.take(pool_elements[1], dtype) for _ in range(pool_sizes[1])]
+        self._need_staging(usual)
+        self._large_staging = memory.zeros(large)
+        self._pool_elements = on_device, on_host = layout.region_elements(plan.n_persist)  # of one buffer
+        self._device_pool = memory.zeros(plan.n_device_gradient, on_device)
+        host_pool = [self.arena.take(on_host, dtype) for _ in range(plan.n_host_gradient)]
         self._pools: dict[bool, GradientPool] = {}  # by whether the chunks that share it are persistent
-        if pool_sizes[0]:
+        if plan.n_device_gradient:
             self._pools[True] = GradientPool(self._device_pool, more=self._add_device_buffer)
         if host_pool:
             self._pools[False] = GradientPool(host_pool, more=self._add_host_buffer)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that stays allocated."""
-        staging = self._staging_memory.nbytes + self._large_staging.nbytes
-        return self._squares.device_bytes + staging + self._device_pool.nbytes
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
@@ -165,6 +145,16 @@ class Gradients:
         if (pool := self._pool_of(chunk)) is not None:
             pool.release(chunk)
 
+    def forget(self, index: int) -> bool:
+        """The user has set ``.grad`` of parameter ``index`` to None. Returns whether this was the last gradient."""
+        if not self.present[index]:
+            raise MisuseError(
+                f"backward is just computing the gradient of {self.members[index].name}: set it to None when "
+                "backward is over, or in a hook that is registered before protrain.wrap"
+            )
+        self.forgotten.add(index)
+        return not self.pending and len(self.forgotten) == sum(self.present)
+
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
         for pool in self._pools.values():
@@ -172,15 +162,7 @@ class Gradients:
         self.pending.clear()
         self.present = [False] * len(self.members)
         self.forgotten.clear()
-        self._squares.reset()
-
-    def norm_squared(self) -> Tensor:
-        """The sum of squares of all gradients: fp64, 0-d, on the device."""
-        return self._squares.total(self.present)
-
-    def sums_of_squares(self) -> tuple[list[int], Tensor]:
-        """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
-        return self._squares.by_parameter(self.present)
+        self.squares.reset()
 
     def device_gradient(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
         """The gradient of a persistent chunk on the device: parts of it and the elements at which they begin.
@@ -188,9 +170,7 @@ class Gradients:
         A part may lie in staging memory, where the next part overwrites it.
         """
         if not chunk.accumulator_on_host:
-            gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
-            assert gradient is not None
-            yield 0, gradient
+            yield 0, chunk.gradient
             return
         assert chunk.accumulator is not None
         chunk.wait()  # for the sum, which itself has waited for the offload of chunk.grad
@@ -207,17 +187,11 @@ class Gradients:
             source = chunk.accumulator[start : start + memory.numel()]
             target = memory[: source.numel()]
             for mark in self._drained:
-                self.streams.compute_waits(mark)
-            self.streams.compute_reached(self._filled)
+                self.streams.compute.wait_for(mark)
+            self.streams.compute.place(self._filled)
             self.streams.upload(target, source, after=self._filled, done=self._drained[0])
-            self.streams.compute_waits(self._drained[0])
+            self.streams.compute.wait_for(self._drained[0])
             yield start, target
-
-    def host_gradient(self, chunk: Chunk) -> Tensor:
-        """The gradient of a non-persistent chunk in host memory, complete once ``chunk.offloaded`` is reached."""
-        gradient = chunk.accumulator if chunk.accumulator is not None else chunk.grad
-        assert gradient is not None
-        return gradient
 
     def _pool_of(self, chunk: Chunk) -> GradientPool | None:
         """The pool in which ``chunk`` shares memory for its gradient. None: it has a gradient of its own."""
@@ -231,26 +205,26 @@ class Gradients:
         elements = self._pool_elements[0]
         count = elements * self.dtype.itemsize
         if count > self.free_device_bytes:
-            raise self._pool_error("device", count, self.free_device_bytes, "device_memory")
+            raise self._pool_error("device", count, self.free_device_bytes)
         self.free_device_bytes -= count
-        return self.streams.record_streams(torch.zeros(elements, dtype=self.dtype, device=self.device))
+        return self._memory.zeros(elements)
 
     def _add_host_buffer(self) -> Tensor:
         elements = self._pool_elements[1]
         count = aligned(elements * self.dtype.itemsize)
         left = self.host_bytes - self.arena.total_bytes
         if count > left:
-            raise self._pool_error("host", count, left, "host_memory")
+            raise self._pool_error("host", count, left)
         return self.arena.take(elements, self.dtype)
 
-    def _pool_error(self, where: str, needed_bytes: int, available_bytes: int, option: str) -> PlanError:
+    def _pool_error(self, where: str, needed_bytes: int, available_bytes: int) -> PlanError:
         return PlanError(
             where=where,
             needed_bytes=needed_bytes,
             available_bytes=max(0, available_bytes),
             largest_part="another chunk's gradients",
             remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
-            f"planned: allow more {option}, or set requires_grad=False for parameters that are never used.",
+            f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
         )
 
     def _accumulates(self, chunk: Chunk, *, again: bool) -> bool:
@@ -265,26 +239,24 @@ class Gradients:
         members = [member for member, _ in items]
         gradients = [gradient.contiguous() for _, gradient in items]
         offsets = [member.offset for member in members]
-        squares, tile_offsets = self._squares.partials, [self._squares.offsets[member.index] for member in members]
+        squares, tile_offsets = self.squares.partials, [self.squares.offsets[member.index] for member in members]
         if chunk.persistent and not chunk.accumulator_on_host:
             if chunk.accumulator is None:
                 self._acquire(chunk)
-            target = chunk.accumulator if chunk.accumulator is not None else chunk.grad
-            assert target is not None
             where = offsets, squares, tile_offsets
-            flatten(gradients, target, *where, accumulate=accumulate, weight_dtype=self.dtype)
+            flatten(gradients, chunk.gradient, *where, accumulate=accumulate, weight_dtype=self.dtype)
             return
         if chunk.persistent and chunk.elements > self._staging_elements:
             staging, drained = self._own_staging(chunk), self._filled_whole
-            self.streams.compute_waits(chunk.offloaded)
+            self.streams.compute.wait_for(chunk.offloaded)
         elif chunk.large and not chunk.persistent:
             staging, drained = self._large_staging[: chunk.elements], self._large_drained
-            self.streams.compute_waits(drained)
+            self.streams.compute.wait_for(drained)
         else:
             index = self._next_staging
             self._next_staging = (index + 1) % STAGING_BUFFERS
             staging, drained = self._staging[index], self._drained[index]
-            self.streams.compute_waits(drained)
+            self.streams.compute.wait_for(drained)
         if self.poison:
             staging.fill_(float("nan"))
         flatten(gradients, staging, offsets, squares, tile_offsets, accumulate=False)
@@ -299,12 +271,12 @@ class Gradients:
     def _offload(self, chunk: Chunk, source: Tensor, ranges: list[tuple[int, int]], drained: Mark) -> None:
         assert chunk.host_grad is not None
         chunk.wait()  # an addition may read it, or an update if no forward has come in between
-        self.streams.compute_reached(self._filled)
+        self.streams.compute.place(self._filled)
         for start, stop in ranges:
             self.streams.offload(
                 chunk.host_grad[start:stop], source[start:stop], after=self._filled, done=chunk.offloaded
             )
-        self.streams.offload_reached(drained)
+        self.streams.d2h.place(drained)
 
     def _add_on_host(self, chunk: Chunk, ranges: list[tuple[int, int]], *, initialise: bool) -> None:
         accumulator, host_grad = chunk.accumulator, chunk.host_grad
@@ -371,12 +343,10 @@ class Gradients:
         if elements <= self._staging_elements:
             return
         for mark in self._drained:
-            self.streams.compute_waits(mark)  # before the allocator may hand the old memory out again
+            self.streams.compute.wait_for(mark)  # before the allocator may hand the old memory out again
         # One allocation, so that both halves together can hold one chunk in fp32.
         self._staging_elements = elements
-        self._staging_memory = self.streams.record_streams(
-            torch.zeros(STAGING_BUFFERS * elements, dtype=self.dtype, device=self.device)
-        )
+        self._staging_memory = self._memory.zeros(STAGING_BUFFERS * elements)
         self._staging = list(self._staging_memory.view(STAGING_BUFFERS, elements))
 
 
@@ -384,9 +354,8 @@ def _merged(members: list[Member]) -> list[tuple[int, int]]:
     """The ranges of elements that cover ``members``, which are sorted by offset, and their padding."""
     ranges: list[tuple[int, int]] = []
     for member in members:
-        stop = member.offset + -(-member.numel // 128) * 128
         if ranges and ranges[-1][1] == member.offset:
-            ranges[-1] = (ranges[-1][0], stop)
+            ranges[-1] = (ranges[-1][0], member.stop)
         else:
-            ranges.append((member.offset, stop))
+            ranges.append((member.offset, member.stop))
     return ranges

@@ -40,7 +40,7 @@ class SquareSums:
         for member in self._members:
             self.offsets[member.index] = n_tiles
             n_tiles += tiles(member.numel)
-        self.partials = torch.zeros(n_tiles, dtype=torch.float32, device=memory.device)
+        self.partials = memory.zeros(n_tiles, dtype=torch.float32)
         self._computed = memory.streams.mark()
         self._uploaded = memory.streams.mark()
         self._host_partials: Tensor | None = None
@@ -48,20 +48,14 @@ class SquareSums:
         cut = [self.offsets[parameter] + tile for parameter, tile in cut_tiles]
         self._row_of_cut = {partial: row for row, partial in enumerate(cut)}
         self._cut_partials_on_device = torch.tensor(cut, dtype=torch.int64, device=memory.device)
-        self._cut = torch.zeros((len(cut), TILE), dtype=memory.dtype, device=memory.device)
+        self._cut = memory.zeros(len(cut), TILE)
         self._all = self.partials  # the sums of all ranks
         if memory.ranks.several:
-            self._all = torch.zeros_like(self.partials)
-            self._all_cut = torch.zeros_like(self._cut)
-            self._cut_sums = torch.zeros(len(cut), dtype=torch.float32, device=memory.device)
-            for tensor in (self.partials, self._all, self._cut, self._all_cut, self._cut_sums):
-                memory.streams.record_streams(tensor)
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that stays allocated."""
-        others = self._all.nbytes + 2 * self._cut.nbytes if self._ranks.several else 0
-        return self.partials.nbytes + others
+            self._all = memory.zeros(n_tiles, dtype=torch.float32)
+            self._all_cut = memory.zeros(len(cut), TILE)
+            self._cut_sums = memory.streams.record_streams(
+                torch.zeros(len(cut), dtype=torch.float32, device=memory.device)
+            )
 
     def reset(self) -> None:
         """Forget all gradients."""
@@ -128,8 +122,8 @@ class SquareSums:
                 assert member.chunk.accumulator is not None
                 values = member.chunk.accumulator[member.offset : member.offset + member.numel]
                 sum_of_squares(values, host_partials[start:stop], weight_dtype=self._memory.dtype)
-        streams.compute_reached(self._computed)
+        streams.compute.place(self._computed)
         streams.upload(self._from_host, host_partials, after=self._computed, done=self._uploaded)
-        streams.compute_waits(self._uploaded)
+        streams.compute.wait_for(self._uploaded)
         self._uploaded.wait()  # the next call overwrites the host memory
         torch.where(self._on_host, self._from_host, self.partials, out=self.partials)

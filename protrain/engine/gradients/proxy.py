@@ -22,6 +22,12 @@ from protrain.engine.weights.metadata import LAYOUT, METADATA, as_contiguous
 _DATA: Any = Tensor.data
 
 
+def describe(tensor: Any, **_: Any) -> str:
+    """``repr`` of a parameter, or of what stands for its gradient."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"{type(tensor).__name__}({tensor.protrain_handle.name}, {tuple(tensor.shape)}, {tensor.dtype})"
+
+
 class GradientProxy(Tensor):
     """A tensor without data that stands for the gradient of one parameter. It has its shape, type and device."""
 
@@ -63,20 +69,7 @@ class GradientProxy(Tensor):
                 )
         raise AssertionError("a gradient proxy was dispatched without being an argument")
 
-    def _norm(self) -> Tensor:
-        handle = self.protrain_handle
-        return handle.engine.gradient_norm(handle.index)
-
-    def _multiply(self, factor: Tensor | float) -> GradientProxy:
-        handle = self.protrain_handle
-        handle.engine.multiply_gradient(handle.index, factor)
-        return self
-
-    def _describe(self, **_: Any) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"{type(self).__name__}({self.protrain_handle.name}, {tuple(self.shape)}, {self.dtype})"
-
-    __repr__: Any = _describe
+    __repr__: Any = describe
 
 
 def _norm(
@@ -86,7 +79,9 @@ def _norm(
     more = any(value is not None and value is not False for value in (*args, *options.values()))  # dim, keepdim, out
     if not isinstance(tensor, GradientProxy) or order not in (2, "fro", None) or more:
         return NotImplemented
-    return tensor._norm() if dtype is None else tensor._norm().to(dtype)
+    handle = tensor.protrain_handle
+    norm = handle.engine.gradient_norm(handle.index)
+    return norm if dtype is None else norm.to(dtype)
 
 
 def _matrix_norm(tensor: Any, order: Any = None, *args: Any, ord: Any = None, **options: Any) -> Any:
@@ -103,7 +98,9 @@ def _is_factor(value: Any) -> bool:
 def _multiplied(tensor: Any, other: Any) -> Any:
     if not isinstance(tensor, GradientProxy) or not _is_factor(other):
         return NotImplemented
-    return tensor._multiply(other)
+    handle = tensor.protrain_handle
+    handle.engine.multiply_gradient(handle.index, other)
+    return tensor
 
 
 def _norms(tensors: Iterable[Tensor], order: Any = 2.0, *, ord: Any = None, dtype: torch.dtype | None = None) -> Any:

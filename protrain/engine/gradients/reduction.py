@@ -30,9 +30,9 @@ from protrain.common.errors import MisuseError
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.planning.layout import STAGING_BUFFERS
-from protrain_kernels import Slice, flatten, fold, padded
+from protrain_kernels import Slice, flatten, fold
 
 ABSENT = -0.0  # what a rank without a gradient adds
 
@@ -51,59 +51,32 @@ class _Range:
 
 
 class Reduction:
-    """Reduces the gradients of every backward.
+    """Reduces the gradients of every backward."""
 
-    Args:
-        memory: where buffers are allocated.
-        units: all units.
-        calls: the units in the order in which forward calls them.
-        squares: takes the sums of squares.
-        sent_elements: the size of a buffer to send from, for usual chunks and for large ones.
-        offloaded_elements: the size of a shard that is offloaded, likewise.
-        accumulates: whether steps have several backwards.
-    """
-
-    def __init__(
-        self,
-        memory: EngineMemory,
-        *,
-        units: Sequence[Unit],
-        calls: Sequence[int],
-        squares: SquareSums,
-        sent_elements: tuple[int, int],
-        offloaded_elements: tuple[int, int],
-        accumulates: bool,
-    ) -> None:
+    def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
+        memory, layout, plan = managed.memory, managed.layout, managed.plan
         self._ranks = memory.ranks
         self._streams = streams = memory.streams
         self._poison = memory.poison
         self._squares = squares
         self._factor = memory.gradient_factor
-        self._ranges = self._plan(units, calls)
+        self._ranges = self._plan(managed.units, managed.profile.calls)
         last = {part.chunk: visit for visit, parts in self._ranges.items() for part in parts}
         self._complete: dict[int, list[Chunk]] = {}  # by the last visit after which something of them is reduced
         for chunk, visit in last.items():
             self._complete.setdefault(visit, []).append(chunk)
-        usual, large = sent_elements
-        sums = (usual // self._ranks.size, large // self._ranks.size) if accumulates else (0, 0)
-        shards = sums if accumulates else offloaded_elements  # of a sum's gradient its squares are needed
+        usual, large = layout.reduction_elements()
+        sums, shards = (0, 0), layout.gradient_elements(plan.n_persist)
+        if plan.accumulation > 1:  # of a sum's gradient its squares are needed
+            sums = shards = usual // self._ranks.size, large // self._ranks.size
         self._usual = [_Lane(memory, usual, shards[0], sums[0]) for _ in range(STAGING_BUFFERS)]
         self._large = [_Lane(memory, large, shards[1], sums[1])]
         self._received = {  # used on the stream of reductions alone, in order
-            kind: streams.record_streams(torch.zeros(elements, dtype=memory.dtype, device=memory.device))
-            for kind, elements in ((False, usual), (True, large))
+            kind: memory.zeros(elements) for kind, elements in ((False, usual), (True, large))
         }
         self._filled = streams.mark()
         self.folded = streams.mark()  # the last reduction is done
         self._turn = 0
-
-    @property
-    def device_bytes(self) -> int:
-        """Device memory that stays allocated."""
-        lanes = [*self._usual, *self._large]
-        return sum(lane.sent.nbytes + lane.shard.nbytes + lane.sum.nbytes for lane in lanes) + sum(
-            received.nbytes for received in self._received.values()
-        )
 
     def reduce(self, visit: int, gradients: dict[int, Tensor], *, again: bool) -> list[Chunk]:
         """Reduce what is complete after ``visit`` of the schedule, and take it out of ``gradients``, by parameter.
@@ -124,7 +97,7 @@ class Reduction:
     def _reduce(self, part: _Range, gradients: dict[int, Tensor], *, again: bool) -> None:
         streams, chunk = self._streams, part.chunk
         lane, received = self._next(chunk)
-        streams.compute_waits(lane.sent_free)
+        streams.compute.wait_for(lane.sent_free)
         sent = lane.sent[: part.stop - part.start]
         present = [member for member in part.members if member.index in gradients]
         if len(present) < len(part.members):
@@ -136,15 +109,15 @@ class Reduction:
             sent,
             [member.offset - part.start for member in present],
         )
-        streams.compute_reached(self._filled)
+        streams.compute.place(self._filled)
         own = part.own.stop - part.own.start
         received = received[: own * self._ranks.size]
-        with streams.reducing(after=self._filled, done=lane.sent_free):
+        with streams.reduce.running(after=self._filled, done=lane.sent_free):
             self._ranks.exchange(received, sent, part.counts, f"the reduction of chunk {chunk.index}")
         if not own:
             return
         target, total = self._targets(part, lane, again=again)
-        with streams.reducing(after=self._filled, done=self.folded):
+        with streams.reduce.running(after=self._filled, done=self.folded):
             if total is not None and not again:
                 total.fill_(ABSENT)
             fold(
@@ -161,7 +134,7 @@ class Reduction:
             assert host is not None
             chunk.wait()  # an update may read it if no forward has come in between
             streams.offload(host[part.own], device, after=self.folded, done=chunk.offloaded)
-            streams.offload_reached(lane.shard_free)
+            streams.d2h.place(lane.shard_free)
 
     def _targets(self, part: _Range, lane: _Lane, *, again: bool) -> tuple[Tensor, Tensor | None]:
         """Where a fold writes the gradient of ``part``, and the sum of several backwards that it adds to.
@@ -173,7 +146,7 @@ class Reduction:
         if chunk.persistent and chunk.accumulator is None:
             assert chunk.grad is not None
             return chunk.grad[part.own], None
-        streams.reduce_waits(lane.shard_free)
+        streams.reduce.wait_for(lane.shard_free)
         if chunk.persistent:
             assert chunk.accumulator is not None
             return lane.shard[:own], chunk.accumulator[part.own]
@@ -181,9 +154,9 @@ class Reduction:
             return lane.shard[:own], None
         total = lane.sum[:own]
         if again:
-            streams.upload_waits(chunk.offloaded)
+            streams.h2d.wait_for(chunk.offloaded)
             streams.upload(total, chunk.accumulator[part.own], after=lane.shard_free, done=lane.sum_there)
-            streams.reduce_waits(lane.sum_there)
+            streams.reduce.wait_for(lane.sum_there)
         return lane.shard[:own], total
 
     def _next(self, chunk: Chunk) -> tuple[_Lane, Tensor]:
@@ -211,7 +184,7 @@ class Reduction:
 
     def _range(self, members: Sequence[Member]) -> _Range:
         chunk = members[0].chunk
-        start, stop = members[0].offset, _end(members[-1])
+        start, stop = members[0].offset, members[-1].stop
         length = chunk.shard_elements
         bounds = [(rank * length, (rank + 1) * length) for rank in range(self._ranks.size)]
         counts = tuple(max(0, min(stop, high) - max(start, low)) for low, high in bounds)
@@ -240,18 +213,14 @@ class _Lane:
 
     def __init__(self, memory: EngineMemory, elements: int, shard_elements: int, sum_elements: int) -> None:
         streams = memory.streams
-
-        def allocated(count: int, dtype: torch.dtype) -> Tensor:
-            return streams.record_streams(torch.zeros(count, dtype=dtype, device=memory.device))
-
-        self.sent = allocated(elements, memory.dtype)
-        self.shard = allocated(shard_elements, memory.dtype)  # a gradient on its way to the host
-        self.sum = allocated(sum_elements, torch.float32)  # a sum on its way to or from the host
+        self.sent = memory.zeros(elements)
+        self.shard = memory.zeros(shard_elements)  # a gradient on its way to the host
+        self.sum = memory.zeros(sum_elements, dtype=torch.float32)  # a sum on its way to or from the host
         self.sum_there = streams.mark()  # the sum has arrived in ``sum``
         self.sent_free = streams.mark()  # the exchange has read ``sent``
         self.shard_free = streams.mark()  # the offload has read ``shard`` or ``sum``
-        streams.compute_reached(self.sent_free)
-        streams.compute_reached(self.shard_free)
+        streams.compute.place(self.sent_free)
+        streams.compute.place(self.shard_free)
 
 
 def refuse_late(late: Sequence[str]) -> None:
@@ -274,15 +243,11 @@ def refuse_other_hyperparameters(of_ranks: Sequence[object]) -> None:
             )
 
 
-def _end(member: Member) -> int:
-    return member.offset + padded(member.numel)
-
-
 def _runs(members: Sequence[Member]) -> list[list[Member]]:
     """``members``, sorted by chunk and offset, in runs of neighbours."""
     runs: list[list[Member]] = []
     for member in members:
-        if runs and runs[-1][-1].chunk is member.chunk and _end(runs[-1][-1]) == member.offset:
+        if runs and runs[-1][-1].chunk is member.chunk and runs[-1][-1].stop == member.offset:
             runs[-1].append(member)
         else:
             runs.append([member])

@@ -7,7 +7,6 @@ parameters have a gradient, and exchange the partial sums of the norm. So clippi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -17,54 +16,20 @@ from typing_extensions import override
 from protrain.common.errors import MisuseError
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
-from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.units import Unit
+from protrain.engine.units import ManagedModel
 
 
 class ShardedGradients(Gradients):
-    """Collects the gradients of one step on one of several ranks.
+    """Collects the gradients of one step on one of several ranks."""
 
-    Args:
-        memory: where gradients are allocated.
-        units: all units.
-        calls: the units in the order in which forward calls them.
-        sent_elements: the size of a buffer for what is sent to other ranks, for usual chunks and for large ones.
-        staging_elements: the size of a shard that is offloaded, likewise.
-        accumulates: whether the plan is for steps of several backwards.
-        options: what ``Gradients`` needs besides.
-    """
-
-    def __init__(
-        self,
-        memory: EngineMemory,
-        *,
-        units: Sequence[Unit],
-        calls: Sequence[int],
-        sent_elements: tuple[int, int],
-        staging_elements: tuple[int, int],
-        accumulates: bool,
-        **options: Any,
-    ) -> None:
-        super().__init__(memory, staging_elements=(0, 0), **options)
-        self._ranks = memory.ranks
-        self._reduction = Reduction(
-            memory,
-            units=units,
-            calls=calls,
-            squares=self._squares,
-            sent_elements=sent_elements,
-            offloaded_elements=staging_elements,
-            accumulates=accumulates,
-        )
-        self._plans_sums = accumulates
+    def __init__(self, managed: ManagedModel, **options: Any) -> None:
+        super().__init__(managed, **options)
+        self._ranks = managed.memory.ranks
+        self._reduction = Reduction(managed, self.squares)
+        self._plans_sums = managed.plan.accumulation > 1
         self._is_sum = False  # whether a backward of this step has been reduced
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
-
-    @property
-    @override
-    def device_bytes(self) -> int:
-        return super().device_bytes + self._reduction.device_bytes
 
     @override
     def is_pending(self, index: int) -> bool:
@@ -124,7 +89,7 @@ class ShardedGradients(Gradients):
         refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
         self._is_sum = True
         self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
-        self.streams.compute_reached(self._filled)
-        with self.streams.reducing(after=self._filled, done=self._reduction.folded):
-            self._squares.combine()
-        self.streams.compute_waits(self._reduction.folded)
+        self.streams.compute.place(self._filled)
+        with self.streams.reduce.running(after=self._filled, done=self._reduction.folded):
+            self.squares.combine()
+        self.streams.compute.wait_for(self._reduction.folded)

@@ -64,11 +64,8 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     dtype, arena = memory.dtype, memory.arena
     offloaded = layout.chunks[plan.n_persist :]
     shards = [layout.shard_elements(record) for record in layout.chunks]
-    sizes = [
-        size
-        for record in offloaded
-        for size in size_bytes(shards[record.index], planned_states(record, layout, plan, dtype))
-    ]
+    planned = [planned_states(record, layout, plan, dtype) for record in layout.chunks]
+    sizes = [size for record in offloaded for size in size_bytes(shards[record.index], planned[record.index])]
     weight_only = {record.index for record in offloaded[: plan.n_weight_only] if record.trainable}
     copied = {
         record.index: {"weight": dtype} if record.index in weight_only else _weight_states(record, plan, dtype)
@@ -88,11 +85,10 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     chunks = []
     for record in layout.chunks:
         persistent = record.index < plan.n_persist
-        kinds = planned_states(record, layout, plan, dtype)
+        kinds = planned[record.index]
         if persistent:
-            states = _on_device(
-                shards[record.index], {name: kinds[name] for name in _VALUES if name in kinds}, memory.device
-            )
+            values = {name: kinds[name] for name in _VALUES if name in kinds}
+            states = _on_device(shards[record.index], values, memory.device)
         else:
             states = in_host_memory(record, kinds)
         copies = in_host_memory(record, copied.get(record.index, {}))
@@ -103,20 +99,12 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             ranks=memory.ranks,
             trainable=record.trainable,
             persistent=persistent,
-            resident=persistent and not memory.ranks.several,
             large=layout.is_large(record),
-            weight=states["weight"],
-            master=states.get("master"),
-            exp_avg=states.get("exp_avg"),
-            exp_avg_sq=states.get("exp_avg_sq"),
-            grad=states.get("grad"),
-            host_grad=None if persistent else states.get("grad"),
-            accumulator=states.get("accumulator"),
-            accumulator_on_host="accumulator" in states and not persistent,
             sum_factor=memory.gradient_factor,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
             updated=memory.streams.mark(),
+            **states,
         )
         if record.index in weight_only:
             chunk.speculative = copies["weight"]

@@ -9,7 +9,7 @@ powers of two and takes several times longer.
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -39,11 +39,6 @@ class Arena:
         self._segments: list[_Segment] = []
 
     @property
-    def pinned(self) -> bool:
-        """Whether memory for transfers is registered with the driver."""
-        return self._device.type == "cuda"
-
-    @property
     def free_bytes(self) -> int:
         """The size of the largest piece that ``take`` can hand out without mapping more memory."""
         return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
@@ -68,7 +63,7 @@ class Arena:
             self.reserve(count)
             segment = self._segments[-1]
         piece = segment.take(count)
-        if self.pinned and transferred:
+        if transferred and self._device.type == "cuda":
             segment.mapping.pin(piece, self._device)
         return piece[: elements * dtype.itemsize].view(dtype)
 
@@ -86,7 +81,7 @@ class _Segment:
         return piece
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class EngineMemory:
     """Where the tensors of one engine lie and how they are copied: what all of its parts allocate with."""
 
@@ -97,3 +92,10 @@ class EngineMemory:
     ranks: Ranks  # the processes that train together
     gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows
+    zeros_bytes: int = field(default=0, init=False)  # of all that ``zeros`` has made
+
+    def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Device memory that lives as long as the engine, recorded for all streams. By default it has its ``dtype``."""
+        made = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
+        self.zeros_bytes += made.nbytes
+        return self.streams.record_streams(made)

@@ -87,13 +87,16 @@ class Member:
     offset: int  # elements
     bound: int = 0  # how many running units use it
     address: int = 0  # of its data while a unit uses it
+    steps: int = 0  # that have updated it, as a parameter without a gradient is not updated
     edits: int = 0  # autograd's count of changes in place that the engine knows of: see [Note: edits]
+    stop: int = field(init=False)  # the end of its place in the chunk, with its padding
     own: slice = field(init=False)  # the elements of the chunk's shard that belong to it, with its padding
 
     def __post_init__(self) -> None:
+        self.stop = self.offset + padded(self.numel)
         shard = self.chunk.shard
         first = max(self.offset, shard.start) - shard.start
-        stop = min(self.offset + padded(self.numel), shard.stop) - shard.start
+        stop = min(self.stop, shard.stop) - shard.start
         self.own = slice(first, max(first, stop))
 
     def view(self, flat: Tensor) -> Tensor:
@@ -111,35 +114,48 @@ class Chunk:
     ranks: Ranks  # which have the shards, in their order
     trainable: bool
     persistent: bool
-    resident: bool  # its whole weight stays on the device: it is persistent, and there is one rank
     large: bool  # it has one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
-    master: Tensor | None
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
-    grad: Tensor | None
     offloaded: Mark  # the last copy of a gradient to ``host_grad`` is complete
     uploaded: Mark  # the last upload has read ``weight``
     updated: Mark  # the last update by the device is done, if it is persistent
-    members: list[Member] = field(default_factory=list)
-    host_grad: Tensor | None = None  # host memory for gradients that are offloaded: ``grad`` if not persistent
+    master: Tensor | None = None
+    exp_avg: Tensor | None = None
+    exp_avg_sq: Tensor | None = None
+    grad: Tensor | None = None
     accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards, which its readers round
-    accumulator_on_host: bool = False
     sum_factor: float = 1.0  # that finishes a sum in ``accumulator``
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
-    version: int = 0  # counts changes of the weight
+    version: int = field(default=0, init=False)  # counts changes of the weight
+    members: list[Member] = field(default_factory=list, init=False)
+    resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
+    host_grad: Tensor | None = field(init=False)  # host memory for gradients that are offloaded
+    accumulator_on_host: bool = field(init=False)
     # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
     current_weight: Tensor = field(init=False)
-    _queued: _Queued = _CURRENT
+    _queued: _Queued = field(default=_CURRENT, init=False)
 
     def __post_init__(self) -> None:
+        self.resident = self.persistent and not self.ranks.several
+        self.host_grad = None if self.persistent else self.grad
+        self.accumulator_on_host = self.accumulator is not None and not self.persistent
         self.current_weight = self.weight
 
     @property
     def shard_elements(self) -> int:
         """The length of its states."""
         return self.shard.stop - self.shard.start
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradient of the step, where an update reads it: the sum of several backwards, if there is one.
+
+        That of a chunk in host memory is complete when ``offloaded`` is reached and ``summing`` is done.
+        """
+        gradient = self.grad if self.accumulator is None else self.accumulator
+        assert gradient is not None
+        return gradient
 
     @property
     def gradient_factor(self) -> float:
@@ -157,9 +173,9 @@ class Chunk:
         return self._queued.state
 
     @property
-    def last_job(self) -> Job | None:
-        """The last job that was queued for the chunk. None if it is CURRENT."""
-        return self._queued.last
+    def summing(self) -> Job | None:
+        """The last job that adds to the gradient, if nothing was queued after it."""
+        return self._queued.last if self.state is ChunkState.SUMMING else None
 
     @property
     def update(self) -> Job | None:
@@ -200,8 +216,8 @@ class Chunk:
         """Block until the sum of the gradients that have arrived is complete."""
         if self.state is ChunkState.SUMMING:
             self.wait()
-        elif self.last_job is not None:
-            self.last_job.end()  # it comes after the addition, and its own error is raised in whoever needs it
+        elif self._queued.last is not None:
+            self._queued.last.end()  # it comes after the addition, and its own error is raised in whoever needs it
 
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""
@@ -238,29 +254,15 @@ class Chunk:
             first: the element of the chunk at which ``gradient`` begins.
             between: called on the host every few milliseconds of the update, until it returns False.
         """
-        states, end = self.states, first + gradient.numel()
+        states, end, factor = self.states, first + gradient.numel(), self.gradient_factor
         for piece, scalars in pieces if between is None else _sliced(pieces, between):
             part = slice(max(piece.start, first), min(piece.stop, end))
-            if part.start >= part.stop:
-                continue
-            own_gradient = gradient[part.start - first : part.stop - first]
-            adam(
-                *_part(states, part),
-                own_gradient,
-                scalars,
-                gradient_factor=self.gradient_factor,
-                scale=scale,
-                threads=threads,
-            )
+            if part.start < part.stop:
+                own = gradient[part.start - first : part.stop - first]
+                adam(*_part(states, part), own, scalars, gradient_factor=factor, scale=scale, threads=threads)
         self.version += 1
 
-    def step_streamed(
-        self,
-        pieces: list[Piece],
-        gradient: Tensor,
-        scale: Tensor | None,
-        staging: AdamStaging,
-    ) -> None:
+    def step_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
 
         ``gradient`` is in host memory, and ``scale`` on the device.

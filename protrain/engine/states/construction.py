@@ -80,6 +80,12 @@ def record_of(tensor: Tensor) -> Record | None:
     return None if record is None or record.closed else record
 
 
+def is_empty(tensor: Tensor) -> bool:
+    """Whether ``tensor`` has a record in place of values."""
+    record = record_of(tensor)
+    return record is not None and record.empty
+
+
 def set_record(storage: torch.UntypedStorage, record: Record) -> None:
     """Let ``record`` be the record of ``storage``."""
     setattr(storage, _ATTRIBUTE, record)

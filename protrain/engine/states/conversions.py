@@ -12,17 +12,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from copy import deepcopy
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
-
-class Part(NamedTuple):
-    """One tensor of a file, to be converted into a tensor of the model."""
-
-    key: str
-    pattern: str | None  # which source of its converter it is; None: it is a tensor of the model as it is
-    read: Callable[[], Tensor]
+from protrain.engine.states.stored_tensors import StoredTensor
 
 
 class Conversions:
@@ -47,16 +42,20 @@ class Conversions:
         ordered = sorted(keys, key=dot_natural_key)
         return {key: rename_source_key(key, self._renamings, self._converters) for key in ordered}
 
-    def convert(self, target: str, parts: list[Part]) -> dict[str, Tensor]:
+    def convert(
+        self, target: str, parts: list[tuple[StoredTensor, str | None]], read: Callable[[StoredTensor], Tensor]
+    ) -> dict[str, Tensor]:
         """The tensors that ``parts`` become, by their names in the model. The first is ``target``.
 
-        The parts are read here, so that no other part of the model is in memory.
+        The parts, each with the source of a converter that it is, are read here, so that no other part of the model is
+        in memory.
         """
-        if parts[0].pattern is None:
-            return {target: parts[0].read()}
-        converter = deepcopy(self._by_pattern[parts[0].pattern])
-        for part in parts:
-            converter.add_tensor(target, part.key, part.pattern, part.read)
+        first, source = parts[0]
+        if source is None:
+            return {target: read(first)}
+        converter = deepcopy(self._by_pattern[source])
+        for stored, pattern in parts:
+            converter.add_tensor(target, stored.key, pattern, partial(read, stored))
         made = converter.convert(target, model=self._model, config=self._model.config)
         if isinstance(made, tuple):  # transformers 5.0 and 5.1 also return errors, which were raised already
             made = made[0]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import is_managed
-from protrain.engine.states.construction import record_of, replay, view_of
+from protrain.engine.states.construction import is_empty, record_of, replay, view_of
 from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
 
 _VERSION = "protrain_version"  # attribute of an empty tensor: its version when recording ended
@@ -124,12 +124,6 @@ def fill_buffers(model: nn.Module, device: torch.device) -> None:
                 if id(buffer) not in made:
                     made[id(buffer)] = values_of(buffer, device).cpu()
                 module._buffers[name] = made[id(buffer)]
-
-
-def is_empty(tensor: Tensor) -> bool:
-    """Whether ``tensor`` has a record in place of values."""
-    record = record_of(tensor)
-    return record is not None and record.empty
 
 
 def values_of(tensor: Tensor, device: torch.device) -> Tensor:

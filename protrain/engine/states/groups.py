@@ -111,23 +111,34 @@ class Groups:
             )
         self._known = [list(parameters) for parameters in found]  # they have another order
 
-    def names(self) -> list[list[str]]:
-        """The names of the parameters of each group, without parameters that the model does not have."""
-        return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in self._live]
+    def state(self) -> dict[str, Any]:
+        """The options of each group, and the names of its parameters that the model has, as JSON values."""
+        return {
+            "param_groups": [{key: group[key] for key in group if key != "params"} for group in self._live],
+            "parameters": self._parameters(),
+        }
 
-    def check_names(self, saved: Sequence[Iterable[str]]) -> None:
-        """ValueError if a parameter is in another group in ``saved``, so that it would get the options of others.
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """ValueError if groups cannot have the options in ``state``, or parameters would get those of another group.
 
-        A parameter that is in no group, now or in ``saved``, has no options and is not checked.
+        A parameter that is in no group, now or in ``state``, has no options and is not checked.
         """
-        before = {name: index for index, names in enumerate(saved) for name in names}
-        for index, names in enumerate(self.names()):
+        options = state["param_groups"]
+        if len(options) != len(self._live):
+            raise ValueError(f"the state has {len(options)} parameter groups, this optimizer {len(self._live)}")
+        check_options(options)
+        # the first states of this format have no names
+        before = {name: index for index, names in enumerate(state.get("parameters", [])) for name in names}
+        for index, names in enumerate(self._parameters()):
             for name in names:
                 if before.get(name, index) != index:
                     raise ValueError(
                         f"{name} is in group {before[name]} of its param_groups, and in group {index} here: make the "
                         "optimizer with the groups of the save, in their order"
                     )
+
+    def _parameters(self) -> list[list[str]]:
+        return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in self._live]
 
     def _name(self, parameter: Tensor) -> str:
         return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")

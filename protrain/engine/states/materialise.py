@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.empty import exchange, is_empty, values_of
+from protrain.engine.states.construction import is_empty
+from protrain.engine.states.empty import exchange, values_of
+from protrain.engine.states.parameter_state import write_master, write_weight
 from protrain.engine.states.stored_tensors import reading
-from protrain.engine.states.values import write_master, write_weight
 from protrain.engine.states.weight_files import unmanaged, weight_sources
 from protrain.engine.weights.parameter import mark_moved
 
@@ -41,7 +42,10 @@ def fill(
 
     def write_and_free(member: Member, value: Tensor) -> None:
         nonlocal done
-        _write(member, value)
+        if member.group < 0:
+            write_weight(member, value)
+        else:
+            write_master(member, value)
         _drop(member)
         done += member.numel
         show(member.name, done / total)
@@ -104,13 +108,6 @@ def _fingerprint(value: Tensor) -> int:
     places = torch.arange(1, sums.numel() + 1, device=sums.device) * 2 + 1
     rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
     return hash((int((sums * places).sum()), rest, tuple(value.shape)))
-
-
-def _write(member: Member, value: Tensor) -> None:
-    if member.group < 0:
-        write_weight(member, value)
-    else:
-        write_master(member, value)
 
 
 def _drop(member: Member) -> None:

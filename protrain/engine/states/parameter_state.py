@@ -1,27 +1,119 @@
-"""The optimizer states of single parameters, as tensors on the CPU. Callers are inside ``engine.quiet()``."""
+"""Reads and writes weights and optimizer states of single parameters, wherever their chunks lie.
+
+Callers are inside ``engine.quiet()``. What is read comes back on the CPU.
+
+With several ranks, a parameter may lie in the shards of some of them. What a rank has of it is one run of its elements,
+in the order of a contiguous tensor:
+
+- ``read_own_master`` and ``export_part`` copy that run. Other ranks need not call them.
+- ``whole`` makes whole values of such copies, and ``read_weights`` reads whole weights. Both are collectives, which all
+  ranks must call in the same order, and give all of them the same.
+- ``write_...`` and ``import_...`` are given the whole value or any run of its elements, and take from that what this
+  rank has. To set a parameter, every rank must be given what it has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import (
-    own_elements,
-    read_own_master,
-    read_own_state,
-    read_own_weight,
-    whole,
-    write_master,
-    write_state,
-    write_weight,
-)
+from protrain.engine.states.chunks import Chunk, Member
+from protrain_kernels import join, split, unflatten
 
 _STATES = ("exp_avg", "exp_avg_sq")
+_EXPORTED_BYTES = 12  # of one element: master and two moments in fp32
+_PIECE = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
+
+
+def own_elements(member: Member) -> slice:
+    """The elements of the parameter that this rank has."""
+    first = min(member.numel, max(0, member.chunk.shard.start - member.offset))
+    return slice(first, min(member.numel, first + member.own.stop - member.own.start))
+
+
+def read_own_master(member: Member) -> Tensor:
+    """A copy of what this rank has of the fp32 master: 1-d, on the CPU."""
+    weight, master = _copy(member, member.chunk.weight), member.chunk.master
+    return _master_of(weight, None if master is None else _copy(member, master))
+
+
+def whole(member: Member, own: Tensor) -> Tensor:
+    """The whole value of which this rank has ``own``, on the CPU and in any shape, in the parameter's shape."""
+    return _assembled(member.chunk, own.view(-1), member.offset, member.offset + member.numel).view(member.shape)
+
+
+def read_weight(member: Member) -> Tensor:
+    """A copy of the weight on the CPU, in the parameter's shape and dtype."""
+    return read_weights([member])[0]
+
+
+def read_weights(members: Sequence[Member]) -> list[Tensor]:
+    """Copies of the weights of ``members`` on the CPU, with one transfer for each chunk that lies on a GPU."""
+    copies = [torch.empty(member.shape, dtype=member.chunk.weight.dtype, device="cpu") for member in members]
+    by_chunk: dict[Chunk, list[int]] = {}
+    for at, member in enumerate(members):
+        by_chunk.setdefault(member.chunk, []).append(at)
+    for chunk, found in by_chunk.items():
+        first = min(members[at].offset for at in found)
+        stop = max(members[at].stop for at in found)
+        own = chunk.weight[max(0, first - chunk.shard.start) : max(0, stop - chunk.shard.start)].cpu()
+        offsets = [members[at].offset - first for at in found]
+        unflatten(_assembled(chunk, own, first, stop), [copies[at] for at in found], offsets)
+    return copies
+
+
+def write_master(member: Member, value: Tensor, elements: slice | None = None) -> None:
+    """Set ``elements`` of the fp32 master, or all of it, and of the weight that follows from it."""
+    target, flat = _overlap(member, value, elements)
+    if flat.numel():
+        _write_own_master(member.chunk, target, flat)
+
+
+def _write_own_master(chunk: Chunk, target: slice, value: Tensor) -> None:
+    # A value on the device is split there, so that its parts go straight into pinned memory. To move it to the host
+    # first would take host memory for all of it.
+    device = value.device if value.is_cuda else chunk.weight.device
+    flat = value.to(device, torch.float32)
+    weight, master = chunk.weight[target], chunk.master
+    if master is None:
+        weight.copy_(flat)
+    elif weight.dtype is torch.bfloat16 and device == weight.device:
+        split(flat, weight, master[target])
+    elif weight.dtype is torch.bfloat16:
+        parts = zip(flat.split(_PIECE), weight.split(_PIECE), master[target].split(_PIECE), strict=True)
+        for piece, upper, remainder in parts:
+            for place, part in zip((upper, remainder), split(piece), strict=True):
+                place.copy_(part)
+    else:
+        master[target].copy_(flat)
+        weight.copy_(flat)
+
+
+def write_weight(member: Member, value: Tensor, elements: slice | None = None) -> None:
+    """Set ``elements`` of the weight, or all of it, and of the master. An unchanged weight keeps its whole master.
+
+    So to load the weights that a 16-bit model already has loses nothing, whether its optimizer state is loaded before
+    or after. If ``value`` has a wider type than the weight, it becomes the master.
+    """
+    chunk = member.chunk
+    target, flat = _overlap(member, value, elements)
+    if not flat.numel():
+        return
+    flat = flat.to(chunk.weight.device)
+    weight = chunk.weight[target]
+    if chunk.master is None:
+        weight.copy_(flat)
+        return
+    if value.dtype.itemsize > weight.dtype.itemsize:
+        _write_own_master(chunk, target, flat.float())
+        return
+    rounded = split(flat.float())[0] if weight.dtype is torch.bfloat16 else flat.to(weight.dtype)
+    master = _master_of(weight, chunk.master[target])
+    _write_own_master(chunk, target, torch.where(rounded == weight, master, flat.float()))
 
 
 @dataclass(frozen=True)
@@ -46,60 +138,62 @@ class Part:
         return self.elements == slice(0, self.shape.numel())
 
 
-def export_part(member: Member, steps: list[int]) -> Part:
+def export_part(member: Member) -> Part:
     """Copies of what this rank has of ``member``. Other ranks need not call it."""
     if member.group < 0:
-        tensors = {"weight": read_own_weight(member)}
+        tensors = {"weight": _copy(member, member.chunk.weight)}
     else:
-        own = _own_state(member, steps)
-        tensors = {"master": own["master"] if "master" in own else read_own_master(member), **own}
+        tensors = {"master": read_own_master(member), **_own_moments(member)}
     part = Part(member.shape, own_elements(member), tensors)
     if part.is_whole:
         tensors |= {kind: value.view(member.shape) for kind, value in tensors.items() if kind != "step"}
     return part
 
 
-def export_parameter(member: Member, steps: list[int]) -> dict[str, Tensor]:
+def part_bytes(member: Member) -> int:
+    """The host memory that ``export_part`` takes."""
+    own = own_elements(member)
+    return (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
+
+
+def export_parameter(member: Member) -> dict[str, Tensor]:
     """The tensors of ``export_part`` for the whole parameter. All ranks must call it."""
-    return _whole(member, export_part(member, steps).tensors)
+    return _whole(member, export_part(member).tensors)
 
 
-def import_part(member: Member, steps: list[int], elements: slice, tensors: Mapping[str, Tensor]) -> None:
+def import_part(member: Member, elements: slice, tensors: Mapping[str, Tensor]) -> None:
     """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a ``Part``."""
     if "weight" in tensors:
         write_weight(member, tensors["weight"], elements)
     elif member.group < 0:  # it was trainable when it was saved
         write_weight(member, tensors["master"], elements)
     if member.group >= 0:
-        import_state(member, steps, tensors, elements)
+        import_state(member, tensors, elements)
 
 
-def export_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
+def export_state(member: Member) -> dict[str, Any]:
     """Copies of all states of ``member`` in the format of torch.optim.AdamW, and of the ``master`` if there is one.
 
-    All ranks must call it. ``steps`` is the number of steps of each parameter.
+    With the master comes ``master_step``, the step at which it was exported. Other optimizers keep the master in their
+    state but do not update it. When their state is loaded here, the old master must not replace the weight that they
+    have trained. The step is no tensor, as other optimizers cast tensors. All ranks must call it.
     """
-    return _whole(member, _own_state(member, steps))
+    own = _own_moments(member)
+    if member.chunk.master is not None:
+        own["master"] = read_own_master(member)
+    state: dict[str, Any] = _whole(member, own)
+    return {**state, "master_step": member.steps} if "master" in state else state
 
 
-def with_master_step(state: dict[str, Tensor]) -> dict[str, Any]:
-    """``state`` of ``export_state``, with the step at which the master was exported, if there is one.
-
-    Other optimizers keep the master in their state but do not update it. When their state is loaded here, the old
-    master must not replace the weight that they have trained. The step is no tensor, as other optimizers cast tensors.
-    """
-    return {**state, "master_step": int(state["step"])} if "master" in state else dict(state)
-
-
-def import_state(member: Member, steps: list[int], tensors: Mapping[str, Any], elements: slice | None = None) -> None:
+def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | None = None) -> None:
     """Set the states that ``export_state`` returned. States that are missing become those of an untrained model.
 
     ``elements`` are those that ``tensors`` have. None: all of them.
     """
-    steps[member.index] = int(tensors.get("step", 0))
+    member.steps = int(tensors.get("step", 0))
     for name in _STATES:
-        write_state(member, name, tensors.get(name, 0.0), elements)
-    if "master" in tensors and tensors.get("master_step", steps[member.index]) == steps[member.index]:
+        _write_state(member, name, tensors.get(name, 0.0), elements)
+    if "master" in tensors and tensors.get("master_step", member.steps) == member.steps:
         write_master(member, tensors["master"], elements)
 
 
@@ -113,14 +207,73 @@ def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> No
             )
 
 
-def _own_state(member: Member, steps: list[int]) -> dict[str, Tensor]:
-    """``export_state`` of what this rank has: 1-d."""
-    state = {"step": torch.tensor(float(steps[member.index]), device="cpu")}
-    state |= {name: read_own_state(member, name) for name in _STATES}
-    if member.chunk.master is not None:
-        state["master"] = read_own_master(member)
-    return state
+def _own_moments(member: Member) -> dict[str, Tensor]:
+    """The step and both moments of what this rank has of ``member``: fp32, 1-d."""
+    moments = {name: _copy(member, _state(member, name)).float() for name in _STATES}
+    return {"step": torch.tensor(float(member.steps), device="cpu"), **moments}
 
 
 def _whole(member: Member, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value if name == "step" else whole(member, value) for name, value in tensors.items()}
+
+
+def _write_state(member: Member, name: str, value: Tensor | float, elements: slice | None = None) -> None:
+    state = _state(member, name)
+    if isinstance(value, Tensor):
+        target, flat = _overlap(member, value, elements)
+        state[target].copy_(flat)
+    else:
+        state[_within(member, elements)[0]].fill_(value)
+
+
+def _copy(member: Member, flat: Tensor) -> Tensor:
+    """A copy on the CPU of what this rank has of the parameter in ``flat``, a state of its chunk, without padding."""
+    return flat[_within(member, None)[0]].to("cpu", copy=True)
+
+
+def _within(member: Member, elements: slice | None) -> tuple[slice, slice]:
+    """What this rank has of ``elements`` of the parameter: its place in the states, and in ``elements``."""
+    own = own_elements(member)
+    given = slice(0, member.numel) if elements is None else elements
+    first = max(own.start, given.start)
+    stop = max(first, min(own.stop, given.stop))
+    at = member.own.start + first - own.start
+    return slice(at, at + stop - first), slice(first - given.start, stop - given.start)
+
+
+def _overlap(member: Member, value: Tensor, elements: slice | None) -> tuple[slice, Tensor]:
+    """What this rank has of ``elements``: its place in the states, and its ``value``, 1-d."""
+    target, part = _within(member, elements)
+    return target, value.detach().contiguous().view(-1)[part]
+
+
+def _assembled(chunk: Chunk, own: Tensor, first: int, stop: int) -> Tensor:
+    """The elements ``first`` to ``stop`` of a state of the whole ``chunk``. This rank has ``own`` of them, on the CPU.
+
+    Each rank that has some sends these alone, so that nothing travels that is not needed.
+    """
+    ranks = chunk.ranks
+    if not ranks.several:
+        return own
+    found = torch.empty(stop - first, dtype=own.dtype, device="cpu")
+    for rank in range(ranks.size):
+        shard = rank * chunk.shard_elements - first
+        piece = found[max(0, shard) : max(0, shard + chunk.shard_elements)]
+        if rank == ranks.rank:
+            piece.copy_(own)
+        if piece.numel():
+            ranks.broadcast(piece, f"a read of chunk {chunk.index}", source=rank)
+    return found
+
+
+def _master_of(weight: Tensor, master: Tensor | None) -> Tensor:
+    """The fp32 master of which these are the parts that a chunk keeps."""
+    if master is None:
+        return weight.float()
+    return join(weight, master) if weight.dtype is torch.bfloat16 else master
+
+
+def _state(member: Member, name: str) -> Tensor:
+    state: Tensor | None = getattr(member.chunk, name)
+    assert state is not None, "frozen parameters have no optimizer state"
+    return state

@@ -27,6 +27,7 @@ from protrain.engine.states.construction import (
     Record,
     View,
     has_storage,
+    is_empty,
     parameter_names,
     record_of,
     seeded,
@@ -115,7 +116,7 @@ class Recorder(RuntimeMode):
         if not written and any(result.alias_info is not None for result in schema.returns):
             return func(*args, **kwargs)  # a view, whose storage has a record
         if any(tensor.is_meta and record_of(tensor) is None for tensor in given):
-            if any(_is_empty(tensor) for tensor in written):
+            if any(is_empty(tensor) for tensor in written):
                 raise ValueError(
                     f"{func} writes {_names(written)} with a tensor on the meta device that was not made inside "
                     "protrain.empty_parameters(), so that nothing is known of its values: make it inside"
@@ -127,7 +128,7 @@ class Recorder(RuntimeMode):
             seed = _draw(generators[0] if generators else None)
             args, kwargs = map_leaves(lambda leaf: None if isinstance(leaf, torch.Generator) else leaf, (args, kwargs))
         device = kwargs.get("device") or (_apparent_device(given[0]) if given else _CPU)
-        if any(_is_empty(tensor) for tensor in given):
+        if any(is_empty(tensor) for tensor in given):
             result = _on_meta(func, args, kwargs)
             for tensor in written:
                 _lose_values(tensor, func)
@@ -237,7 +238,7 @@ class AsOnCpu(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            if "meta" not in str(error).lower() or not any(_is_empty(tensor) for tensor in tensors_in((args, kwargs))):
+            if "meta" not in str(error).lower() or not any(is_empty(tensor) for tensor in tensors_in((args, kwargs))):
                 raise
             raise _no_value(func, (args, kwargs), error) from error
 
@@ -247,11 +248,6 @@ def unwatched() -> Iterator[None]:
     """A context in which no mode is active."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         yield
-
-
-def _is_empty(tensor: Tensor) -> bool:
-    record = record_of(tensor)
-    return record is not None and record.empty
 
 
 def _apparent_device(tensor: Tensor) -> torch.device:
@@ -284,7 +280,7 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _META
         if not isinstance(leaf, Tensor) or leaf.is_meta:
             return leaf
-        if func.overloadpacket in _INDEX and not leaf.is_floating_point() and not _is_empty(leaf):
+        if func.overloadpacket in _INDEX and not leaf.is_floating_point() and not is_empty(leaf):
             return leaf
         stride = leaf.stride() if has_storage(leaf) else torch.empty(leaf.shape, device=_META).stride()
         made = torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=_META)

@@ -6,7 +6,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 from protrain.common.adapters import adapter_names, base_name, within_peft
 from protrain.common.parameters import is_managed
-from protrain.engine.states.conversions import Conversions, Part
-from protrain.engine.states.empty import is_empty
+from protrain.engine.states.construction import is_empty
+from protrain.engine.states.conversions import Conversions
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
 
@@ -189,7 +188,7 @@ def _source(
     stored = [tensor for tensor, _ in parts]
 
     def values(read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
-        made = conversions.convert(name, [Part(t.key, pattern, partial(read, t)) for t, pattern in parts])
+        made = conversions.convert(name, parts, read)
         return {names.first[names.spelt[other]]: value for other, value in made.items() if other in names.spelt}
 
     origin = stored[0].key if len(stored) == 1 else f"{stored[0].key} and {len(stored) - 1} more"

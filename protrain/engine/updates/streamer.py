@@ -6,41 +6,35 @@ import functools
 import time
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.updates.ordering import ChunkUpdate
+from protrain.engine.updates.in_host_memory import ChunkUpdate, Scale
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker
 from protrain.planning.sharing import Sharing, Waiting, first_late
 
 
-class Scale(NamedTuple):
-    """The factor on gradients, for clipping and loss scaling: one fp32 number."""
-
-    on_device: Tensor
-    on_host: Tensor
-    ready: Mark  # on_host has its value
-
-
 class Streamer:
-    """Has the device update chunks in host memory, one at a time.
+    """Has the device update chunks in host memory, with which the host would be late, on a thread of its own.
 
     Args:
-        streams: of the engine. On the CPU the host's kernel does the work, on the thread that calls.
-        staging_bytes: device memory that states are copied through.
-        gparams: the predicted rate, in 1e9 elements a second.
+        streams: of the engine. On the CPU the host's kernel does the work, on the thread.
+        sharing: when the forward needs each chunk, and the predicted rates.
+        worker: the thread.
     """
 
-    def __init__(self, streams: Streams, *, staging_bytes: int, gparams: float) -> None:
-        self.staging_bytes = staging_bytes
-        self.rate = Rate(gparams)
+    def __init__(self, streams: Streams, sharing: Sharing, worker: HostWorker) -> None:
+        self.worker = worker
+        self.rate = Rate(sharing.device_gparams)
+        self.host_rate = Rate(sharing.host_gparams)
         self.updates = 0
+        self._needed_ms = sharing.needed_ms
+        self._host_kept = sharing.host_kept
         self._streams = streams
-        self._staging = streams.adam_staging(staging_bytes)
+        self._staging = streams.adam_staging(sharing.staging_bytes)
         self._done = streams.mark()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
@@ -59,24 +53,6 @@ class Streamer:
         self._done.wait()
         self.rate.add(pieces, time.perf_counter() - begin)
         self.updates += 1
-
-
-class Streaming:
-    """Has the device do updates with which the host would be late, on a thread of its own.
-
-    Args:
-        streamer: has the device update a chunk.
-        sharing: when the forward needs each chunk.
-        host_rate: of the host's updates, as far as it is known.
-        worker: the thread.
-    """
-
-    def __init__(self, streamer: Streamer, sharing: Sharing, host_rate: Rate, worker: HostWorker) -> None:
-        self.streamer = streamer
-        self.worker = worker
-        self._needed_ms = sharing.needed_ms
-        self._host_kept = sharing.host_kept
-        self.host_rate = host_rate
 
     def share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
         """Have the device do those of ``updates`` with which the host would be late.
@@ -102,11 +78,11 @@ class Streaming:
                 (running or left)[0].job.end()  # then the host's rate and what it has done are known anew
                 continue
             update = left[index]
-            assert update.streamed is not None
-            update.job.run(self.worker.named(update.streamed, f"update {update.chunk.index}"))
+            streamed = functools.partial(update.run_with, self.update)
+            update.job.run(self.worker.named(streamed, f"update {update.chunk.index}"))
 
     def _waiting(self, update: ChunkUpdate) -> Waiting:
-        device_ms = inf if update.can_commit() else self.streamer.rate.milliseconds(update.chunk.shard_elements)
+        device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)
         return Waiting(self._host_ms(update), device_ms, self._needed_ms[update.chunk.index])
 
     def _host_ms(self, update: ChunkUpdate) -> float:

@@ -29,106 +29,64 @@ if its update must be done again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
-from protrain.engine.updates.on_host import Tally, update_on_host, wait_for_gradient
-from protrain.engine.updates.ordering import ChunkUpdate, CommitsFirst
-from protrain.engine.updates.streamer import Scale, Streaming
+from protrain.engine.units import ManagedModel
+from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates, Scale, Speculation, Window
+from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
 from protrain_kernels import AdamScalars
 
 
-@dataclass(eq=False)
-class _Window:
-    """The time in which the host may begin updates in the order in which gradients arrive."""
-
-    end: Mark | None = None  # the end of the last backward on the device; None until step() or the end of backward
-
-    def is_closed(self) -> bool:
-        """Whether updates in the order of need may begin.
-
-        The window stays open while its backward runs. So a job that backward has queued does its work, and the host
-        memory of its gradient is free when the job is done.
-        """
-        return self.end is not None and self.end.reached()
-
-
-@dataclass(eq=False)
-class _Speculation:
-    """A speculative update, and what it assumed."""
-
-    pieces: list[Piece]
-    factor: float
-    done: bool = False
-    dropped: bool = False  # its gradient was forgotten
-    version: int = -1  # of the weight from which it was computed
-
-    def holds(self, pieces: list[Piece], factor: float, version: int) -> bool:
-        """Whether it did what a step now asks for."""
-        return self.done and self.factor == factor and self.version == version and self.pieces == pieces
-
-
 class Updates:
-    """All updates of one engine.
-
-    Args:
-        memory: where the factor on gradients is allocated.
-        chunks: all chunks.
-        groups: the hyperparameters.
-        gradients: of the step.
-        buffers: the chunk buffers, whose content an update makes out of date.
-        worker: updates chunks in host memory.
-        streaming: has the device update chunks in host memory. None: the plan has no such chunks.
-    """
+    """All updates of one engine."""
 
     def __init__(
         self,
-        memory: EngineMemory,
+        managed: ManagedModel,
         *,
-        chunks: Sequence[Chunk],
         groups: Groups,
         gradients: Gradients,
         buffers: BufferPool,
-        worker: HostWorker,
-        streaming: Streaming | None,
+        streamer: Streamer | None,
     ) -> None:
-        self.steps = [0] * len(gradients.members)  # of each parameter, as those without a gradient are not updated
-        self.tally = Tally() if streaming is None else Tally(streaming.host_rate)
-        self.streaming = streaming
-        self.worker = worker
+        memory = managed.memory
+        self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
+        self.worker = gradients.worker
+        self.host = HostUpdates(
+            threads=self.worker.threads,
+            rate=Rate(0.0) if streamer is None else streamer.host_rate,
+            link_is_idle=buffers.link_is_idle,
+        )
         self._streams = streams = memory.streams
         self._ranks = memory.ranks
-        self._chunks = chunks
+        self._chunks = managed.chunks
         self._groups = groups
         self._gradients = gradients
         self._buffers = buffers
-        self._speculations: dict[int, _Speculation] = {}  # by chunk
-        self._window = _Window()
+        self._speculations: dict[int, Speculation] = {}  # by chunk
+        self._window = Window()
         self._assumed: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: invalid ones
         self._inside: list[ChunkUpdate] = []  # updates that this backward has given to the host
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
-        self._commits = CommitsFirst(buffers.link_is_idle)
-        self._host_scale = memory.arena.take(1, torch.float32)
-        self._device_scale = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
-        self._scale_ready = streams.mark()
+        on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
+        self._scale = Scale(on_device, memory.arena.take(1, torch.float32), streams.mark())
 
     @property
     def workers(self) -> list[HostWorker]:
         """Every thread that updates chunks."""
-        return [self.worker] if self.streaming is None else [self.worker, self.streaming.worker]
+        return [self.worker] if self.streamer is None else [self.worker, self.streamer.worker]
 
     def wait(self) -> None:
         """Block until every update of the last step is done and visible to the host."""
@@ -146,13 +104,13 @@ class Updates:
         """``factor``, 0-d on the device, for updates by the device and by the host."""
         for job in self._all_done:
             job.wait()  # usually done long ago: a forward and a backward have come in between
-        streams = self._streams
-        streams.compute_waits(self._scale_ready)  # the copy of the step before may still read it
-        self._device_scale.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
+        streams, scale = self._streams, self._scale
+        streams.compute.wait_for(scale.ready)  # the copy of the step before may still read it
+        scale.on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
         computed = streams.mark()
-        streams.compute_reached(computed)
-        streams.offload(self._host_scale, self._device_scale, after=computed, done=self._scale_ready)
-        return Scale(self._device_scale, self._host_scale, self._scale_ready)
+        streams.compute.place(computed)
+        streams.offload(scale.on_host, scale.on_device, after=computed, done=scale.ready)
+        return scale
 
     # -- speculative updates -------------------------------------------------------------------------------------------
 
@@ -165,14 +123,12 @@ class Updates:
             self._assumed = None
 
     def speculate(self, chunk: Chunk, factor: float) -> None:
-        """Update ``chunk``, whose gradient is complete, speculatively, if the plan has memory for that.
+        """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
 
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
         step is to be expected, as its number differs from that of the last backward of the step before.
         """
-        if not chunk.speculates:
-            return
-        if not self.tally.as_assumed or self._backwards != self._usual_backwards:
+        if not self.host.as_assumed or self._backwards != self._usual_backwards:
             return
         try:
             pieces = self._pieces(chunk)
@@ -180,21 +136,17 @@ class Updates:
             return
         if sum(part.stop - part.start for part, _ in pieces) != chunk.used_elements:
             return  # a commit would take over elements that were not written
-        speculation = self._speculations[chunk.index] = _Speculation(pieces, factor)
-        gradient = self._gradients.host_gradient(chunk)
-        scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
-        threads, window, tally, summing = self.worker.threads, self._window, self.tally, _summing(chunk)
-
-        def on_host() -> None:  # it must not refer to the engine, as in _offloaded_update
-            if not speculation.dropped and not window.is_closed():
-                wait_for_gradient(chunk, None, summing)
-                speculation.version = chunk.version
-                with nullcontext() if chunk.speculates_weight_only else tally.timing(pieces):
-                    chunk.step_speculatively(pieces, gradient, scale, threads=threads)
-                speculation.done = True
-
+        speculation = self._speculations[chunk.index] = Speculation(
+            chunk=chunk,
+            pieces=pieces,
+            factor=factor,
+            gradient=chunk.gradient,
+            summing=chunk.summing,
+            window=self._window,
+            host=self.host,
+        )
         what = "weight" if chunk.speculates_weight_only else "update"
-        job = self.worker.job(on_host, f"speculative {what} {chunk.index}")
+        job = self.worker.job(speculation.run, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, job)
         self.worker.queue(job)
 
@@ -205,7 +157,7 @@ class Updates:
         self._speculations.clear()
         self._inside.clear()
         self._backwards = 0
-        self._window = _Window()
+        self._window = Window()
 
     # -- updates that count --------------------------------------------------------------------------------------------
 
@@ -229,13 +181,13 @@ class Updates:
 
     def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent and self._ranks.several:  # where its gradient was folded, so that compute does not wait
-            with self._streams.reducing(after=chunk.updated, done=chunk.updated):
+            with self._streams.reduce.running(after=chunk.updated, done=chunk.updated):
                 self._update_on_device(chunk, pieces, None)
             return
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        update, window = self._offloaded_update(chunk, pieces, None), self._window
+        update, window = self._offloaded_update(chunk, pieces, None, assumed=1.0), self._window
 
         def on_host() -> None:
             if not window.is_closed():
@@ -254,9 +206,9 @@ class Updates:
         """Returns the end of backward on the device."""
         streams = self._streams
         end = streams.mark()
-        streams.compute_reached(end)
+        streams.compute.place(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
-        self._window = _Window()
+        self._window = Window()
         return end
 
     def _begin(self, chunk: Chunk) -> list[Piece]:
@@ -264,7 +216,7 @@ class Updates:
         pieces = self._pieces(chunk)
         for member in chunk.members:
             if self._gradients.present[member.index]:
-                self.steps[member.index] += 1
+                member.steps += 1
         if self._ranks.several and self.has_gradients(chunk):
             self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
         return pieces
@@ -276,121 +228,55 @@ class Updates:
             return None
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
-            self._streams.compute_reached(chunk.updated)
+            self._streams.compute.place(chunk.updated)
             return None
-        if not chunk.speculates:
-            return self._offloaded_update(chunk, pieces, scale)
-        speculation, tally = self._speculations.pop(chunk.index, None), self.tally
-        update, stream = self._on_host(chunk, pieces, scale), self._streamed(chunk, pieces, scale)
-        if chunk.state is not ChunkState.SPECULATED:  # another gradient has come, even if by a backward that failed
-            speculation = None
-
-        def factor() -> float:  # it must not refer to the engine, as in _on_host
-            if scale is None:
-                return 1.0
-            scale.ready.wait()
-            return scale.on_host.item()
-
-        def can_commit() -> bool:
-            return speculation is not None and speculation.holds(pieces, factor(), chunk.version)
-
-        def redo(update: Callable[[], None]) -> None:
-            tally.as_assumed = factor() == assumed
-            update()
-            tally.redone += speculation is not None and speculation.done
-
-        def on_host() -> None:
-            if can_commit():
-                tally.as_assumed = factor() == assumed
-                chunk.commit()
-                tally.committed += 1
-            else:
-                redo(update)
-
-        deferred = None
-        if speculation is not None and chunk.speculates_weight_only:
-            deferred = self._deferred_update(chunk, pieces, scale)
-        job = self._job(chunk, on_host, f"update {chunk.index}", then=deferred)
-        streamed = None if stream is None else functools.partial(redo, stream)
-        return ChunkUpdate(chunk, job, can_commit, deferred, streamed)
-
-    def _deferred_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Job:
-        """A job that updates all states if the step has committed the speculative weight."""
-        gradient, threads = self._gradients.host_gradient(chunk), self.worker.threads
-        tally = self.tally
-
-        def on_host() -> None:
-            if chunk.is_behind:
-                with tally.timing(pieces):
-                    chunk.catch_up(pieces, gradient, None if scale is None else scale.on_host, threads=threads)
-
-        return self.worker.job(on_host, f"deferred update {chunk.index}")
+        return self._offloaded_update(chunk, pieces, scale, assumed=assumed)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
         for first, gradient in self._gradients.device_gradient(chunk):
             chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
 
-    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> ChunkUpdate:
-        """The update of a chunk in host memory without regard to speculation."""
-        update, streamed = self._on_host(chunk, pieces, scale), self._streamed(chunk, pieces, scale)
-        job = self._job(chunk, update, f"update {chunk.index}")
-        return ChunkUpdate(chunk, job, lambda: False, streamed=streamed)
-
-    def _streamed(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None] | None:
-        """The update of a chunk in host memory by the device. None: it has no staging for that."""
-        if self.streaming is None:
-            return None
-        return self._waiting(chunk, pieces, scale, self.streaming.streamer.update)
-
-    def _on_host(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> Callable[[], None]:
-        """The update of a chunk in host memory by the host."""
-        threads = self.worker.threads
-        update = functools.partial(update_on_host, threads=threads, commits=self._commits, tally=self.tally)
-        return self._waiting(chunk, pieces, scale, update)
-
-    def _waiting(
-        self,
-        chunk: Chunk,
-        pieces: list[Piece],
-        scale: Scale | None,
-        update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None],
-    ) -> Callable[[], None]:
-        """``update``, which first waits for what it reads.
-
-        It does not refer to the engine, as a model that is dropped must not wait for updates.
-        """
-        gradient, summing = self._gradients.host_gradient(chunk), _summing(chunk)
-
-        def run() -> None:
-            wait_for_gradient(chunk, scale, summing)
-            update(chunk, pieces, gradient, scale)
-
-        return run
-
-    def _job(self, chunk: Chunk, work: Callable[[], None], name: str, *, then: Job | None = None) -> Job:
-        """A job that the next fetch of ``chunk`` waits for. The deferred update ``then`` comes after it."""
+    def _offloaded_update(
+        self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, *, assumed: float | None
+    ) -> ChunkUpdate:
+        """The update of a chunk in host memory, whose job the next fetch of the chunk waits for."""
+        speculation = self._speculations.pop(chunk.index, None)
+        if chunk.state is not ChunkState.SPECULATED:  # another gradient has come, even if by a backward that failed
+            speculation = None
+        update = ChunkUpdate(
+            chunk=chunk,
+            pieces=pieces,
+            gradient=chunk.gradient,
+            summing=chunk.summing,
+            scale=scale,
+            assumed=assumed,
+            speculation=speculation,
+            host=self.host,
+        )
+        if speculation is not None and chunk.speculates_weight_only:
+            update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         self._buffers.invalidate(chunk)
-        job = self.worker.job(work, name)
-        chunk.begin(ChunkState.UPDATING, job, then=then)
-        return job
+        update.job = self.worker.job(update.run, f"update {chunk.index}")
+        chunk.begin(ChunkState.UPDATING, update.job, then=update.deferred)
+        return update
 
     def _queue(self, updates: Iterable[ChunkUpdate], norm: Mark) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
         ``norm`` is where the norm is known on the device.
         """
-        worker, streaming = self.worker, self.streaming
+        worker, streamer = self.worker, self.streamer
         made = list[ChunkUpdate]()
         try:
             for update in updates:
                 made.append(update)
         finally:  # after an error, too, every job that was made is queued
-            worker.submit(functools.partial(self._commits.find, made))
+            worker.submit(functools.partial(self.host.find_commits, made))
             for update in made:
                 worker.queue(update.job)
-            if streaming is not None:
-                streaming.share(made, norm)
+            if streamer is not None:
+                streamer.share(made, norm)
             for update in reversed(made):  # in the order in which the next backward needs the memory of their gradients
                 if update.deferred is not None:
                     worker.queue(update.deferred)
@@ -404,14 +290,9 @@ class Updates:
             start, stop = member.own.start, member.own.stop
             if member.group < 0 or start == stop or not self._gradients.present[member.index]:
                 continue
-            key = (member.group, self.steps[member.index] + 1)
+            key = (member.group, member.steps + 1)
             if runs and runs[-1][1] == start and runs[-1][2:] == key:
                 runs[-1] = (runs[-1][0], stop, *key)
             else:
                 runs.append((start, stop, *key))
         return [(slice(start, stop), self._groups.scalars(group, step)) for start, stop, group, step in runs]
-
-
-def _summing(chunk: Chunk) -> Job | None:
-    """The job that adds to the gradient of ``chunk`` and that its update must wait for."""
-    return chunk.last_job if chunk.state is ChunkState.SUMMING else None

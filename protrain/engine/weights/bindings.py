@@ -2,6 +2,11 @@
 
 A parameter is bound while a unit that uses it runs: its data is then a view of a chunk on the device. Otherwise it is
 released, unless full_parameters or a state_dict() has it.
+
+[Note: edits] A write into a weight on the device changes neither its master nor its copy in host memory. So values may
+be edited inside ``full_parameters`` only, and every other edit is an error. If the data of a parameter was replaced,
+the address of its storage differs. If it was changed in place, its version counter differs, which autograd keeps. The
+engine never touches that counter, because its kernels write to chunks.
 """
 
 from __future__ import annotations
@@ -13,25 +18,19 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.edits import find_edited, keep_edit, undo_edit
-from protrain.engine.units import Unit
+from protrain.engine.states.parameter_state import write_master
+from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.parameter import PresentParameter, edit_error, set_data
+from protrain.engine.weights.parameter import PresentParameter, edit_error, same_bits, set_data
 from protrain.engine.weights.released import ReleasedParameter
 from protrain.planning.schedule import Schedule
 
 
 class Bindings:
-    """Binds and releases the parameters of one engine.
+    """Binds and releases the parameters of one engine."""
 
-    Args:
-        members: all managed parameters.
-        units: all units.
-        buffers: where weights lie while units use them.
-        placeholder: one NaN element on the device.
-    """
-
-    def __init__(self, members: list[Member], units: list[Unit], buffers: BufferPool, placeholder: Tensor) -> None:
+    def __init__(self, managed: ManagedModel, buffers: BufferPool) -> None:
+        members, memory = managed.members, managed.memory
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
         self.in_state_dict: dict[int, Member] = {}  # parameters that a state_dict() or load_state_dict() uses now
         self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
@@ -40,9 +39,10 @@ class Bindings:
         for member in self._resident:
             member.address = member.view(member.chunk.weight).data_ptr()
         self._buffers = buffers
-        self.placeholder = placeholder
+        # It expands to any shape.
+        self.placeholder = torch.full((), float("nan"), dtype=memory.dtype, device=memory.device)
         self._idle = [  # by parameter: its data while no unit uses it
-            member.view(member.chunk.weight) if member.chunk.resident else placeholder.expand(member.shape)
+            member.view(member.chunk.weight) if member.chunk.resident else self.placeholder.expand(member.shape)
             for member in members
         ]
         self._edited: set[int] = set()  # chunks whose buffers have edited values, which must not be used again
@@ -61,7 +61,13 @@ class Bindings:
 
     def unbind(self, unit: Unit) -> None:
         """End one ``bind``. MisuseError if a parameter was edited."""
-        error = self._undo_edits(find_edited(unit.members))
+        with torch._C.DisableTorchFunctionSubclass():
+            edited = [
+                member
+                for member in unit.members
+                if member.parameter._version != member.edits or member.parameter.data_ptr() != member.address
+            ]
+        error = self._undo_edits(edited)
         for member in unit.members:
             member.bound -= 1
             if member.bound == 0:
@@ -85,14 +91,17 @@ class Bindings:
         error = None
         for member in members:
             chunk = member.chunk
-            how = undo_edit(member, member.view(chunk.weight) if chunk.resident else self._buffers.weight(member))
+            weight = member.view(chunk.weight) if chunk.resident else self._buffers.weight(member)
+            how = _undo_edit(member, weight)
             if how is None:
                 continue
             error = error or edit_error(member.name, how)
             if not chunk.resident:
                 self._edited.add(chunk.index)
             elif how == "changed in place":
-                keep_edit(member)
+                if chunk.master is not None:  # one that does not belong to the weight can be NaN
+                    write_master(member, weight)
+                chunk.version += 1
         return error
 
     def release(self, member: Member) -> None:
@@ -131,3 +140,20 @@ class Bindings:
             error = self._undo_edits(member for member in changed if member.index not in self.full)
         if error is not None:
             raise error
+
+
+def _undo_edit(member: Member, weight: Tensor) -> str | None:
+    """Let the parameter of ``member`` be ``weight`` again. Returns how it was edited: "replaced", "changed in place".
+
+    None: its storage was replaced by one with the same values, as recurrent modules do (``flatten_parameters``). Values
+    that were changed in place stay in ``weight``.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        how = None if member.parameter._version == member.edits else "changed in place"
+        if member.parameter.data_ptr() != member.address:
+            found = member.parameter.detach()
+            same_kind = (found.dtype, found.shape) == (weight.dtype, weight.shape)
+            how = None if same_kind and same_bits(found.to(weight.device), weight) else "replaced"
+            set_data(member.parameter, weight)
+        member.edits = member.parameter._version
+    return how

@@ -123,7 +123,7 @@ class BufferPool:
         self.buffers = [*usual, *large]  # that chunks take turns in
         self._for_large = {False: usual, True: large}
         for buffer in self.buffers:
-            streams.compute_reached(buffer.free)
+            streams.compute.place(buffer.free)
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
         self._all = [*self._by_chunk.values(), *self.buffers]
         # From here on the table of buffers by chunk may be out of date: see _buffer_of.
@@ -148,7 +148,7 @@ class BufferPool:
         self._make_whole(buffer, chunk)
         if not buffer.users:
             if self._ranks.several:
-                self.streams.compute_waits(buffer.gathered)
+                self.streams.compute.wait_for(buffer.gathered)
             buffer.view_counter.begin_use()
         buffer.users += 1
         return buffer.memory
@@ -276,14 +276,14 @@ class BufferPool:
         with self._lock:
             if buffer.state is Residency.UPLOADED:
                 # Nobody has waited for the upload, and what comes next on the compute stream must not overtake it.
-                self.streams.compute_waits(buffer.uploaded)
+                self.streams.compute.wait_for(buffer.uploaded)
             if self._ranks.several and buffer.state is Residency.WHOLE:
-                self.streams.compute_waits(buffer.gathered)  # likewise
+                self.streams.compute.wait_for(buffer.gathered)  # likewise
             buffer.become(Residency.EMPTY)
             buffer.awaited = None
             if self.poison:
                 buffer.memory.fill_(float("nan"))
-                self.streams.compute_reached(buffer.free)
+                self.streams.compute.place(buffer.free)
 
     def _assign(self, buffer: Buffer, chunk: Chunk) -> None:
         buffer.chunk = chunk
@@ -310,11 +310,11 @@ class BufferPool:
         self.uploaded_bytes += 0 if chunk.persistent else chunk.current_weight.nbytes
         self._last = buffer.uploaded
         if chunk.persistent:
-            self.streams.upload_waits(chunk.updated)
+            self.streams.h2d.wait_for(chunk.updated)
         if self._ranks.several:
-            self.streams.upload_waits(buffer.gathered)  # which may have had no reader
+            self.streams.h2d.wait_for(buffer.gathered)  # which may have had no reader
         self.streams.upload(buffer.memory[chunk.shard], chunk.current_weight, after=buffer.free, done=buffer.uploaded)
-        self.streams.upload_reached(chunk.uploaded)
+        self.streams.h2d.place(chunk.uploaded)
 
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
         """Make the whole weight of ``chunk`` in its ``buffer``, unless it is there. The main thread calls this."""
@@ -323,12 +323,12 @@ class BufferPool:
             self._issue(buffer, buffer.awaited)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
-                with self.streams.gathering(after=buffer.uploaded, done=buffer.gathered):
+                with self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered):
                     self._ranks.gather(buffer.memory[: chunk.elements], f"the gather of chunk {chunk.index}")
             else:
-                self.streams.compute_waits(buffer.uploaded)
+                self.streams.compute.wait_for(buffer.uploaded)
             buffer.become(Residency.WHOLE)
 
     def _last_use_ends(self, buffer: Buffer) -> None:
         if not buffer.resident:  # nothing is ever uploaded over a resident weight
-            self.streams.compute_reached(buffer.free)
+            self.streams.compute.place(buffer.free)

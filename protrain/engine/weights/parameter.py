@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import NO_WRITES, MisuseError
-from protrain.engine.gradients.proxy import GradientProxy
+from protrain.engine.gradients.proxy import GradientProxy, describe
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import Handle
 
@@ -123,11 +123,7 @@ class PresentParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({})
 
-    def _describe(self, **_: Any) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
-            return f"{type(self).__name__}({self.protrain_handle.name}, {tuple(self.shape)}, {self.dtype})"
-
-    __repr__: Any = _describe
+    __repr__: Any = describe
 
 
 def mark_moved(parameter: nn.Parameter) -> None:

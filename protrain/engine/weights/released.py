@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,10 +76,6 @@ class ReleasedParameter(PresentParameter):
         return _read(func, args, kwargs)
 
 
-def _full_data(parameter: FullParameter) -> Tensor:
-    return parameter.protrain_full.detach()
-
-
 def _set_full_data(parameter: FullParameter, data: Tensor) -> None:
     parameter.protrain_full = data.detach()
 
@@ -92,7 +89,7 @@ class FullParameter(PresentParameter):
     """
 
     protrain_full: Tensor
-    data: Any = property(_full_data, _set_full_data)
+    data: Any = property(lambda parameter: parameter.protrain_full.detach(), _set_full_data)
 
     @classmethod
     def __torch_function__(
@@ -159,39 +156,24 @@ def weight_of(handle: Handle) -> Tensor:
 
 
 class _Copied(torch.autograd.Function):
-    """A copy of a weight on the device. Its gradient is the gradient of the parameter."""
+    """A copy of a weight, which ``copy`` makes. Its gradient, on the parameter's device, is that of the parameter."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, source: _Source) -> Tensor:
+    def forward(ctx: Any, parameter: Tensor, source: _Source, copy: Callable[[], Tensor]) -> Tensor:
         ctx.source = source
-        return weight_of(source.handle)
+        return copy()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.source.check("backward through a copy of")
-        return gradients[0], None
-
-
-class _Full(torch.autograd.Function):
-    """The copy on the CPU that full_parameters has made. Its gradient is moved to the device of the parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any) -> Tensor:
-        handle = parameter.protrain_handle
-        ctx.device, ctx.source = handle.engine.device, _Source.now(handle)
-        return parameter.protrain_full.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.source.check("backward through a copy of")
-        return gradients[0].to(ctx.device)
+        return gradients[0].to(ctx.source.handle.engine.device), None, None
 
 
 def _viewed(leaf: Any) -> Any:
     if not isinstance(leaf, FullParameter):
         return leaf
     if torch.is_grad_enabled() and leaf.requires_grad:
-        return _Full.apply(leaf)
+        return _Copied.apply(leaf, _Source.now(leaf.protrain_handle), leaf.protrain_full.detach)
     return leaf.protrain_full.detach()
 
 
@@ -268,7 +250,7 @@ class _Copies:
         source = _Source.now(parameter.protrain_handle)
         with torch.inference_mode(False):  # tensors made in inference mode have no versions
             if torch.is_grad_enabled() and parameter.requires_grad:
-                copy: Tensor = _Copied.apply(parameter, source)
+                copy: Tensor = _Copied.apply(parameter, source, partial(weight_of, source.handle))
             else:
                 copy = weight_of(source.handle)
         return self._watched(copy, source)

@@ -24,7 +24,7 @@ from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.values import read_weight, read_weights, write_weight
+from protrain.engine.states.parameter_state import read_weight, read_weights, write_weight
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
@@ -59,9 +59,9 @@ class StateHooks:
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
             module.register_state_dict_pre_hook(partial(self._begin, own))
-            module.register_state_dict_post_hook(partial(self._end_state_dict, own))
+            module.register_state_dict_post_hook(partial(self._end, own))
             module.register_load_state_dict_pre_hook(partial(self._begin_load, own))
-            module.register_load_state_dict_post_hook(partial(self._end_load, own))
+            module.register_load_state_dict_post_hook(partial(self._end, own))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.engine.members[0].parameter.__reduce_ex__(protocol)  # the error names the remedy
@@ -89,10 +89,6 @@ class StateHooks:
         if members and not keep_vars:
             self._enter(members)
 
-    def _end_state_dict(self, members: list[Member], module: nn.Module, *_: Any) -> None:
-        self._close_module(module)
-        self._end(members)
-
     def _open_module(self, module: nn.Module) -> bool:
         """A call for ``module`` begins. Returns whether it is the outermost, or the one before was interrupted."""
         outermost = not self._open or module not in self._open[-1]._modules.values()
@@ -100,10 +96,6 @@ class StateHooks:
             self._open.clear()
         self._open.append(module)
         return outermost
-
-    def _close_module(self, module: nn.Module) -> None:
-        if self._open and self._open[-1] is module:
-            self._open.pop()
 
     def _meet(self, module: nn.Module, what: str) -> None:
         """All ranks must have called ``what`` of ``module``, if that has weights of which each has a part."""
@@ -137,11 +129,10 @@ class StateHooks:
                     member.parameter.__class__ = _Exported
                     _Exported.hooks[id(member.parameter)] = self
 
-    def _end_load(self, members: list[Member], module: nn.Module, *_: Any) -> None:
-        self._close_module(module)
-        self._end(members)
-
-    def _end(self, members: list[Member]) -> None:
+    def _end(self, members: list[Member], module: nn.Module, *_: Any) -> None:
+        """The end of either call for ``module``."""
+        if self._open and self._open[-1] is module:
+            self._open.pop()
         self.engine.bindings.end_state_dict(member.index for member in members)
 
 
@@ -225,31 +216,19 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
     With several ranks all of them must call it. ``module`` is a wrapped model or any part of one.
     """
-    engine, members = members_of(module, "full_state_dict")
+    engine, _ = members_of(module, "full_state_dict")
     engine.bindings.refuse_inside_full_parameters("full_state_dict()")
-    ranks = engine.ranks
-    ranks.meet("full_state_dict()")
-    copies: dict[int, Tensor] = {}
-    with engine.quiet():
-        for member in members:
-            copy = read_weight(member)
-            if ranks.rank == 0:
-                copies[id(member.parameter)] = copy
-    if ranks.rank > 0:
-        return {}
-    state = module.state_dict(keep_vars=True)
-    for name, value in state.items():
-        if isinstance(value, Tensor):
-            state[name] = copies[id(value)] if id(value) in copies else value.detach()
-    return state
+    with first_rank_saves(module, what="full_state_dict()"):
+        return module.state_dict() if engine.ranks.rank == 0 else {}
 
 
 @contextmanager
-def first_rank_saves(module: nn.Module) -> Iterator[None]:
+def first_rank_saves(module: nn.Module, *, what: str = "first_rank_saves()") -> Iterator[None]:
     """Inside, the first rank alone may call ``state_dict()`` of ``module`` and its parts, as libraries do that save.
 
     With several ranks all of them must enter it. The first one holds a copy of every weight meanwhile, and the others
-    one at a time. ``module`` is a wrapped model, a part of one, or a model that is not wrapped.
+    one at a time. ``module`` is a wrapped model, a part of one, or a model that is not wrapped. ``what`` names
+    the call in errors.
     """
     if not any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
         yield
@@ -258,7 +237,7 @@ def first_rank_saves(module: nn.Module) -> Iterator[None]:
     ranks, kept = engine.ranks, engine.bindings.kept
     try:
         if ranks.several:
-            ranks.meet("first_rank_saves()")
+            ranks.meet(what)
             with engine.quiet():
                 for member in members:
                     copy = read_weight(member)

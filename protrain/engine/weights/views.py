@@ -16,6 +16,11 @@ def storage_address(tensor: Tensor) -> int:
         return 0
 
 
+def storage_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of the whole storage of ``tensor``, 1-d."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
 class ViewCounter:
     """Counts the tensors that share ``memory``, to find views that outlive the use of it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protrain.engine.updates.updates import _Window
+from protrain.engine.updates.in_host_memory import Window
 from tests.engine.harness import CKPT, NONE, Spec
 
 
@@ -22,4 +22,4 @@ def spec(request: pytest.FixtureRequest) -> Spec:
 @pytest.fixture(autouse=True)
 def always_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the host had begun every speculative update before backward was over."""
-    monkeypatch.setattr(_Window, "is_closed", lambda _: False)
+    monkeypatch.setattr(Window, "is_closed", lambda _: False)

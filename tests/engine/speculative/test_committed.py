@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from protrain.engine.states import chunks
-from protrain.engine.updates.ordering import CommitsFirst
-from protrain.engine.updates.updates import _Window
+from protrain.engine.updates.in_host_memory import HostUpdates, Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -128,8 +127,8 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
         return sum(name.startswith("update") for name, _, _ in times) % n_chunks < idle
 
     # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
-    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
-    monkeypatch.setattr(optimizer._engine.step.updates._commits, "_link_is_idle", link_is_idle)
+    monkeypatch.setattr(Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
+    monkeypatch.setattr(optimizer._engine.step.updates.host, "_link_is_idle", link_is_idle)
     losses = Loop().run(wrapped, optimizer, data)
     found = states(wrapped, optimizer)
     order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
@@ -152,7 +151,7 @@ def test_a_chunk_updated_in_stretches_has_the_same_bits(
 
     monkeypatch.setattr(chunks, "adam", noted)
     monkeypatch.setattr(chunks, "_SLICE", 256)
-    monkeypatch.setattr(CommitsFirst, "run", lambda _: True)
+    monkeypatch.setattr(HostUpdates, "run_commits", lambda _: True)
     trained(clipping(1e-3), device, spec)
     assert max(sizes) == 256
 
@@ -177,7 +176,7 @@ def test_two_steps_in_a_row_clip_each_by_its_own_factor(
     data, model = residual.batches(1), residual.make()
     _, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     n_chunks = optimizer.plan.n_chunks
-    monkeypatch.setattr(_Window, "is_closed", lambda _: next(begun) % n_chunks == 0)  # all but the last are speculative
+    monkeypatch.setattr(Window, "is_closed", lambda _: next(begun) % n_chunks == 0)  # all but the last are speculative
     monkeypatch.setattr(chunks, "adam", slow)
     trained(run, device, spec)
 

@@ -263,14 +263,14 @@ def test_the_end_of_a_backward_is_placed_before_the_host_asks_for_it(
     monkeypatch.undo()
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    streams, rounds = optimizer._engine.streams, [optimizer._engine.step.updates._window]
-    place, seen = streams.compute_reached, []
+    compute, rounds = optimizer._engine.streams.compute, [optimizer._engine.step.updates._window]
+    place, seen = compute.place, []
 
     def placed(mark: Mark) -> None:  # an event that was never recorded counts as reached
         seen.append(rounds[0].end is not mark)
         place(mark)
 
-    monkeypatch.setattr(streams, "compute_reached", placed)
+    monkeypatch.setattr(compute, "place", placed)
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
     assert rounds[0].end is not None

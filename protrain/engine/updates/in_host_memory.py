@@ -1,0 +1,199 @@
+"""Updates of chunks in host memory: how the host does them, and what a step queues for each chunk.
+
+Nothing here refers to the engine, as a model that is dropped must not wait for updates.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from protrain.engine.states.chunks import Chunk, Piece
+from protrain.engine.streams import Mark
+from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.worker import Job
+
+
+class Scale(NamedTuple):
+    """The factor on gradients, for clipping and loss scaling: one fp32 number."""
+
+    on_device: Tensor
+    on_host: Tensor
+    ready: Mark  # on_host has its value
+
+
+class HostUpdates:
+    """Does updates on the host, and counts how they turned out. The host worker alone calls it.
+
+    Args:
+        threads: number of host threads.
+        rate: of the updates that compute all states.
+        link_is_idle: whether all uploads that were issued are done.
+    """
+
+    def __init__(self, *, threads: int, rate: Rate, link_is_idle: Callable[[], bool]) -> None:
+        self.threads = threads
+        self.rate = rate
+        self.as_assumed = True  # the last step was as its speculative updates had assumed
+        self.committed = 0  # speculative updates
+        self.redone = 0
+        self._link_is_idle = link_is_idle
+        self._commits: deque[Job] = deque()
+
+    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
+        """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
+        on_host = None if scale is None else scale.on_host
+        with self.timing(pieces) as untimed:
+            between = functools.partial(untimed, self.run_commits)
+            chunk.step(pieces, gradient, on_host, threads=self.threads, between=between)
+
+    def find_commits(self, updates: Iterable[ChunkUpdate]) -> None:
+        """Collect the updates that were already done speculatively, so that they upload first."""
+        self._commits = deque(update.job for update in updates if update.can_commit())
+
+    def run_commits(self) -> bool:
+        """Run commits ahead of their turn, until one of them starts an upload. Returns whether any are left."""
+        commits = self._commits
+        while commits and (commits[0].done or self._link_is_idle()):  # one that is done has had its turn
+            commits.popleft().run()
+        return bool(commits)
+
+    @contextmanager
+    def timing(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], bool]], bool]]:
+        """Time the body, which updates all states of ``pieces``.
+
+        Yields a function that calls another one and leaves that call out of the time.
+        """
+        untimed_s = 0.0
+
+        def untimed(work: Callable[[], bool]) -> bool:
+            nonlocal untimed_s
+            begin = time.perf_counter()
+            answer = work()
+            untimed_s += time.perf_counter() - begin
+            return answer
+
+        begin = time.perf_counter()
+        yield untimed
+        self.rate.add(pieces, time.perf_counter() - begin - untimed_s)
+
+
+@dataclass(eq=False)
+class Window:
+    """The time in which the host may begin updates in the order in which gradients arrive."""
+
+    end: Mark | None = None  # the end of the last backward on the device; None until step() or the end of backward
+
+    def is_closed(self) -> bool:
+        """Whether updates in the order of need may begin.
+
+        The window stays open while its backward runs. So a job that backward has queued does its work, and the host
+        memory of its gradient is free when the job is done.
+        """
+        return self.end is not None and self.end.reached()
+
+
+@dataclass(eq=False, kw_only=True)
+class Speculation:
+    """A speculative update of ``chunk``, and what it assumes."""
+
+    chunk: Chunk
+    pieces: list[Piece]
+    factor: float  # on the gradient
+    gradient: Tensor  # in host memory
+    summing: Job | None  # adds to the gradient
+    window: Window
+    host: HostUpdates
+    done: bool = False
+    dropped: bool = False  # its gradient was forgotten
+    version: int = -1  # of the weight from which it was computed
+
+    def run(self) -> None:
+        """Do the update, if there is still time for it."""
+        if self.dropped or self.window.is_closed():
+            return
+        chunk = self.chunk
+        _wait_for_gradient(chunk, None, self.summing)
+        self.version = chunk.version
+        scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")
+        with nullcontext() if chunk.speculates_weight_only else self.host.timing(self.pieces):
+            chunk.step_speculatively(self.pieces, self.gradient, scale, threads=self.host.threads)
+        self.done = True
+
+    def holds(self, pieces: list[Piece], factor: float) -> bool:
+        """Whether it did what a step now asks for."""
+        return self.done and self.factor == factor and self.version == self.chunk.version and self.pieces == pieces
+
+
+@dataclass(eq=False, kw_only=True)
+class ChunkUpdate:
+    """The update of ``chunk`` in one step. The host does it, or the device."""
+
+    chunk: Chunk
+    pieces: list[Piece]
+    gradient: Tensor  # in host memory
+    summing: Job | None  # adds to the gradient
+    scale: Scale | None
+    assumed: float | None  # the factor for which the step would be as assumed; None: it has other hyperparameters
+    speculation: Speculation | None  # that may have done the work already
+    host: HostUpdates
+    job: Job = field(init=False)  # after which the weight is that of the step
+    deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
+
+    def can_commit(self) -> bool:
+        """Whether the work is done already. It waits for the factor on the gradients."""
+        return self.speculation is not None and self.speculation.holds(self.pieces, self._factor())
+
+    def run(self) -> None:
+        """Commit the speculative update, or update the chunk on the host."""
+        if not self.can_commit():
+            self.run_with(self.host.update)
+            return
+        self.host.as_assumed = self._factor() == self.assumed
+        self.chunk.commit()
+        self.host.committed += 1
+
+    def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]) -> None:
+        """Call ``update`` when what it reads is there."""
+        self.host.as_assumed = self._factor() == self.assumed
+        _wait_for_gradient(self.chunk, self.scale, self.summing)
+        update(self.chunk, self.pieces, self.gradient, self.scale)
+        self.host.redone += self.speculation is not None and self.speculation.done
+
+    def catch_up(self) -> None:
+        """Update all states if the step has committed the speculative weight."""
+        if self.chunk.is_behind:
+            scale = None if self.scale is None else self.scale.on_host
+            with self.host.timing(self.pieces):
+                self.chunk.catch_up(self.pieces, self.gradient, scale, threads=self.host.threads)
+
+    def _factor(self) -> float:
+        if self.scale is None:
+            return 1.0
+        self.scale.ready.wait()
+        return self.scale.on_host.item()
+
+
+def _wait_for_gradient(chunk: Chunk, scale: Scale | None, summing: Job | None) -> None:
+    """Block until ``chunk`` in host memory may be updated.
+
+    Args:
+        chunk: its gradient must have arrived, and no upload may read its weight any more. A forward after the last
+            gradient, such as an evaluation, may still do so.
+        scale: the factor on the gradient, which must have arrived, too.
+        summing: the job that adds to the gradient. An error in it is raised here.
+    """
+    if scale is not None:
+        scale.ready.wait()
+    if summing is not None:
+        summing.wait()
+    chunk.offloaded.wait()
+    chunk.uploaded.wait()
