@@ -56,9 +56,11 @@ class Contention(Record):
 
 _RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
-# What NCCL's buffers for several communicators and their part of the CUDA context take on each GPU. It is an assumption
-# until it is measured.
-_NCCL_BYTES = 600 * 1024**2
+# What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
+# 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
+# buffers are there, and what is left is an assumption.
+_NCCL_MIB, _NCCL_MIB_A_RANK = 1016, 384
+_NCCL_THROUGH_HOST_MIB = 600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +208,11 @@ class HardwareProfile(Record):
     @property
     def collective_bytes(self) -> int:
         """The memory of each GPU that NCCL takes for the communicators of a training, beside torch's allocator."""
-        return _NCCL_BYTES if self.world_size > 1 and self.device_type == "cuda" else 0
+        if self.world_size == 1 or self.device_type == "cpu":
+            return 0
+        through_host = self.all_gather_gbps is not None and self.all_gather_gbps < self.h2d_gbps
+        between = _NCCL_MIB + _NCCL_MIB_A_RANK * self.world_size // self.n_nodes
+        return (_NCCL_THROUGH_HOST_MIB if through_host else between) * 1024**2
 
     @property
     def knows_contention(self) -> bool:

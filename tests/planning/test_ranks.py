@@ -212,7 +212,7 @@ def test_nodes_share_nothing_but_the_network() -> None:
         ({}, "GPU"),
         ({"all_gather_gbps": 0.0128, "all_to_all_gbps": 0.0128}, "collectives"),
         ({"device_bytes": 100 * MIB}, "GPU memory"),
-        ({"device_bytes": 760 * MIB, "host_adam_gparams": 0.02}, "host"),
+        ({"device_bytes": 1944 * MIB, "host_adam_gparams": 0.02}, "host"),
     ],
 )
 def test_a_comparison_says_what_limits_each_machine(changes: dict[str, Any], limit: str) -> None:
@@ -239,10 +239,10 @@ def random_case(seed: int) -> tuple[ModelProfile, HardwareProfile, random.Random
     world_size = draw.choice([2, 3, 4])
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
     hardware = random_machine(draw)
-    device_bytes = (600 + int(draw.uniform(350, 1300))) * MIB
+    room_bytes = int(draw.uniform(350, 1300)) * MIB
     rates = {name: draw.choice([None, 20.0, 200.0]) for name in ("all_gather_gbps", "all_to_all_gbps")}
-    changes: dict[str, Any] = {**rates, "host_bytes": hardware.host_bytes // 2, "device_bytes": device_bytes}
-    return profile, replace(hardware, world_size=world_size, **changes), draw
+    hardware = replace(hardware, world_size=world_size, host_bytes=hardware.host_bytes // 2, **rates)
+    return profile, replace(hardware, device_bytes=hardware.collective_bytes + room_bytes), draw
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -306,13 +306,13 @@ def test_with_room_for_all_nothing_is_moved_or_gathered_twice() -> None:
 
 def test_what_does_not_fit_says_what_each_gpu_needs() -> None:
     profile = test_search.make_profile()
-    small = test_search.machine("1.5GiB", "100MiB", world_size=2)
+    small = test_search.machine("2.7GiB", "100MiB", world_size=2)
     with pytest.raises(
         PlanError, match=r"one of 2 ranks, with its share\. To fit: .* for each GPU of the machine"
     ) as no:
         search(profile, small)
     assert no.value.available_bytes == small.host_bytes
-    roomy = test_search.machine("2GiB", "8GiB", world_size=2)
+    roomy = test_search.machine("3.2GiB", "8GiB", world_size=2)
     plan = search(profile, roomy)
     assert plan.device_bytes <= roomy.device_bytes
     text = explain(plan, profile, roomy, more_memory=False).table()
@@ -321,7 +321,7 @@ def test_what_does_not_fit_says_what_each_gpu_needs() -> None:
 
 
 def test_explanations_frontiers_and_the_deepest_model_are_of_all_ranks() -> None:
-    profile, machine = test_search.make_profile(), test_search.machine("2GiB", "8GiB", world_size=2)
+    profile, machine = test_search.make_profile(), test_search.machine("3.2GiB", "8GiB", world_size=2)
     why = explain(search(profile, machine), profile, machine, more_memory=False)
     assert sum(why.device_parts.values()) == why.plan.device_bytes
     assert sum(why.host_parts.values()) == why.plan.host_bytes
@@ -331,8 +331,9 @@ def test_explanations_frontiers_and_the_deepest_model_are_of_all_ranks() -> None
     assert {point.plan.world_size for point in points} == {2}
     times = [point.plan.step_ms for point in points]
     assert times == sorted(times, reverse=True)
-    small = test_search.machine("1.5GiB", "1.5GiB", world_size=2)
-    alone = largest(test_limits.make_profile, replace(small, world_size=1), most_layers=60)
+    small = test_search.machine("2.7GiB", "1.5GiB", world_size=2)
+    one = replace(small, world_size=1, device_bytes=small.device_bytes - small.collective_bytes)
+    alone = largest(test_limits.make_profile, one, most_layers=60)
     together = largest(test_limits.make_profile, small, most_layers=60)
     assert 1.3 * alone.layers < together.layers < 60
     assert together.plan.world_size == 2

@@ -161,7 +161,7 @@ def test_the_parts_of_device_memory_by_hand() -> None:
         "gradient staging": 3 * N * 2 + 2 * N // 2 * 2 + 2 * 4 * 6 * 512,
         "buffers and quantised weights": 0,
         "staging for streamed updates": 128 * MIB,
-        "NCCL and its contexts": 600 * MIB,
+        "NCCL and its contexts": (1016 + 2 * 384) * MIB,
     }
     padded = 21846 * 384  # elements; a third of it is no whole number of tiles, so two tiles of every chunk are cut
     assert padded - 384 < N < padded
@@ -171,10 +171,19 @@ def test_the_parts_of_device_memory_by_hand() -> None:
         "gradient staging": 3 * padded * 2 + 2 * (padded // 3) * 2 + 2 * (4 * 6 * 512 + 2 * 16384 * 2 * 6),
         "buffers and quantised weights": 0,
         "staging for streamed updates": 2 * 18 * (padded // 3),
-        "NCCL and its contexts": 600 * MIB,
+        "NCCL and its contexts": (1016 + 3 * 384) * MIB,
     }
     on_cpu = memory_of(2, profile, replace(H100, device_type="cpu")).static_parts(2, 4)
     assert "NCCL and its contexts" not in on_cpu
+
+
+def test_what_nccl_takes_depends_on_the_ranks_of_a_machine_and_on_how_they_are_connected() -> None:
+    fast = replace(H100, all_gather_gbps=268.0)
+    through_host = replace(H100, all_gather_gbps=H100.h2d_gbps / 2)
+    several = {"world_size": 16, "n_nodes": 2}
+    assert [replace(fast, world_size=n).collective_bytes // MIB for n in (1, 2, 4, 8)] == [0, 1784, 2552, 4088]
+    assert replace(fast, **several).collective_bytes == replace(fast, world_size=8).collective_bytes
+    assert replace(through_host, **several).collective_bytes == 600 * MIB
 
 
 def test_whole_weights_of_all_chunks_may_stay() -> None:
@@ -190,13 +199,13 @@ def test_whole_weights_of_all_chunks_may_stay() -> None:
 
 def test_the_same_chunks_on_two_devices_take_less_of_each() -> None:
     profile = test_search.make_profile(6, elements=64 * MIB)
-    made = {}
+    made, sizes = {}, []  # without what NCCL takes
     for world_size in (1, 2, 4):
         machine = replace(H100, world_size=world_size)
         made[world_size] = evaluate(profile, machine, n_persist=7, n_buffer=1, n_swap=0, n_ckpt=6)
-    sizes = [plan.device_bytes for plan in made.values()]
+        sizes.append(made[world_size].device_bytes - machine.collective_bytes)
     assert sizes == sorted(sizes, reverse=True)
-    assert made[1].device_bytes - made[2].device_bytes > 2 * 1024**3
+    assert sizes[0] - sizes[1] > 2.5 * 1024**3
     assert [made[1].host_bytes > plan.host_bytes for plan in made.values()] == [False, True, True]
 
 

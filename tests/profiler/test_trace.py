@@ -397,7 +397,7 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
 def test_on_a_gpu_no_pinned_memory_is_left_that_nobody_uses() -> None:
     torch.empty(1 << 26, pin_memory=True)  # as the compiler pins copies while it tunes a kernel
     assert torch.cuda.host_memory_stats()["allocated_bytes.current"] >= 1 << 26
-    profile(_Model(), _batch(), device="cuda")
+    profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
     stats = torch.cuda.host_memory_stats()
     assert stats["allocated_bytes.current"] == stats["active_bytes.current"]
 
