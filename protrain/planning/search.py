@@ -21,12 +21,6 @@ most about the bandwidth of the host's memory divided by that of the device's, 4
 more, because Python launches kernels more slowly beside it, and the model of a step does not know that. An eager model
 of 1.35 B parameters with 8 x 1024 tokens took 206 ms on an H100 with everything on the device. A plan that updated half
 of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, bench/results/h100/NOTES.md).
-
-[Note: small models] In a model of few chunks and blocks, each of them is a large part of a step. Step times then have
-many local minima, and all persistent is a deep one: changes of n_persist lead most starts there. But a step is quickly
-simulated. So the grid is finer, and has plans with kept attention. From the best start for every number of persistent
-chunks, the other integers are changed first. From the best of the plans that result, all integers are changed. The
-first steps are large, since worse plans may lie between two good ones.
 """
 
 from __future__ import annotations
@@ -51,9 +45,9 @@ _MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _MOVING_MUST_GAIN = 0.05
 _PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if the integer counts all chunks
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
-_PLACEMENTS = 6  # numbers of persistent chunks on the grid; of a small model half as many again
-_SMALL = 16  # up to so many chunks and blocks a model is small: see [Note: small models]
-_STARTS = 3  # plans from which all integers are changed
+_PLACEMENTS = 6  # numbers of persistent chunks on the grid
+_SMALL = 16  # up to so many chunks and blocks a model is small, and the grid has plans with swapped blocks
+_STARTS = 3  # plans of the grid from which the search goes on; for a small model four times as many
 _COARSE = 16  # steps from every start are at least a 16th of all chunks; only from the best do they get down to 1
 _GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
@@ -73,11 +67,6 @@ _TOGETHER = [
         ("n_speculate", "n_weight_only", 1),
     )
     for sign in (1, -1)
-]
-# Changes for small models: one more or one less recomputed block, with a step of updates. One block's activations in
-# host memory may take the room of several second copies.
-_ONE_BLOCK = [
-    {"n_ckpt": by, name: sign} for name in ("n_speculate", "n_weight_only") for by in (1, -1) for sign in (1, -1)
 ]
 # Changes to blocks that may take more device memory, for which chunks give up being persistent.
 _FOR_FEWER_PERSISTENT = [{"n_ckpt": -1}, {"n_swap": 1, "n_ckpt": -1}]
@@ -144,19 +133,17 @@ class _Search:
             )
             for keeps in ((False, True) if attends else (False,))
         }
-        self._is_small = max(len(layout.chunks), len(profile.blocks)) <= _SMALL
         self._scores: dict[tuple[bool, Counts], float] = {}
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
-        kinds = self._models if self._is_small else (False,)
-        starts = sorted([*(found for keeps in kinds for found in self._grid(keeps)), *self._given(known)])
+        models = self._models[False]
+        starts = [*self._grid(), *self._given(known)]
         if not starts:
-            raise nothing_fits(self._models[False].memory)
-        if self._is_small:
-            best_of = {(start.keeps, start.counts.n_persist): start for start in reversed(starts)}
-            starts = sorted({self._descended(start, fine=False, holds=True) for start in best_of.values()})
-        best = min(self._descended(start, fine=False) for start in starts[:_STARTS])
+            raise nothing_fits(models.memory)
+        largest = max(models.n_chunks, models.n_blocks)
+        n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
+        best = min(self._descended(start, fine=False) for start in sorted(starts)[:n_starts])
         for other in self._switched(best):
             best = min(best, self._descended(other, fine=False))
         best = self._settled(self._descended(best, fine=True))
@@ -170,28 +157,26 @@ class _Search:
         others = [(keeps, self._fitted(keeps, found.counts)) for keeps in self._models if keeps is not found.keeps]
         return [self._scored(keeps, counts) for keeps, counts in others if counts is not None]
 
-    def _grid(self, keeps: bool) -> Iterator[_Found]:
-        """Plans from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed.
-
-        For a small model the grid has plans with swapped blocks too.
-        """
-        models = self._models[keeps]
-        memory, n_chunks, n_blocks = models.memory, models.n_chunks, models.n_blocks
-        fitting = [n for n in range(n_chunks + 1) if self._fitted(keeps, Counts(n, 0, 0, n_blocks))]
+    def _grid(self) -> Iterator[_Found]:
+        """Plans from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
+        models = self._models[False]
+        memory, runtime, n_chunks, n_blocks = models.memory, models.runtime, models.n_chunks, models.n_blocks
+        fitting = [n for n in range(n_chunks + 1) if self._fitted(False, Counts(n, 0, 0, n_blocks))]
         kept = np.array([memory.offloads(0, n_ckpt)[0][0] for n_ckpt in range(n_blocks + 1)])
-        n_places = 3 * _PLACEMENTS // 2 if self._is_small else _PLACEMENTS
-        for place in sorted({round(part / (n_places - 1) * (len(fitting) - 1)) for part in range(n_places)}):
+        for place in sorted({round(part / (_PLACEMENTS - 1) * (len(fitting) - 1)) for part in range(_PLACEMENTS)}):
             if not fitting:
                 return
             n_persist = fitting[place]
             fits = np.flatnonzero(memory.most_buffers(n_persist, kept) >= 0)
             modes = {(0, int(fits[0]) if fits.size else n_blocks), (0, n_blocks)}
-            if self._is_small:
-                modes |= {(n_swap, 0) for n_swap in range(n_blocks, 0, -max(1, n_blocks // _PLACEMENTS))}
+            if max(n_chunks, n_blocks) <= _SMALL:
+                modes |= {(n_swap, 0) for n_swap in {n_blocks // 3, n_blocks // 2, n_blocks}}
             for n_swap, n_ckpt in sorted(modes):
-                for n_speculate in (0, n_chunks) if models.runtime.speculates else (0,):
-                    if counts := self._fitted(keeps, Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate)):
-                        yield self._scored(keeps, counts)
+                for n_speculate in (0, n_chunks) if runtime.speculates else (0,):
+                    for n_weight_only in {0, n_speculate}:
+                        wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only)
+                        if counts := self._fitted(False, wanted):
+                            yield self._scored(False, counts)
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
         for plan in plans:
@@ -253,30 +238,20 @@ class _Search:
                 self._scores[keeps, counts] = score_ms
         return _Found(score_ms, keeps, counts)
 
-    def _descended(self, best: _Found, *, fine: bool, holds: bool = False) -> _Found:
-        """The plan to which ``best`` improves, in steps that halve. With ``fine`` they get down to 1.
-
-        With ``holds`` the number of persistent chunks stays as it is.
-        """
+    def _descended(self, best: _Found, *, fine: bool) -> _Found:
+        """The plan to which ``best`` improves, in steps that halve. With ``fine`` they get down to 1."""
         models = self._models[best.keeps]
         largest = max(models.n_chunks, models.n_blocks)
-        least, step = 1 if fine else max(1, largest // _COARSE), max(2, largest * (3 if self._is_small else 1) // 4)
-        directions = [each for each in (*_ALONE, *_TOGETHER) if not (holds and "n_persist" in each)]
+        least, step = 1 if fine else max(1, largest // _COARSE), max(2, largest // 4)
         while step >= least:
             improved = False
-            for direction in directions:
+            for direction in (*_ALONE, *_TOGETHER):
                 while (better := self._stepped(best, direction, step)) is not None:
                     best, improved = better, True
-            for direction in _ONE_BLOCK if self._is_small else ():
-                wanted = {name: by if name == "n_ckpt" else step * by for name, by in direction.items()}
-                while (better := self._stepped(best, wanted, 1)) is not None:
-                    best, improved = better, True
-            # All or none may gain where one more or less gains nothing.
-            for n_weight_only in (0, best.counts.n_speculate):
-                wanted_counts = best.counts._replace(n_weight_only=n_weight_only)
-                if (better := self._changed(best, wanted_counts, best.score_ms)) is not None:
-                    best, improved = better, True
-            for direction in () if holds else _FOR_FEWER_PERSISTENT:
+            # Setting it to 0 may gain where one less gains nothing.
+            if (better := self._changed(best, best.counts._replace(n_weight_only=0), best.score_ms)) is not None:
+                best, improved = better, True
+            for direction in _FOR_FEWER_PERSISTENT:
                 if (better := self._with_fewer_persistent(best, direction, step)) is not None:
                     best, improved = better, True
             if not improved:
