@@ -40,7 +40,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from protrain.common.records import Record
-from protrain.profiler.model_profile import ModelProfile, UnitRecord
+from protrain.profiler.model_profile import ModelProfile
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
@@ -103,6 +103,10 @@ class Layout(Record):
     def _usual_elements(self) -> int:
         """The most elements of a chunk that is not large, padded for all ranks."""
         return align(self.chunk_elements, self.world_size)
+
+    def held_by(self, units: Iterable[int]) -> tuple[int, ...]:
+        """The chunks that hold what any of ``units`` uses, in ascending order."""
+        return tuple(sorted({chunk for unit in units for chunk in self.unit_chunks[unit]}))
 
     def first_buffered(self, n_persist: int) -> int:
         """The first chunk whose weight passes through buffers: the first of all if several ranks have its shards."""
@@ -336,11 +340,6 @@ def _place(
     return places, used, trainable
 
 
-def _prefix(unit: UnitRecord) -> str:
-    """What the names of all modules inside ``unit`` begin with."""
-    return f"{unit.name}." if unit.name else ""
-
-
 def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
     """By n_persist: the most chunks in buffers that are held at one time, usual ones and large ones.
 
@@ -352,8 +351,9 @@ def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
     for index, unit in enumerate(profile.units):
         active = (index, *unit.within)
         if index not in called:
-            active = tuple(at for at, other in enumerate(profile.units) if f"{unit.name}.".startswith(_prefix(other)))
-        held_sets.add(tuple(sorted({chunk for member in active for chunk in layout.unit_chunks[member]})))
+            modules = [other.name for other in profile.units]
+            active = tuple(at for at, name in enumerate(modules) if not name or f"{unit.name}.".startswith(f"{name}."))
+        held_sets.add(layout.held_by(active))
     usual, large = (
         [[chunk for chunk in held if layout.is_large(layout.chunks[chunk]) is kind] for held in held_sets]
         for kind in (False, True)
@@ -368,10 +368,5 @@ def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
     """The chunks that a step updates: trainable ones that a unit uses. Others get no gradient."""
-    used = {
-        chunk
-        for unit in profile.calls
-        for member in (unit, *profile.units[unit].within)
-        for chunk in layout.unit_chunks[member]
-    }
+    used = layout.held_by(member for unit in profile.calls for member in (unit, *profile.units[unit].within))
     return [chunk.index for chunk in layout.chunks if chunk.trainable and chunk.index in used]

@@ -53,7 +53,7 @@ class Durations:
         self._only_adds = only_adds
         self._in_backward = memory.update_in_backward or only_adds
         element = profile.element_bytes
-        held = [self._held(unit) for unit in profile.calls]
+        held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._updated = updated_chunks(profile, layout)
         updated = [chunk.index in self._updated for chunk in layout.chunks]
@@ -114,12 +114,6 @@ class Durations:
     def speculates(self) -> bool:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return not self._in_backward and self._hardware.device_type != "cpu"
-
-    def _held(self, unit: int) -> tuple[int, ...]:
-        """The chunks of ``unit`` and of the units that enclose it."""
-        chunks = self._layout.unit_chunks
-        around = (unit, *self._profile.units[unit].within)
-        return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
     def _reduced(self) -> dict[int, Reduction]:
         """By gradient, its part in the reduction of its chunk.
