@@ -79,7 +79,7 @@ class Durations:
                 self._inputs_ms[unit] = bytes_ms(size_in, hardware.d2h_gbps), bytes_ms(size_in, hardware.h2d_gbps)
                 self._recompute_ms[unit] = times.recompute[block] / n_calls
         n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
-        self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, n_large)
+        self._fetches = Fetches(self._visits, held, layout, n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         self._reductions = self._reduced() if layout.world_size > 1 else {}
