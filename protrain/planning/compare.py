@@ -10,7 +10,7 @@ from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
-from protrain.planning.predict import predict
+from protrain.planning.predict import timeline_of
 from protrain.planning.search import search
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Timeline
 from protrain.profiler.model_profile import ModelProfile
@@ -76,7 +76,7 @@ def _compared(profile: ModelProfile, machine: str, hardware: HardwareProfile, in
     except PlanError as why:
         limited_by, error = f"{why.where} memory", str(why)
     else:
-        timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
+        timeline = timeline_of(plan, profile, hardware, step_during_backward=inside)
         busy = {name: max(_busy_share(timeline, lane) for lane in lanes) for name, lanes in _LIMITS.items()}
         limited_by = max(busy, key=busy.__getitem__)
         busy_share = busy[limited_by]

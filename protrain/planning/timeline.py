@@ -11,11 +11,6 @@ LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed 
 GPU, UP, DOWN, HOST, STREAM, GATHER, REDUCE = range(7)
 
 
-def lanes_of(world_size: int) -> tuple[str, ...]:
-    """Names of the lanes that a step of ``world_size`` ranks may use."""
-    return LANES if world_size > 1 else LANES[:GATHER]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Operation(Record):
     """Something that a lane does without interruption."""

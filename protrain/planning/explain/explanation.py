@@ -192,7 +192,7 @@ def explain(
         host_parts=host_parts(plan, models.memory),
         slower_share=slower_share(hardware),
         slower_ms=models.slower_ms(modes, counts),
-        phases=phases(models.timeline(plan)),
+        phases=phases(models.runtime.timeline(modes, counts)),
         changes=tuple(changes_of(plan, profile, hardware, models, step_during_backward=step_during_backward)),
         here=here,
         better=tuple(better),
