@@ -10,8 +10,9 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, search
-from protrain.planning.changes import KNOBS, Change
+from protrain.planning.changes import Change
 from protrain.planning.explain.phases import phases
+from protrain.planning.plan import Counts
 from protrain.planning.predict import timeline_of
 from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
@@ -178,10 +179,10 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
     plan = hand_made(traced, hardware, **counts)
     changes = explain(plan, traced, hardware, more_memory=False).changes
     slower = with_host(hardware, slower_share(hardware))
-    knobs = [(knob, step) for knob in KNOBS for step in (1, -1)]
+    knobs = [(knob, step) for knob in Counts._fields for step in (1, -1)]
     assert [(change.knob, change.step) for change in changes] == [*knobs, ("keep_attention", 1)]
     for change in changes:
-        counts = dict(zip(KNOBS, change.counts, strict=True))
+        counts = dict(zip(Counts._fields, change.counts, strict=True))
         keep = change.knob == "keep_attention"
         other = hand_made(traced, hardware, **counts, keep_attention=keep)
         assert change.impossible == ""

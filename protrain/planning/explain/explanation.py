@@ -193,7 +193,7 @@ def explain(
         slower_share=slower_share(hardware),
         slower_ms=models.slower_ms(modes, counts),
         phases=phases(models.runtime.timeline(modes, counts)),
-        changes=tuple(changes_of(plan, profile, hardware, models, step_during_backward=step_during_backward)),
+        changes=tuple(changes_of(plan, profile, models)),
         here=here,
         better=tuple(better),
         searched=more_memory,
