@@ -8,13 +8,11 @@ from math import inf
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import BlockMode, Counts, Plan, block_modes, fingerprint, layout_of
+from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
 from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
-
-Modes = tuple[BlockMode, ...]
 
 _ROUNDING = 1e-9  # the rounding error of a limit that goes through a mean is a smaller share than this
 
@@ -116,7 +114,7 @@ class Models:
             device_bytes=self.device_bytes(modes, counts),
             host_bytes=self.host_bytes(modes, counts),
             keep_attention=self.keep_attention,
-            n_device_gradient=memory.device_regions(counts.n_persist),
+            n_device_gradient=memory.gradients.on_device(counts.n_persist),
             n_host_gradient=memory.host_regions(counts.n_persist, activations.swapped_bytes),
             pack_swaps=memory.pack_swaps,
             stream=memory.stream,

@@ -202,11 +202,9 @@ def explain(
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the device memory of ``plan``."""
-    static = memory.static_parts(plan.n_persist, plan.n_buffer)
-    activations = memory.activations(plan.block_modes)
-    parts = {**static, "activations": activations.peak_bytes}
-    parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes
-    return parts
+    parts = memory.static_parts(plan.n_persist, plan.n_buffer)
+    parts["activations"] = memory.activations(plan.block_modes).peak_bytes
+    return {**parts, "margin and workspaces": plan.device_bytes - sum(parts.values())}
 
 
 def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:

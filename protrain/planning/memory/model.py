@@ -29,7 +29,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.memory.segments import Bytes, Choices, Segments
-from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
+from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates.streaming import staging_bytes, streams
 from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
@@ -172,7 +172,7 @@ class MemoryModel:
     def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
         parts = {"persistent chunks": self._persistent[n_persist]}
-        if self.device_regions(n_persist):
+        if self.gradients.on_device(n_persist):
             parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
@@ -188,21 +188,13 @@ class MemoryModel:
 
     def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
         """Predicted peak of device memory."""
-        return self.static_bytes(n_persist, n_buffer) + self.margined_bytes(activations)
+        return self.static_bytes(n_persist, n_buffer) + int(self._with_margin(np.array(activations.peak_bytes)))
 
-    def margined_bytes(self, activations: Activations) -> int:
-        """The peak of ``activations`` with the margin that this type of device needs."""
-        return int(self.with_margin(np.array(activations.peak_bytes)))
-
-    def with_margin(self, peak_bytes: Bytes) -> Bytes:
+    def _with_margin(self, peak_bytes: Bytes) -> Bytes:
         """Peaks of activations with the margin that this type of device needs."""
         if self.hardware.device_type == "cuda":
             return (peak_bytes * (1 + _CUDA_FRAGMENTATION)).astype(np.int64) + _CUDA_WORKSPACE_BYTES
         return (peak_bytes * (1 + _CPU_SLACK)).astype(np.int64)
-
-    def device_regions(self, n_persist: int) -> int:
-        """The number of regions that gradients of persistent chunks share; 0 if each has its own."""
-        return self.gradients.on_device(n_persist)
 
     def host_regions(self, n_persist: int, swapped_bytes: int) -> int:
         """The number of regions that gradients in host memory share, as many as fit; 0 if each has its own."""
@@ -261,13 +253,13 @@ class MemoryModel:
                 low = middle + 1
         return n_speculate, low
 
-    def swapped_bytes(self, modes: tuple[BlockMode, ...]) -> int:
+    def swapped_bytes(self, modes: Modes) -> int:
         """Host memory of swapped activations and offloaded inputs."""
         offloaded = (BlockMode.SWAP, BlockMode.CKPT_SWAP)
         sizes = zip(modes, self._swapped, strict=True)
         return sum(size[mode is BlockMode.CKPT_SWAP] for mode, size in sizes if mode in offloaded)
 
-    def _activations_of(self, modes: tuple[BlockMode, ...]) -> Activations:
+    def _activations_of(self, modes: Modes) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""
         peak, held, swapped = (int(array[0]) for array in self.all_activations(Choices.of([modes])))
         return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
@@ -276,7 +268,7 @@ class MemoryModel:
         """Device bytes with their margin, and host bytes, by the number of input offloads: from 0 to ``n_ckpt``."""
         modes = [block_modes(len(self.profile.blocks), n_swap, n_ckpt, n) for n in range(n_ckpt + 1)]
         peak_bytes, _, swapped_bytes = self.all_activations(Choices.of(modes))
-        return self.with_margin(peak_bytes), swapped_bytes
+        return self._with_margin(peak_bytes), swapped_bytes
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of ``Activations`` in their order, each as an array by choice."""

@@ -19,7 +19,7 @@ from math import inf
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import BlockMode, Counts
+from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates.contention import OTHERS
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime.durations import Durations
@@ -30,8 +30,6 @@ from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
 from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, Timeline
-
-Modes = tuple[BlockMode, ...]
 
 _KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks about similar plans soon after each other
 
