@@ -12,7 +12,7 @@ from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import bytes_ms, compute_times
 from protrain.planning.rates.contention import lost_to_collectives, rates
 from protrain.planning.rates.streaming import streamed_rates
-from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
+from protrain.planning.rates.swap_copies import NO_COPIES, SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
     CALIBRATED_DTYPE,
     device_update_gparams,
@@ -66,17 +66,18 @@ class Durations:
         self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
-        # By unit, for one call: the copies of its saved activations, the copies of its inputs out and back, and its
-        # recomputation.
-        self._swap_copies = [SwapCopies(0.0, 0.0)] * len(profile.units)
-        self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
+        # By unit, for one call: the copies of its saved activations, those of its inputs, and its recomputation.
+        self._swap_copies = [NO_COPIES] * len(profile.units)
+        self._input_copies = [NO_COPIES] * len(profile.units)
         self._recompute_ms = [0.0] * len(profile.units)
         for unit, n_calls in Counter(profile.calls).items():
             if (block := profile.units[unit].block) is not None:
                 packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
                 self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
                 size_in = profile.blocks[block].input_bytes / n_calls
-                self._inputs_ms[unit] = bytes_ms(size_in, hardware.d2h_gbps), bytes_ms(size_in, hardware.h2d_gbps)
+                self._input_copies[unit] = SwapCopies(
+                    out_ms=bytes_ms(size_in, hardware.d2h_gbps), back_ms=bytes_ms(size_in, hardware.h2d_gbps)
+                )
                 self._recompute_ms[unit] = times.recompute[block] / n_calls
         n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
         self._fetches = Fetches(self._visits, held, layout, n_large)

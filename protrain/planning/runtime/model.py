@@ -22,6 +22,7 @@ from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates.contention import OTHERS
 from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.rates.swap_copies import NO_COPIES
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
@@ -173,33 +174,30 @@ class RuntimeModel(Durations):
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
         profile = self._profile
-        nothing = (0.0, 0.0)
-        swap = [nothing] * len(profile.units)
-        packing = [nothing] * len(profile.units)
+        copies = [NO_COPIES] * len(profile.units)
         recomputes = [False] * len(profile.units)
         for unit, block in self._unit_blocks:
             mode = modes[block]
             if mode is BlockMode.SWAP:
-                copies = self._swap_copies[unit]
-                swap[unit], packing[unit] = copies[:2], copies[2:]
+                copies[unit] = self._swap_copies[unit]
             elif mode is not BlockMode.NONE:
                 recomputes[unit] = True
                 if mode is BlockMode.CKPT_SWAP:
-                    swap[unit] = self._inputs_ms[unit]
+                    copies[unit] = self._input_copies[unit]
         calls = profile.calls
         work = self._forward_work.copy()
         for at, unit in enumerate(calls):
-            if out_ms := swap[unit][0]:
-                work[at] = self._forward_ms[at] + packing[unit][0], out_ms, ()
+            if out_ms := copies[unit].out_ms:
+                work[at] = self._forward_ms[at] + copies[unit].pack_ms, out_ms, ()
         fetched = -1  # the unit whose activations the visit before fetched ahead
         for at in range(len(calls) - 1, -1, -1):
             unit, earlier = calls[at], calls[at - 1] if at else -1
             of_unit = self._backward_work[at][recomputes[unit]]
-            swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
+            swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
             if swap_ms or ahead:
                 swap_in = (unit,) if swap_ms and fetched != unit else ()
-                compute_ms = of_unit[0] + packing[unit][1]
+                compute_ms = of_unit[0] + copies[unit].unpack_ms
                 of_unit = compute_ms, swap_ms, (*swap_in, earlier) if ahead else swap_in
             fetched = earlier if ahead else -1
             work.append(of_unit)
-        return work, [back for _, back in swap]
+        return work, [each.back_ms for each in copies]
