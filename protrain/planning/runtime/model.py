@@ -91,10 +91,8 @@ class RuntimeModel(Durations):
         return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._slowdowns)
 
     def _step(self, modes: Modes, counts: Counts) -> Step:
-        n_persist = counts.n_persist
-        n_visits, last = len(self._profile.calls), n_persist + counts.n_speculate
+        n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
         work, swap_in_ms = self._work_for(modes)
-        visits = self._placed(n_persist)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         if self._lost_to_collectives:
             lost_ms = [self._lost_to_collectives * sum(self._gather[chunk] for chunk, _ in each) for each in gathers]
@@ -120,21 +118,18 @@ class RuntimeModel(Durations):
             sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
         )
         return Step(
-            forward=visits[:n_visits],
-            backward=visits[n_visits:],
-            forward_fetches=fetches[:n_visits],
-            backward_fetches=fetches[n_visits:],
-            forward_gathers=gathers[:n_visits],
-            backward_gathers=gathers[n_visits:],
-            forward_work=work[:n_visits],
-            backward_work=work[n_visits:],
+            n_forward=len(self._profile.calls),
+            visits=self._placed(n_persist),
+            work=work,
+            fetches=fetches,
+            gathers=gathers,
             upload_ms=self._upload,
             gather_ms=self._gather,
             reductions=self._reductions,
             swap_in_ms=swap_in_ms,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed_ms=self._streamed_ms(n_persist + counts.n_speculate),
+            streamed_ms=self._streamed_ms(last),
             host_kept=self._host_kept,
             needed_ms=self.sharing(n_persist).needed_ms,
             awaited_updates=awaited_updates,
