@@ -34,7 +34,7 @@ and the weight of a persistent chunk needs no buffer.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -248,7 +248,7 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
 
 def _choose(profile: ModelProfile, *, large: int) -> int:
     """The best chunk size for the parameters of up to ``large`` elements. Larger ones have chunks of their own."""
-    by_unit = [[group.some(lambda size: size <= large) for group in of_unit] for of_unit in _groups(profile)]
+    by_unit = [[group.up_to(large) for group in of_unit] for of_unit in _groups(profile)]
     groups = list(chain.from_iterable(by_unit))
     sizes = [sum(group.size for group in of_unit) for of_unit in by_unit]
     total = sum(sizes)
@@ -289,9 +289,9 @@ class _Group(NamedTuple):
         """Elements of all members."""
         return sum(size for _, size in self.members)
 
-    def some(self, is_wanted: Callable[[int], bool]) -> _Group:
-        """The group of the members whose size is wanted."""
-        return _Group(self.trainable, [member for member in self.members if is_wanted(member[1])])
+    def up_to(self, largest: int) -> _Group:
+        """The group of the members of at most that size."""
+        return _Group(self.trainable, [member for member in self.members if member[1] <= largest])
 
 
 def _groups(profile: ModelProfile) -> list[list[_Group]]:

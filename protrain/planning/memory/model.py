@@ -18,7 +18,7 @@ backward waits less.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -244,14 +244,10 @@ class MemoryModel:
         copies = self._state_copies if whole else self._weight_copies
         fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
-        low, high = 0, n_speculate  # the fewest updates of the weight alone lie from low to high
-        while low < high:
-            middle = (low + high) // 2
-            if self.copy_bytes(n_persist, n_speculate, middle) <= room_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        return n_speculate, low
+        n_weight_only = bisect_left(
+            range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes
+        )
+        return n_speculate, n_weight_only
 
     def swapped_bytes(self, modes: Modes) -> int:
         """Host memory of swapped activations and offloaded inputs."""
@@ -272,7 +268,7 @@ class MemoryModel:
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of ``Activations`` in their order, each as an array by choice."""
-        firsts = range(0, choices.n_choices, _AT_ONCE)
+        firsts = range(0, choices.ckpt.shape[1], _AT_ONCE)
         parts = [
             self._segments.peaks(Choices(*(of_block[:, first : first + _AT_ONCE] for of_block in choices)))
             for first in firsts

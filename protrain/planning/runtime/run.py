@@ -267,10 +267,9 @@ class Run:
         if self.choices is None:
             self.choices = Choices(n_in_time, _updated_by_gpu(step, after, self.free[HOST] - over))
         by_gpu = self.choices.by_gpu
-        for lane in (HOST, STREAM):
-            of_lane = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu] if by_gpu else after
-            if lane == STREAM:
-                of_lane = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
+        by_host = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu]
+        streamed = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
+        for lane, of_lane in ((HOST, by_host), (STREAM, streamed)):
             for chunk, duration in of_lane:
                 updated[chunk] = self._do(lane, max(over, offloaded[chunk]), duration)
         self._all_updated = max(over, self.free[HOST], self.free[STREAM])
