@@ -211,10 +211,9 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the host memory of ``plan``."""
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
-    weights = sum(memory.layout.shard_elements(chunk) * element for chunk in away)
-    states = sum(memory.chunk_bytes(chunk) for chunk in away)
+    # All states are what a second copy of all of them would take, and their weights what one of the weights would take.
+    states, trained = (memory.copy_bytes(plan.n_persist, len(away), n_weights) for n_weights in (0, len(away)))
     accumulators = memory.accumulator_bytes(plan.n_persist)
-    own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]
     activations = memory.activations(plan.block_modes)
     offloaded = sum(
         offloaded_input_bytes(block)
@@ -222,21 +221,19 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
         if mode is BlockMode.CKPT_SWAP
     )
     parts = {
-        "weights": weights,
+        "weights": sum(memory.layout.shard_elements(chunk) * element for chunk in away),
         "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
-        "optimizer states": states - weights - own,
+        "optimizer states": states - trained,
         "swapped activations": activations.swapped_bytes - offloaded,
     }
     if accumulators:
         parts["sums of gradients"] = accumulators
     if plan.n_ckpt_swap:
         parts["offloaded inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = offloaded
-    if plan.n_speculate:
-        weights = memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only)
-        if weights:
-            parts["second weights for speculative updates"] = weights
-        if whole := memory.copy_bytes(plan.n_persist, plan.n_speculate, plan.n_weight_only) - weights:
-            parts["second copies for speculative updates"] = whole
+    if weights := memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only):
+        parts["second weights for speculative updates"] = weights
+    if whole := memory.copy_bytes(plan.n_persist, plan.n_speculate, plan.n_weight_only) - weights:
+        parts["second copies for speculative updates"] = whole
     needed = memory.host_bytes(plan.counts, activations)
     return {**parts, "other": needed - sum(parts.values())}
 
