@@ -128,24 +128,21 @@ class Layout(Record):
         """
         return _largest(self, [chunk for chunk in self.chunks if chunk.trainable and self.world_size > 1])
 
-    def staging_elements(self, n_persist: int) -> int:
-        """All elements of the device memory that gradients pass through on their way to other ranks and to the host.
+    def staging_bytes(self, n_persist: int, element_bytes: int, *, sums: bool = False) -> int:
+        """The device memory that gradients pass through on their way to other ranks and to the host.
 
         Usual chunks have STAGING_BUFFERS whole gradients to send to other ranks from, one that is received from them,
         and STAGING_BUFFERS shards that are offloaded. Large chunks have one of each. With one rank nothing is sent.
+
+        If several ranks sum gradients of several backwards (``sums``), fp32 sums pass through it in place of shards.
+        The gradient that a fold makes of any sum lies in it, too, of which nothing but its squares is needed.
         """
         (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
-        return STAGING_BUFFERS * usual + large + (STAGING_BUFFERS + 1) * sent + 2 * large_sent
-
-    def sum_bytes(self, n_persist: int, element_bytes: int) -> int:
-        """Device memory that several ranks need beside ``staging_elements`` for steps of several backwards.
-
-        The fp32 sums of chunks in host memory pass through it in place of their shards. The gradient that a fold makes
-        of any sum lies in it, too, of which nothing but its squares is needed.
-        """
-        (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
-        folded = (STAGING_BUFFERS * sent + large_sent) // self.world_size
-        return (4 + element_bytes) * folded - element_bytes * (STAGING_BUFFERS * usual + large)
+        whole = (STAGING_BUFFERS + 1) * sent + 2 * large_sent
+        if sums and self.world_size > 1:
+            folded = (STAGING_BUFFERS * sent + large_sent) // self.world_size
+            return element_bytes * (whole + folded) + 4 * folded
+        return element_bytes * (whole + STAGING_BUFFERS * usual + large)
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
         """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""

@@ -106,11 +106,7 @@ class MemoryModel:
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
         self._buffer_bytes = [usual * element for usual, _ in sizes]
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
-        self._staging_bytes = [layout.staging_elements(n_persist) * element for n_persist in placements]
-        if self.accumulates and layout.world_size > 1:
-            self._staging_bytes = [
-                size + layout.sum_bytes(n_persist, element) for n_persist, size in enumerate(self._staging_bytes)
-            ]
+        self._staging_bytes = [layout.staging_bytes(n, element, sums=self.accumulates) for n in placements]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
         # By n_persist: bytes of all states of the persistent chunks.
         self._persistent = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
