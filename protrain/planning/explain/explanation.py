@@ -178,10 +178,7 @@ def explain(
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     modes, counts = plan.block_modes, plan.counts
-    here: Plan | None = None
-    better: list[Better] = []
-    if more_memory:
-        here, better = _with_more(plan, profile, hardware, step_during_backward)
+    here, better = _with_more(plan, profile, hardware, step_during_backward) if more_memory else (None, [])
     return Explanation(
         plan=plan,
         tokens_per_s=plan.tokens_per_s,

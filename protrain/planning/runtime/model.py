@@ -114,9 +114,7 @@ class RuntimeModel(Durations):
                 awaited = {chunk for _, chunk in handed_on}
                 host = [pair for pair in host if pair[0] not in awaited]
         n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
-        n_weight_only = (
-            sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
-        )
+        n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
         return Step(
             n_forward=len(self._profile.calls),
             visits=self._placed(n_persist),
