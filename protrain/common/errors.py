@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ NO_WRITES = ", ".join(
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PlanError(ValueError):
     """No plan fits, or the given plan does not.
 
@@ -28,34 +30,25 @@ class PlanError(ValueError):
     It is raised before any memory is allocated.
     """
 
-    def __init__(
-        self,
-        *,
-        where: str,
-        needed_bytes: int,
-        available_bytes: int,
-        largest_part: str,
-        remedy: str,
-        given: bool = False,
-    ) -> None:
-        self._given = given
-        self.where = where
-        self.needed_bytes = needed_bytes
-        self.available_bytes = available_bytes
-        self.largest_part = largest_part
-        self.remedy = remedy
-        needed, available = format_bytes(needed_bytes), format_bytes(available_bytes)
+    where: str  # "GPU", "device" or "host"
+    needed_bytes: int
+    available_bytes: int
+    largest_part: str
+    remedy: str
+    given: bool = False  # whether the caller gave the plan
+
+    def __post_init__(self) -> None:
+        needed, available = format_bytes(self.needed_bytes), format_bytes(self.available_bytes)
         if needed == available:
-            needed, available = f"{needed_bytes:,} bytes", f"{available_bytes:,}"
+            needed, available = f"{self.needed_bytes:,} bytes", f"{self.available_bytes:,}"
         super().__init__(
-            f"{'the plan does not fit' if given else 'no plan fits'} the {where} memory: "
+            f"{'the plan does not fit' if self.given else 'no plan fits'} the {self.where} memory: "
             f"needed {needed}, available {available}; "
-            f"largest part: {largest_part}. {remedy}"
+            f"largest part: {self.largest_part}. {self.remedy}"
         )
 
     def __reduce__(self) -> Any:
-        names = ("where", "needed_bytes", "available_bytes", "largest_part", "remedy")
-        return partial(PlanError, **{name: getattr(self, name) for name in names}, given=self._given), ()
+        return partial(PlanError, **asdict(self)), ()
 
 
 class BudgetError(MemoryError):

@@ -66,25 +66,22 @@ class StandardError(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write ``text``, or drop it if nobody reads it."""
-        if self._stream is not None:
-            try:
-                self._stream.write(text)
-            except OSError as error:
-                self._failed(error)
+        self._call("write", text)
         return len(text)
 
     def flush(self) -> None:
         """Flush, unless nobody reads the stream."""
-        if self._stream is not None:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._failed(error)
+        self._call("flush")
 
-    def _failed(self, error: OSError) -> None:
-        if isinstance(error, BlockingIOError):  # the reader is slow, not gone
+    def _call(self, method: str, *args: str) -> None:
+        if self._stream is None:
             return
-        silence(self._stream)
+        try:
+            getattr(self._stream, method)(*args)
+        except BlockingIOError:  # the reader is slow, not gone
+            pass
+        except OSError:
+            silence(self._stream)
 
 
 def silence(stream: TextIO) -> None:
@@ -148,15 +145,12 @@ class Progress:
         speaker.start()
         try:
             yield tell
-        except BaseException:
+        finally:
             done.set()
             speaker.join()
             if live:
                 say(_CLEAR, end="")
-            raise
-        done.set()
-        speaker.join()
-        say(f"{_CLEAR if live else ''}protrain: {what}: {time.perf_counter() - start:.1f} s")
+        say(f"protrain: {what}: {time.perf_counter() - start:.1f} s")
 
     @contextmanager
     def bar(self, what: str) -> Iterator[Callable[[str, float], None]]:

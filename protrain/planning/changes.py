@@ -12,8 +12,6 @@ from protrain.common.records import Record
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
 
-KNOBS = Counts._fields
-
 
 @dataclass(frozen=True, kw_only=True)
 class Change(Record):
@@ -37,7 +35,7 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
     If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers
     and speculative updates with another number of persistent chunks, offloaded inputs with fewer recomputed blocks.
     """
-    for knob in KNOBS:
+    for knob in Counts._fields:
         for step in (1, -1):
             wanted = counts._replace(**{knob: getattr(counts, knob) + step})
             if impossible := _impossible(wanted, knob, models):

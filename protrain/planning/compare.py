@@ -10,9 +10,9 @@ from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
-from protrain.planning.predict import predict
+from protrain.planning.predict import timeline_of
 from protrain.planning.search import search
-from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Timeline
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP
 from protrain.profiler.model_profile import ModelProfile
 
 _LIMITS = {"GPU": (GPU,), "host": (HOST,), "links": (UP, DOWN, STREAM), "collectives": (GATHER, REDUCE)}
@@ -76,10 +76,11 @@ def _compared(profile: ModelProfile, machine: str, hardware: HardwareProfile, in
     except PlanError as why:
         limited_by, error = f"{why.where} memory", str(why)
     else:
-        timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
-        busy = {name: max(_busy_share(timeline, lane) for lane in lanes) for name, lanes in _LIMITS.items()}
+        timeline = timeline_of(plan, profile, hardware, step_during_backward=inside)
+        end_ms = timeline.step_ms
+        busy = {name: max(timeline.busy_ms(lane, 0.0, end_ms) for lane in lanes) for name, lanes in _LIMITS.items()}
         limited_by = max(busy, key=busy.__getitem__)
-        busy_share = busy[limited_by]
+        busy_share = busy[limited_by] / end_ms
     several = hardware.world_size > 1
     return Compared(
         machine=machine,
@@ -93,16 +94,3 @@ def _compared(profile: ModelProfile, machine: str, hardware: HardwareProfile, in
         gather_known=hardware.known("all_gather_gbps") if several else "",
         error=error,
     )
-
-
-def _busy_share(timeline: Timeline, lane: int) -> float:
-    """The part of the step in which ``lane`` works.
-
-    Operations reach into the step from the one before, and from it into the next. Only what lies inside counts.
-    """
-    inside = (
-        min(operation.end_ms, timeline.step_ms) - max(operation.start_ms, 0.0)
-        for operation in timeline.operations
-        if operation.lane == lane
-    )
-    return sum(max(0.0, ms) for ms in inside) / timeline.step_ms

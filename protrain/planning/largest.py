@@ -12,7 +12,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_ms, per_gpu
@@ -76,70 +75,50 @@ def largest(
     Raises:
         PlanError: not even one layer fits.
     """
-    known: dict[int, _Need] = {}
+    known: dict[int, MemoryModel] = {}  # by layers
 
-    def need(layers: int) -> _Need:
+    def fits(layers: int) -> bool:
         if layers not in known:
-            known[layers] = _need(profile_of(layers), hardware, step_during_backward)
-        return known[layers]
+            profile = profile_of(layers)
+            layout = pack(profile, world_size=hardware.world_size)
+            known[layers] = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+        return some_plan_fits(known[layers])
 
     low, high = 1, most_layers + 1  # low fits, and high is assumed not to
-    if (error := need(low).error) is not None:
-        raise error
+    if not fits(low):
+        raise nothing_fits(known[low])
     guess = 4
     for tries in itertools.count(1):
         if high - low == 1:
             break
         layers = min(max(guess, low + 1), high - 1)
-        low, high = (layers, high) if need(layers).error is None else (low, layers)
+        low, high = (layers, high) if fits(layers) else (low, layers)
         guess = _guess(known, hardware) if tries < _GUESSES else (low + high) // 2
-    chosen = need(low)
-    plan = search(chosen.profile, hardware, step_during_backward=step_during_backward)
+    chosen = known[low].profile
+    plan = search(chosen, hardware, step_during_backward=step_during_backward)
     return Largest(
         machine=hardware.name,
         layers=low,
-        parameters=chosen.profile.n_parameters,
+        parameters=chosen.n_parameters,
         tokens_per_s=plan.tokens_per_s,
         plan=plan,
-        one_more="" if high > most_layers else str(need(high).error),
+        one_more="" if high > most_layers else str(nothing_fits(known[high])),
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Need:
-    """The least memory that one depth needs."""
-
-    profile: ModelProfile
-    device_bytes: int  # the least of any plan
-    host_bytes: int  # with all chunks and all offloaded inputs in host memory
-    error: PlanError | None  # why no plan fits; None if one does
-
-
-def _need(profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool) -> _Need:
-    memory = MemoryModel(
-        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
-    )
-    device, host = least_bytes(memory)
-    return _Need(
-        profile=profile,
-        device_bytes=int(device.min()),
-        host_bytes=int(host.max()),
-        error=None if some_plan_fits(memory) else nothing_fits(memory),
-    )
-
-
-def _guess(known: dict[int, _Need], hardware: HardwareProfile) -> int:
+def _guess(known: dict[int, MemoryModel], hardware: HardwareProfile) -> int:
     """The deepest model that fits, by straight lines through the two deepest that were tried."""
     first, second = sorted(known)[-2:]
-    room = {
-        "device": hardware.device_bytes,
-        "both": hardware.device_bytes + hardware.host_bytes,  # states and activations are in one or the other
-    }
+    # States and activations are in one memory or the other. With all of them away, the host has the most.
+    (device_before, both_before), (device, both) = (
+        (int(on_device.min()), int(on_device.min() + on_host.max()))
+        for on_device, on_host in (least_bytes(known[layers]) for layers in (first, second))
+    )
     found = float(MOST_LAYERS)
-    for name, limit in room.items():
-        at, before = (
-            need.device_bytes + (need.host_bytes if name == "both" else 0) for need in (known[second], known[first])
-        )
+    for before, at, limit in (
+        (device_before, device, hardware.device_bytes),
+        (both_before, both, hardware.device_bytes + hardware.host_bytes),
+    ):
         if at > before:
             found = min(found, second + (limit - at) * (second - first) / (at - before))
     return int(max(found, 0))

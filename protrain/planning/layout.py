@@ -34,13 +34,13 @@ and the weight of a persistent chunk needs no buffer.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
 from protrain.common.records import Record
-from protrain.profiler.model_profile import ModelProfile, UnitRecord
+from protrain.profiler.model_profile import ModelProfile
 
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
@@ -104,6 +104,10 @@ class Layout(Record):
         """The most elements of a chunk that is not large, padded for all ranks."""
         return align(self.chunk_elements, self.world_size)
 
+    def held_by(self, units: Iterable[int]) -> tuple[int, ...]:
+        """The chunks that hold what any of ``units`` uses, in ascending order."""
+        return tuple(sorted({chunk for unit in units for chunk in self.unit_chunks[unit]}))
+
     def first_buffered(self, n_persist: int) -> int:
         """The first chunk whose weight passes through buffers: the first of all if several ranks have its shards."""
         return n_persist if self.world_size == 1 else 0
@@ -124,24 +128,21 @@ class Layout(Record):
         """
         return _largest(self, [chunk for chunk in self.chunks if chunk.trainable and self.world_size > 1])
 
-    def staging_elements(self, n_persist: int) -> int:
-        """All elements of the device memory that gradients pass through on their way to other ranks and to the host.
+    def staging_bytes(self, n_persist: int, element_bytes: int, *, sums: bool = False) -> int:
+        """The device memory that gradients pass through on their way to other ranks and to the host.
 
         Usual chunks have STAGING_BUFFERS whole gradients to send to other ranks from, one that is received from them,
         and STAGING_BUFFERS shards that are offloaded. Large chunks have one of each. With one rank nothing is sent.
+
+        If several ranks sum gradients of several backwards (``sums``), fp32 sums pass through it in place of shards.
+        The gradient that a fold makes of any sum lies in it, too, of which nothing but its squares is needed.
         """
         (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
-        return STAGING_BUFFERS * usual + large + (STAGING_BUFFERS + 1) * sent + 2 * large_sent
-
-    def sum_bytes(self, n_persist: int, element_bytes: int) -> int:
-        """Device memory that several ranks need beside ``staging_elements`` for steps of several backwards.
-
-        The fp32 sums of chunks in host memory pass through it in place of their shards. The gradient that a fold makes
-        of any sum lies in it, too, of which nothing but its squares is needed.
-        """
-        (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
-        folded = (STAGING_BUFFERS * sent + large_sent) // self.world_size
-        return (4 + element_bytes) * folded - element_bytes * (STAGING_BUFFERS * usual + large)
+        whole = (STAGING_BUFFERS + 1) * sent + 2 * large_sent
+        if sums and self.world_size > 1:
+            folded = (STAGING_BUFFERS * sent + large_sent) // self.world_size
+            return element_bytes * (whole + folded) + 4 * folded
+        return element_bytes * (whole + STAGING_BUFFERS * usual + large)
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
         """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""
@@ -244,7 +245,7 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
 
 def _choose(profile: ModelProfile, *, large: int) -> int:
     """The best chunk size for the parameters of up to ``large`` elements. Larger ones have chunks of their own."""
-    by_unit = [[group.some(lambda size: size <= large) for group in of_unit] for of_unit in _groups(profile)]
+    by_unit = [[group.up_to(large) for group in of_unit] for of_unit in _groups(profile)]
     groups = list(chain.from_iterable(by_unit))
     sizes = [sum(group.size for group in of_unit) for of_unit in by_unit]
     total = sum(sizes)
@@ -285,9 +286,9 @@ class _Group(NamedTuple):
         """Elements of all members."""
         return sum(size for _, size in self.members)
 
-    def some(self, is_wanted: Callable[[int], bool]) -> _Group:
-        """The group of the members whose size is wanted."""
-        return _Group(self.trainable, [member for member in self.members if is_wanted(member[1])])
+    def up_to(self, largest: int) -> _Group:
+        """The group of the members of at most that size."""
+        return _Group(self.trainable, [member for member in self.members if member[1] <= largest])
 
 
 def _groups(profile: ModelProfile) -> list[list[_Group]]:
@@ -336,11 +337,6 @@ def _place(
     return places, used, trainable
 
 
-def _prefix(unit: UnitRecord) -> str:
-    """What the names of all modules inside ``unit`` begin with."""
-    return f"{unit.name}." if unit.name else ""
-
-
 def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
     """By n_persist: the most chunks in buffers that are held at one time, usual ones and large ones.
 
@@ -352,8 +348,9 @@ def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
     for index, unit in enumerate(profile.units):
         active = (index, *unit.within)
         if index not in called:
-            active = tuple(at for at, other in enumerate(profile.units) if f"{unit.name}.".startswith(_prefix(other)))
-        held_sets.add(tuple(sorted({chunk for member in active for chunk in layout.unit_chunks[member]})))
+            modules = [other.name for other in profile.units]
+            active = tuple(at for at, name in enumerate(modules) if not name or f"{unit.name}.".startswith(f"{name}."))
+        held_sets.add(layout.held_by(active))
     usual, large = (
         [[chunk for chunk in held if layout.is_large(layout.chunks[chunk]) is kind] for held in held_sets]
         for kind in (False, True)
@@ -368,10 +365,5 @@ def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:
     """The chunks that a step updates: trainable ones that a unit uses. Others get no gradient."""
-    used = {
-        chunk
-        for unit in profile.calls
-        for member in (unit, *profile.units[unit].within)
-        for chunk in layout.unit_chunks[member]
-    }
+    used = layout.held_by(member for unit in profile.calls for member in (unit, *profile.units[unit].within))
     return [chunk.index for chunk in layout.chunks if chunk.trainable and chunk.index in used]

@@ -67,11 +67,4 @@ def name_other_use(error: PlanError, plan: Plan, profile: ModelProfile) -> PlanE
         made_for = "chunked_loss=True, and here logits are whole: pass it here as well, or make"
     else:
         return error
-    return PlanError(
-        where=error.where,
-        needed_bytes=error.needed_bytes,
-        available_bytes=error.available_bytes,
-        largest_part=error.largest_part,
-        remedy=f"The plan was made for {made_for} a new plan. {error.remedy}",
-        given=True,
-    )
+    return replace(error, remedy=f"The plan was made for {made_for} a new plan. {error.remedy}", given=True)

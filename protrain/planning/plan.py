@@ -40,6 +40,9 @@ class BlockMode(enum.Enum):
         return self in (BlockMode.CKPT, BlockMode.CKPT_SWAP)
 
 
+Modes = tuple[BlockMode, ...]  # by block
+
+
 class Counts(NamedTuple):
     """The integers that decide how a step runs. Chunks and blocks are counted in execution order."""
 
@@ -70,7 +73,7 @@ class Plan(Record):
     chunk_elements: int  # a multiple of 128
     n_chunks: int
     world_size: int = 1  # ranks that train together, each with one shard of every chunk
-    block_modes: tuple[BlockMode, ...]
+    block_modes: Modes
     model: str  # the fingerprint of the ModelProfile that the plan was made for
     tokens: int  # of the planned batch, of one rank
     accumulation: int = 1  # batches of a step, whose gradients are summed in fp32
@@ -156,7 +159,7 @@ def offloaded_input_bytes(record: BlockRecord) -> int:
     return record.input_bytes + _INPUT_ALIGNMENT_BYTES if record.input_bytes else 0
 
 
-def block_modes(n_blocks: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int = 0) -> tuple[BlockMode, ...]:
+def block_modes(n_blocks: int, n_swap: int, n_ckpt: int, n_ckpt_swap: int = 0) -> Modes:
     """Modes in execution order: swapped blocks early with checkpointed ones between them, untouched blocks last.
 
     Recomputing the block between two swapped ones gives the link time for the transfer (paper section 3). The first

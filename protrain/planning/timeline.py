@@ -11,9 +11,9 @@ LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed 
 GPU, UP, DOWN, HOST, STREAM, GATHER, REDUCE = range(7)
 
 
-def lanes_of(world_size: int) -> tuple[str, ...]:
-    """Names of the lanes that a step of ``world_size`` ranks may use."""
-    return LANES if world_size > 1 else LANES[:GATHER]
+def common_ms(start_ms: float, end_ms: float, begin_ms: float, stop_ms: float) -> float:
+    """How long two spans of time overlap."""
+    return max(0.0, min(end_ms, stop_ms) - max(start_ms, begin_ms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,11 @@ class Timeline(Record):
     forward_end_ms: float
     backward_end_ms: float
     operations: tuple[Operation, ...]
+
+    def busy_ms(self, lane: int, begin_ms: float, end_ms: float) -> float:
+        """How long ``lane`` works from ``begin_ms`` to ``end_ms``. Of other times nothing counts."""
+        found = (operation for operation in self.operations if operation.lane == lane)
+        return sum(common_ms(operation.start_ms, operation.end_ms, begin_ms, end_ms) for operation in found)
 
     @property
     def lanes(self) -> dict[int, str]:

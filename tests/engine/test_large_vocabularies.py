@@ -210,7 +210,7 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
     visits = [*profile.calls, *reversed(profile.calls)]
     held = [layout.unit_chunks[unit] for unit in visits]
     n_large = [n_large for _, n_large in most_held(profile, layout)]
-    fetches = Fetches(visits, layout.unit_chunks, held, layout, n_large).of(plan.n_persist, plan.n_buffer)
+    fetches = Fetches(visits, held, layout, n_large).of(plan.n_persist, plan.n_buffer)
     assert sorted(issued) == sorted(chunk for visit in fetches for chunk, _ in visit)
 
 

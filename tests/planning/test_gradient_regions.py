@@ -143,7 +143,7 @@ def test_gradients_take_two_bytes_a_parameter_only_while_there_is_room() -> None
         device = memory.static_bytes(50, 0) - memory.static_bytes(0, 0) + memory.static_parts(0, 0)["gradient staging"]
         device -= memory.partial_bytes
         assert device / 50 / N == pytest.approx(12.04 if inside else 14.0)
-        assert [memory.device_regions(n) for n in (0, 1, 2, 50)] == ([0, 0, 1, 1] if inside else [0] * 4)
+        assert [memory.gradients.on_device(n) for n in (0, 1, 2, 50)] == ([0, 0, 1, 1] if inside else [0] * 4)
 
 
 def test_as_many_regions_as_host_memory_has_room_for() -> None:

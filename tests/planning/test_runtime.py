@@ -308,7 +308,7 @@ def test_predicted_fetches_are_those_of_the_engine(
     layout = pack(profile, 256)
     visits = [*profile.calls, *reversed(profile.calls)]
     held = [layout.unit_chunks[unit] for unit in visits]
-    fetches = Fetches(visits, layout.unit_chunks, held, layout, [0] * (len(layout.chunks) + 1))
+    fetches = Fetches(visits, held, layout, [0] * (len(layout.chunks) + 1))
     predicted = [chunk for visit in fetches.of(n_persist, n_buffer) for chunk, _ in visit]
     assert sorted(issued) == sorted(predicted)
 

@@ -78,7 +78,7 @@ def test_buffers_and_staging_serve_persistent_chunks_too(world_size: int) -> Non
     assert [layout.region_elements(n) for n in (0, 1, 7)] == [(0, shard), (large_shard, shard), (large_shard, 0)]
     # Two whole gradients are sent and one is received; the embedding has one of each; shards are offloaded.
     between = 3 * usual + 2 * 1536
-    assert [layout.staging_elements(n) for n in (0, 1, 7)] == [
+    assert [layout.staging_bytes(n, 1) for n in (0, 1, 7)] == [
         between + 2 * shard + large_shard,
         between + 2 * shard,
         between,

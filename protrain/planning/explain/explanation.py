@@ -178,10 +178,7 @@ def explain(
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     modes, counts = plan.block_modes, plan.counts
-    here: Plan | None = None
-    better: list[Better] = []
-    if more_memory:
-        here, better = _with_more(plan, profile, hardware, step_during_backward)
+    here, better = _with_more(plan, profile, hardware, step_during_backward) if more_memory else (None, [])
     return Explanation(
         plan=plan,
         tokens_per_s=plan.tokens_per_s,
@@ -192,8 +189,8 @@ def explain(
         host_parts=host_parts(plan, models.memory),
         slower_share=slower_share(hardware),
         slower_ms=models.slower_ms(modes, counts),
-        phases=phases(models.timeline(plan)),
-        changes=tuple(changes_of(plan, profile, hardware, models, step_during_backward=step_during_backward)),
+        phases=phases(models.runtime.timeline(modes, counts)),
+        changes=tuple(changes_of(plan, profile, models)),
         here=here,
         better=tuple(better),
         searched=more_memory,
@@ -202,21 +199,18 @@ def explain(
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the device memory of ``plan``."""
-    static = memory.static_parts(plan.n_persist, plan.n_buffer)
-    activations = memory.activations(plan.block_modes)
-    parts = {**static, "activations": activations.peak_bytes}
-    parts["margin and workspaces"] = memory.margined_bytes(activations) - activations.peak_bytes
-    return parts
+    parts = memory.static_parts(plan.n_persist, plan.n_buffer)
+    parts["activations"] = memory.activations(plan.block_modes).peak_bytes
+    return {**parts, "margin and workspaces": plan.device_bytes - sum(parts.values())}
 
 
 def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the host memory of ``plan``."""
     away = memory.layout.chunks[plan.n_persist :]
     element = memory.profile.element_bytes
-    weights = sum(memory.layout.shard_elements(chunk) * element for chunk in away)
-    states = sum(memory.chunk_bytes(chunk) for chunk in away)
+    # All states are what a second copy of all of them would take, and their weights what one of the weights would take.
+    states, trained = (memory.copy_bytes(plan.n_persist, len(away), n_weights) for n_weights in (0, len(away)))
     accumulators = memory.accumulator_bytes(plan.n_persist)
-    own = accumulators or memory.gradients.own_bytes(plan.n_persist)[1]
     activations = memory.activations(plan.block_modes)
     offloaded = sum(
         offloaded_input_bytes(block)
@@ -224,21 +218,19 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
         if mode is BlockMode.CKPT_SWAP
     )
     parts = {
-        "weights": weights,
+        "weights": sum(memory.layout.shard_elements(chunk) * element for chunk in away),
         "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
-        "optimizer states": states - weights - own,
+        "optimizer states": states - trained,
         "swapped activations": activations.swapped_bytes - offloaded,
     }
     if accumulators:
         parts["sums of gradients"] = accumulators
     if plan.n_ckpt_swap:
         parts["offloaded inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = offloaded
-    if plan.n_speculate:
-        weights = memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only)
-        if weights:
-            parts["second weights for speculative updates"] = weights
-        if whole := memory.copy_bytes(plan.n_persist, plan.n_speculate, plan.n_weight_only) - weights:
-            parts["second copies for speculative updates"] = whole
+    if weights := memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only):
+        parts["second weights for speculative updates"] = weights
+    if whole := memory.copy_bytes(plan.n_persist, plan.n_speculate, plan.n_weight_only) - weights:
+        parts["second copies for speculative updates"] = whole
     needed = memory.host_bytes(plan.counts, activations)
     return {**parts, "other": needed - sum(parts.values())}
 

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import Change, neighbours, within
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.profiler.model_profile import ModelProfile
 
 
-def changes_of(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, models: Models, *, step_during_backward: bool
-) -> Iterator[Change]:
+def changes_of(plan: Plan, profile: ModelProfile, models: Models) -> Iterator[Change]:
     """The effect of every integer of ``plan``, one more and one less, and of keep_attention."""
     for neighbour in neighbours(plan.counts, models):
         same_modes = neighbour.knob not in ("n_swap", "n_ckpt", "n_ckpt_swap")
@@ -26,7 +23,8 @@ def changes_of(
         impossible = "no block is recomputed"
     else:
         switched = replace(plan, keep_attention=not plan.keep_attention)
-        others = Models.of(switched, profile, hardware, step_during_backward=step_during_backward)
+        inside = models.memory.update_in_backward
+        others = Models.of(switched, profile, models.hardware, step_during_backward=inside)
         counts = within(counts, others)
     step = -1 if plan.keep_attention else 1
     switch = Change(knob="keep_attention", step=step, counts=counts, impossible=impossible)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from protrain.common.records import Record
-from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Operation, Timeline, common_ms
 
 WAITS = {
     UP: "uploads",
@@ -50,17 +50,16 @@ def phases(timeline: Timeline) -> tuple[Phase, ...]:
     for name, begin, end in zip(("forward", "backward", "after backward"), bounds, bounds[1:], strict=False):
         waited = dict.fromkeys((name for lane, name in WAITS.items() if lane not in absent), 0.0)
         for start, stop, lanes in waits:
-            here = _common(start, stop, begin, end)
+            here = common_ms(start, stop, begin, end)
             for lane, share in lanes.items():
                 if lane not in absent:
                     waited[WAITS[lane]] += here * share
-        busy = sum(_common(op.start_ms, op.end_ms, begin, end) for op in timeline.operations if op.lane == GPU)
         path = chains.critical(begin, end)
         result.append(
             Phase(
                 name=name,
                 length_ms=end - begin,
-                compute_ms=busy,
+                compute_ms=timeline.busy_ms(GPU, begin, end),
                 waits_ms=waited,
                 limit=LIMITS[max(path, key=path.__getitem__)] if any(path.values()) else WAITS[GPU],
             )
@@ -96,7 +95,7 @@ class _Chains:
         """Milliseconds of each lane in the chain that ends at ``end``, followed back to ``begin``."""
         spent = dict.fromkeys(WAITS, 0.0)
         for operation in self._back(end, GPU):
-            spent[operation.lane] += _common(operation.start_ms, operation.end_ms, begin, end)
+            spent[operation.lane] += common_ms(operation.start_ms, operation.end_ms, begin, end)
             if operation.start_ms <= begin:
                 break
         return spent
@@ -113,8 +112,3 @@ class _Chains:
             operation = min(found, key=lambda op: (op.lane != lane, op.lane))
             yield operation
             until, lane = operation.start_ms, operation.lane
-
-
-def _common(start: float, end: float, begin: float, stop: float) -> float:
-    """How long two spans of time overlap."""
-    return max(0.0, min(end, stop) - max(start, begin))

@@ -94,11 +94,9 @@ class GradientRegions:
         region_bytes = self._region_bytes[n_persist][1]
         if not self._shared or not region_bytes or self._folds:
             return 0
-        if self._adds:
-            free_bytes = 0
-        n_more = max(0, free_bytes) // region_bytes
+        n_more, rest_bytes = divmod(0 if self._adds else max(0, free_bytes), region_bytes)
         # The rest that is too small for another region may be enough for every chunk to have its own.
-        own_bytes = self.own_bytes(n_persist)[1] - self._large_on_host(n_persist) - max(0, free_bytes) % region_bytes
+        own_bytes = self.own_bytes(n_persist)[1] - self._large_on_host(n_persist) - rest_bytes
         return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:

@@ -18,7 +18,7 @@ backward waits less.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -29,7 +29,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.memory.segments import Bytes, Choices, Segments
-from protrain.planning.plan import BlockMode, Counts, block_modes, offloaded_input_bytes, swapped_block_bytes
+from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates.streaming import staging_bytes, streams
 from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
@@ -106,11 +106,7 @@ class MemoryModel:
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
         self._buffer_bytes = [usual * element for usual, _ in sizes]
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
-        self._staging_bytes = [layout.staging_elements(n_persist) * element for n_persist in placements]
-        if self.accumulates and layout.world_size > 1:
-            self._staging_bytes = [
-                size + layout.sum_bytes(n_persist, element) for n_persist, size in enumerate(self._staging_bytes)
-            ]
+        self._staging_bytes = [layout.staging_bytes(n, element, sums=self.accumulates) for n in placements]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
         # By n_persist: bytes of all states of the persistent chunks.
         self._persistent = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
@@ -172,7 +168,7 @@ class MemoryModel:
     def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
         parts = {"persistent chunks": self._persistent[n_persist]}
-        if self.device_regions(n_persist):
+        if self.gradients.on_device(n_persist):
             parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
@@ -188,21 +184,13 @@ class MemoryModel:
 
     def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
         """Predicted peak of device memory."""
-        return self.static_bytes(n_persist, n_buffer) + self.margined_bytes(activations)
+        return self.static_bytes(n_persist, n_buffer) + int(self._with_margin(np.array(activations.peak_bytes)))
 
-    def margined_bytes(self, activations: Activations) -> int:
-        """The peak of ``activations`` with the margin that this type of device needs."""
-        return int(self.with_margin(np.array(activations.peak_bytes)))
-
-    def with_margin(self, peak_bytes: Bytes) -> Bytes:
+    def _with_margin(self, peak_bytes: Bytes) -> Bytes:
         """Peaks of activations with the margin that this type of device needs."""
         if self.hardware.device_type == "cuda":
             return (peak_bytes * (1 + _CUDA_FRAGMENTATION)).astype(np.int64) + _CUDA_WORKSPACE_BYTES
         return (peak_bytes * (1 + _CPU_SLACK)).astype(np.int64)
-
-    def device_regions(self, n_persist: int) -> int:
-        """The number of regions that gradients of persistent chunks share; 0 if each has its own."""
-        return self.gradients.on_device(n_persist)
 
     def host_regions(self, n_persist: int, swapped_bytes: int) -> int:
         """The number of regions that gradients in host memory share, as many as fit; 0 if each has its own."""
@@ -252,22 +240,18 @@ class MemoryModel:
         copies = self._state_copies if whole else self._weight_copies
         fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
-        low, high = 0, n_speculate  # the fewest updates of the weight alone lie from low to high
-        while low < high:
-            middle = (low + high) // 2
-            if self.copy_bytes(n_persist, n_speculate, middle) <= room_bytes:
-                high = middle
-            else:
-                low = middle + 1
-        return n_speculate, low
+        n_weight_only = bisect_left(
+            range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes
+        )
+        return n_speculate, n_weight_only
 
-    def swapped_bytes(self, modes: tuple[BlockMode, ...]) -> int:
+    def swapped_bytes(self, modes: Modes) -> int:
         """Host memory of swapped activations and offloaded inputs."""
         offloaded = (BlockMode.SWAP, BlockMode.CKPT_SWAP)
         sizes = zip(modes, self._swapped, strict=True)
         return sum(size[mode is BlockMode.CKPT_SWAP] for mode, size in sizes if mode in offloaded)
 
-    def _activations_of(self, modes: tuple[BlockMode, ...]) -> Activations:
+    def _activations_of(self, modes: Modes) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""
         peak, held, swapped = (int(array[0]) for array in self.all_activations(Choices.of([modes])))
         return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
@@ -276,11 +260,11 @@ class MemoryModel:
         """Device bytes with their margin, and host bytes, by the number of input offloads: from 0 to ``n_ckpt``."""
         modes = [block_modes(len(self.profile.blocks), n_swap, n_ckpt, n) for n in range(n_ckpt + 1)]
         peak_bytes, _, swapped_bytes = self.all_activations(Choices.of(modes))
-        return self.with_margin(peak_bytes), swapped_bytes
+        return self._with_margin(peak_bytes), swapped_bytes
 
     def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of ``Activations`` in their order, each as an array by choice."""
-        firsts = range(0, choices.n_choices, _AT_ONCE)
+        firsts = range(0, choices.ckpt.shape[1], _AT_ONCE)
         parts = [
             self._segments.peaks(Choices(*(of_block[:, first : first + _AT_ONCE] for of_block in choices)))
             for first in firsts

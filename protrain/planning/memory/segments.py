@@ -52,11 +52,6 @@ class Choices(NamedTuple):
         offloads_inputs = is_mode[BlockMode.CKPT_SWAP]
         return cls(is_mode[BlockMode.CKPT] | offloads_inputs, is_mode[BlockMode.SWAP], offloads_inputs)
 
-    @property
-    def n_choices(self) -> int:
-        """The number of choices."""
-        return self.ckpt.shape[1]
-
 
 class Segments(NamedTuple):
     """The segments of the trace as columns. Blocks are given by index, -1 for none.

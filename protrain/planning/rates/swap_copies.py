@@ -31,7 +31,7 @@ _LEAST_GAIN = 0.02
 
 
 class SwapCopies(NamedTuple):
-    """Milliseconds that the copies of one call of a swapped block take."""
+    """Milliseconds that the copies of one call of a block take, if it is swapped or its inputs are offloaded."""
 
     out_ms: float  # on the link, after forward
     back_ms: float  # on the link, before backward
@@ -41,6 +41,9 @@ class SwapCopies(NamedTuple):
     def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
         """Milliseconds that one of several such blocks in a row adds to a step, with this computing."""
         return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms + self.unpack_ms)
+
+
+NO_COPIES = SwapCopies(0.0, 0.0)
 
 
 def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> SwapCopies:

@@ -23,21 +23,18 @@ def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list
     forward = [0.0 if block is None else times.forward[block] / n_calls[block] for block in blocks]
     backward = [0.0 if block is None else times.backward[block] / n_calls[block] for block in blocks]
     gap_start, gap = 0, 0
-    for at, block in enumerate((*blocks, None)):
-        ends = at == len(blocks)
-        if not ends and (block is None or block < gap):
+    for at, block in enumerate((*blocks, len(profile.blocks))):  # what follows the last block ends with the calls
+        if block is None or block < gap:
             continue
-        first = gap if ends else min(gap, len(profile.blocks))
-        last = len(profile.blocks) if ends else int(block or 0)
         outer = list(range(gap_start, at)) or [min(at, len(blocks) - 1)]
         sizes = [
             1 + sum(profile.parameters[p].numel for p in profile.units[profile.calls[v]].parameters) for v in outer
         ]
-        for place in range(first, last + 1):
+        for place in range(gap, block + 1):
             for visit, size in zip(outer, sizes, strict=True):
                 forward[visit] += times.gap_forward[place] * size / sum(sizes)
                 backward[visit] += times.gap_backward[place] * size / sum(sizes)
-        gap_start, gap = at + 1, last + 1
+        gap_start, gap = at + 1, block + 1
     return forward, backward
 
 

@@ -12,7 +12,7 @@ from protrain.planning.memory.model import MemoryModel
 from protrain.planning.rates.compute_times import bytes_ms, compute_times
 from protrain.planning.rates.contention import lost_to_collectives, rates
 from protrain.planning.rates.streaming import streamed_rates
-from protrain.planning.rates.swap_copies import SwapCopies, swap_copies
+from protrain.planning.rates.swap_copies import NO_COPIES, SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
     CALIBRATED_DTYPE,
     device_update_gparams,
@@ -53,7 +53,7 @@ class Durations:
         self._only_adds = only_adds
         self._in_backward = memory.update_in_backward or only_adds
         element = profile.element_bytes
-        held = [self._held(unit) for unit in profile.calls]
+        held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
         held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
         self._updated = updated_chunks(profile, layout)
         updated = [chunk.index in self._updated for chunk in layout.chunks]
@@ -66,20 +66,21 @@ class Durations:
         self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
-        # By unit, for one call: the copies of its saved activations, the copies of its inputs out and back, and its
-        # recomputation.
-        self._swap_copies = [SwapCopies(0.0, 0.0)] * len(profile.units)
-        self._inputs_ms = [(0.0, 0.0)] * len(profile.units)
+        # By unit, for one call: the copies of its saved activations, those of its inputs, and its recomputation.
+        self._swap_copies = [NO_COPIES] * len(profile.units)
+        self._input_copies = [NO_COPIES] * len(profile.units)
         self._recompute_ms = [0.0] * len(profile.units)
         for unit, n_calls in Counter(profile.calls).items():
             if (block := profile.units[unit].block) is not None:
                 packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
                 self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
                 size_in = profile.blocks[block].input_bytes / n_calls
-                self._inputs_ms[unit] = bytes_ms(size_in, hardware.d2h_gbps), bytes_ms(size_in, hardware.h2d_gbps)
+                self._input_copies[unit] = SwapCopies(
+                    out_ms=bytes_ms(size_in, hardware.d2h_gbps), back_ms=bytes_ms(size_in, hardware.h2d_gbps)
+                )
                 self._recompute_ms[unit] = times.recompute[block] / n_calls
         n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
-        self._fetches = Fetches(self._visits, layout.unit_chunks, held, layout, n_large)
+        self._fetches = Fetches(self._visits, held, layout, n_large)
         self._needed = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         self._reductions = self._reduced() if layout.world_size > 1 else {}
@@ -114,12 +115,6 @@ class Durations:
     def speculates(self) -> bool:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return not self._in_backward and self._hardware.device_type != "cpu"
-
-    def _held(self, unit: int) -> tuple[int, ...]:
-        """The chunks of ``unit`` and of the units that enclose it."""
-        chunks = self._layout.unit_chunks
-        around = (unit, *self._profile.units[unit].within)
-        return tuple(sorted({chunk for member in around for chunk in chunks[member]}))
 
     def _reduced(self) -> dict[int, Reduction]:
         """By gradient, its part in the reduction of its chunk.

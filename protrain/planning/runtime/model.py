@@ -19,9 +19,10 @@ from math import inf
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.plan import BlockMode, Counts
+from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates.contention import OTHERS
 from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.rates.swap_copies import NO_COPIES
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
@@ -30,8 +31,6 @@ from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
 from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, Timeline
-
-Modes = tuple[BlockMode, ...]
 
 _KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks about similar plans soon after each other
 
@@ -92,10 +91,8 @@ class RuntimeModel(Durations):
         return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._slowdowns)
 
     def _step(self, modes: Modes, counts: Counts) -> Step:
-        n_persist = counts.n_persist
-        n_visits, last = len(self._profile.calls), n_persist + counts.n_speculate
+        n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
         work, swap_in_ms = self._work_for(modes)
-        visits = self._placed(n_persist)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         if self._lost_to_collectives:
             lost_ms = [self._lost_to_collectives * sum(self._gather[chunk] for chunk, _ in each) for each in gathers]
@@ -117,25 +114,20 @@ class RuntimeModel(Durations):
                 awaited = {chunk for _, chunk in handed_on}
                 host = [pair for pair in host if pair[0] not in awaited]
         n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
-        n_weight_only = (
-            sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host) if counts.n_weight_only else 0
-        )
+        n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
         return Step(
-            forward=visits[:n_visits],
-            backward=visits[n_visits:],
-            forward_fetches=fetches[:n_visits],
-            backward_fetches=fetches[n_visits:],
-            forward_gathers=gathers[:n_visits],
-            backward_gathers=gathers[n_visits:],
-            forward_work=work[:n_visits],
-            backward_work=work[n_visits:],
+            n_forward=len(self._profile.calls),
+            visits=self._placed(n_persist),
+            work=work,
+            fetches=fetches,
+            gathers=gathers,
             upload_ms=self._upload,
             gather_ms=self._gather,
             reductions=self._reductions,
             swap_in_ms=swap_in_ms,
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed_ms=self._streamed_ms(n_persist + counts.n_speculate),
+            streamed_ms=self._streamed_ms(last),
             host_kept=self._host_kept,
             needed_ms=self.sharing(n_persist).needed_ms,
             awaited_updates=awaited_updates,
@@ -175,33 +167,30 @@ class RuntimeModel(Durations):
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
         profile = self._profile
-        nothing = (0.0, 0.0)
-        swap = [nothing] * len(profile.units)
-        packing = [nothing] * len(profile.units)
+        copies = [NO_COPIES] * len(profile.units)
         recomputes = [False] * len(profile.units)
         for unit, block in self._unit_blocks:
             mode = modes[block]
             if mode is BlockMode.SWAP:
-                copies = self._swap_copies[unit]
-                swap[unit], packing[unit] = copies[:2], copies[2:]
+                copies[unit] = self._swap_copies[unit]
             elif mode is not BlockMode.NONE:
                 recomputes[unit] = True
                 if mode is BlockMode.CKPT_SWAP:
-                    swap[unit] = self._inputs_ms[unit]
+                    copies[unit] = self._input_copies[unit]
         calls = profile.calls
         work = self._forward_work.copy()
         for at, unit in enumerate(calls):
-            if out_ms := swap[unit][0]:
-                work[at] = self._forward_ms[at] + packing[unit][0], out_ms, ()
+            if out_ms := copies[unit].out_ms:
+                work[at] = self._forward_ms[at] + copies[unit].pack_ms, out_ms, ()
         fetched = -1  # the unit whose activations the visit before fetched ahead
         for at in range(len(calls) - 1, -1, -1):
             unit, earlier = calls[at], calls[at - 1] if at else -1
             of_unit = self._backward_work[at][recomputes[unit]]
-            swap_ms, ahead = swap[unit][0], earlier >= 0 and swap[earlier][0] and earlier != unit
+            swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
             if swap_ms or ahead:
                 swap_in = (unit,) if swap_ms and fetched != unit else ()
-                compute_ms = of_unit[0] + packing[unit][1]
+                compute_ms = of_unit[0] + copies[unit].unpack_ms
                 of_unit = compute_ms, swap_ms, (*swap_in, earlier) if ahead else swap_in
             fetched = earlier if ahead else -1
             work.append(of_unit)
-        return work, [back for _, back in swap]
+        return work, [each.back_ms for each in copies]

@@ -48,6 +48,7 @@ class Run:
 
     def __init__(self, step: Step, factors: list[Iterator[float]]) -> None:
         self.step = step
+        self._visits = list(zip(step.visits, step.work, step.fetches, step.gathers, strict=True))
         self._factors = factors
         self.choices: Choices | None = None  # the first step makes them
         self.uploads: list[Fetch] = []  # in forward, in the order in which they went
@@ -167,10 +168,8 @@ class Run:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, last_swap_out = self._released, self._loaded, self._last_swap_out
-        step, self.uploads = self.step, []
-        for visit, (compute_ms, swap_ms, _), fetches, gathers in zip(
-            step.forward, step.forward_work, step.forward_fetches, step.forward_gathers, strict=True
-        ):
+        self.uploads = []
+        for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
             if fetches:
                 if len(fetches) > 1 and self._all_updated > self.free[UP]:
                     fetches = self._fetch_updated(fetches)
@@ -205,9 +204,7 @@ class Run:
         swap_in_ms, awaited_updates, reductions = step.swap_in_ms, step.awaited_updates, step.reductions
         if self._last_swap_out > gpu:
             gpu = self._last_swap_out
-        for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in zip(
-            step.backward, step.backward_work, step.backward_fetches, step.backward_gathers, strict=True
-        ):
+        for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in self._visits[step.n_forward :]:
             if fetches:
                 self._fetch(fetches)
             if gathers:
@@ -270,10 +267,9 @@ class Run:
         if self.choices is None:
             self.choices = Choices(n_in_time, _updated_by_gpu(step, after, self.free[HOST] - over))
         by_gpu = self.choices.by_gpu
-        for lane in (HOST, STREAM):
-            of_lane = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu] if by_gpu else after
-            if lane == STREAM:
-                of_lane = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
+        by_host = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu]
+        streamed = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
+        for lane, of_lane in ((HOST, by_host), (STREAM, streamed)):
             for chunk, duration in of_lane:
                 updated[chunk] = self._do(lane, max(over, offloaded[chunk]), duration)
         self._all_updated = max(over, self.free[HOST], self.free[STREAM])

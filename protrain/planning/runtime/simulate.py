@@ -34,7 +34,7 @@ def simulate(step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf) -> floa
     updates inside backward go on after backward, since a longer backward hides that time. Computing alone is a bound
     that takes no run.
     """
-    computing_ms = sum(compute_ms for compute_ms, _, _ in (*step.forward_work, *step.backward_work))
+    computing_ms = sum(compute_ms for compute_ms, _, _ in step.work)
     if computing_ms >= limit_ms:
         return computing_ms
     full_rate = Run.of(step)
@@ -69,18 +69,15 @@ def stages_ms(step: Step) -> tuple[float, float, float, float]:
 
     They run one after the other, as the device and the host are the same processor.
     """
-    forward_ms, backward_ms = (
-        sum(compute_ms for compute_ms, _, _ in work) for work in (step.forward_work, step.backward_work)
-    )
-    backward_ms += sum(flatten_ms for visit in step.backward for _, _, flatten_ms, _, _ in visit.gradients)
-    fetches = (*step.forward_fetches, *step.backward_fetches)
-    copy_ms = sum(step.upload_ms[chunk] for of_visit in fetches for chunk, _ in of_visit)
-    copy_ms += sum(swap_ms for _, swap_ms, _ in step.forward_work)
-    copy_ms += sum(step.swap_in_ms[visit.unit] for visit in step.backward)
-    gradients = (gradient for visit in step.backward for gradient in visit.gradients)
+    forward, backward = step.work[: step.n_forward], step.work[step.n_forward :]
+    forward_ms, backward_ms = (sum(compute_ms for compute_ms, _, _ in work) for work in (forward, backward))
+    gradients = [gradient for visit in step.visits for gradient in visit.gradients]
+    backward_ms += sum(flatten_ms for _, _, flatten_ms, _, _ in gradients)
+    copy_ms = sum(step.upload_ms[chunk] for of_visit in step.fetches for chunk, _ in of_visit)
+    copy_ms += sum(swap_ms for _, swap_ms, _ in forward)
+    copy_ms += sum(step.swap_in_ms[visit.unit] for visit in step.visits[step.n_forward :])
     copy_ms += sum(offload_ms for _, _, _, offload_ms, staging in gradients if staging >= 0)
-    gathers = (*step.forward_gathers, *step.backward_gathers)
-    copy_ms += sum(step.gather_ms[chunk] for of_visit in gathers for chunk, _ in of_visit)
+    copy_ms += sum(step.gather_ms[chunk] for of_visit in step.gathers for chunk, _ in of_visit)
     copy_ms += sum(reduction.ms for reduction in step.reductions.values())
     update_ms = step.host.weight_share * sum(ms for _, ms in step.host.updates[: step.host.n_weight_only])
     update_ms += sum(ms for _, ms in (*step.device_update_ms, *step.host.updates))
@@ -106,13 +103,13 @@ def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
     n_in_time, by_gpu = run.choices or Choices(0, ())
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     names[UP] = [("weights", chunk) for chunk, _ in run.uploads]
-    gathers = (*step.forward_gathers, *step.backward_gathers)
-    names[GATHER] = [("gather", chunk) for of_visit in gathers for chunk, _ in of_visit]
-    for visit, (_, swap_ms, _) in zip(step.forward, step.forward_work, strict=True):
+    names[GATHER] = [("gather", chunk) for of_visit in step.gathers for chunk, _ in of_visit]
+    visits = list(zip(step.visits, step.work, step.fetches, strict=True))
+    for visit, (_, swap_ms, _), _ in visits[: step.n_forward]:
         names[GPU].append(("forward", visit.name))
         if swap_ms:
             names[DOWN].append(("activations", visit.name))
-    for visit, (_, _, swap_in), fetches in zip(step.backward, step.backward_work, step.backward_fetches, strict=True):
+    for visit, (_, _, swap_in), fetches in visits[step.n_forward :]:
         names[UP] += [("weights", chunk) for chunk, _ in fetches]
         names[UP] += [("activations", unit) for unit in swap_in]
         names[GPU].append(("backward", visit.name))

@@ -54,11 +54,8 @@ class Slowdowns:
         # Per operation, the part of its time in which each other lane is busy, from 0 to 1. Rows are in lane order.
         beside = np.empty((n_lanes - 1, len(starts)))
         for at, lane in enumerate(lanes):
-            busy_starts, busy_ends, (before, after) = (
-                starts[lane],
-                ends[lane],
-                (slice(lane.start), slice(lane.stop, None)),
-            )
+            busy_starts, busy_ends = starts[lane], ends[lane]
+            before, after = slice(lane.start), slice(lane.stop, None)
             moments = np.concatenate((starts[before], starts[after], ends[before], ends[after]))
             last = busy_starts.searchsorted(moments, "right") - 1  # the last operation that has begun
             busy = np.minimum(moments, busy_ends.take(last))

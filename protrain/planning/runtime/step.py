@@ -49,14 +49,11 @@ class Reduction(NamedTuple):
 class Step(NamedTuple):
     """Everything that a step does. Times are in milliseconds at full rate."""
 
-    forward: Sequence[Visit]
-    backward: Sequence[Visit]
-    forward_fetches: Sequence[Sequence[Fetch]]  # by visit: what is uploaded
-    backward_fetches: Sequence[Sequence[Fetch]]
-    forward_gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
-    backward_gathers: Sequence[Sequence[Fetch]]
-    forward_work: Sequence[Work]
-    backward_work: Sequence[Work]
+    n_forward: int  # the number of visits of forward, which those of backward follow
+    visits: Sequence[Visit]
+    work: Sequence[Work]  # by visit
+    fetches: Sequence[Sequence[Fetch]]  # by visit: what is uploaded
+    gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
     upload_ms: Sequence[float]  # by chunk
     gather_ms: Sequence[float]  # by chunk
     reductions: Mapping[int, Reduction]  # by gradient; none with one rank
