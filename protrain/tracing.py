@@ -24,8 +24,8 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
 from protrain.engine.units import Unit
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.predict import timeline_of
-from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Timeline
+from protrain.planning.predict import predict
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Timeline, lanes_of
 
 _MEASURED, _PREDICTED = 1, 2  # process ids in the trace
 
@@ -56,12 +56,12 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     events = recorder.events()
     inside = optimizer.step_during_backward
-    predicted = timeline_of(optimizer.plan, engine.profile, optimizer.hardware, step_during_backward=inside)
-    events += _predicted_events(predicted, max(recorder.step_starts_us(), default=0.0))
+    predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside)
+    events += _predicted_events(predicted.timeline, max(recorder.step_starts_us(), default=0.0))
     for event in events:
         if "ts" in event:
             event["ts"] -= base_us
-    lanes = LANES if engine.ranks.size > 1 else LANES[:GATHER]
+    lanes = lanes_of(optimizer.plan.world_size)
     found["traceEvents"] += [*_names(_MEASURED, "measured", lanes), *_names(_PREDICTED, "predicted", lanes), *events]
     target.write_text(json.dumps(found))
 

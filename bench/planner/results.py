@@ -13,9 +13,8 @@ from bench.planner.measure import Point
 from bench.planner.paper import paper_step_ms
 from protrain.common.records import Record
 from protrain.hardware import HardwareProfile
-from protrain.planning import Plan
+from protrain.planning import Plan, predict
 from protrain.planning.plan import as_planned, layout_of
-from protrain.planning.predict import Models
 from protrain.profiler import ModelProfile
 
 GIB = 1024**3
@@ -37,8 +36,7 @@ class CaseResult(Record):
     def predict(self, plan: Plan) -> Prediction:
         """Time and memory of ``plan`` as today's models predict them."""
         inside = not self.case.clip
-        models = Models.of(plan, self.profile, self.hardware, step_during_backward=inside)
-        found = models.plan(plan.counts, plan.block_modes)
+        found = predict(self.profile, self.hardware, plan, step_during_backward=inside)
         profile, layout = as_planned(self.profile, plan), layout_of(self.profile, plan)
         return Prediction(
             step_ms=found.step_ms,

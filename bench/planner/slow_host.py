@@ -43,8 +43,7 @@ from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.forward.compilation import graphs_compiled
 from protrain.hardware import HardwareProfile, detect
-from protrain.planning import Plan, search
-from protrain.planning.predict import Models
+from protrain.planning import Plan, predict, search
 from protrain.planning.rates.host_rates import with_host
 from protrain.profiler import ModelProfile
 
@@ -168,13 +167,12 @@ class _Runner:
         after = optimizer.report()
         machine = with_host(self._hardware, host.share)
         plan = self.record.tried[index].plan
-        models = Models.of(plan, self._profile, machine, step_during_backward=not case.clip)
         return Row(
             tried=index,
             host=host,
             step_ms=step_ms,
             untimed=untimed,
-            predicted_ms=models.plan(plan.counts, plan.block_modes).step_ms,
+            predicted_ms=predict(self._profile, machine, plan, step_during_backward=not case.clip).step_ms,
             host_gparams=after.host_gparams,
             streamed_updates=after.streamed_updates - before.streamed_updates,
             speculative_updates=after.speculative_updates - before.speculative_updates,

@@ -33,7 +33,7 @@ from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile
 from protrain.planning import Explanation, compare, frontier, largest
 from protrain.planning.explain.explanation import explain
-from protrain.planning.predict import timeline_of
+from protrain.planning.predict import predict
 from protrain.planning.timeline import Timeline
 from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile, counted_profile
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
     try:
         with say.stage("planning"):
             plan = protrain.search(profile, hardware, step_during_backward=inside)
-            timeline = timeline_of(plan, profile, hardware, step_during_backward=inside)
+            timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     except PlanError as error:
         if args.json:
             print(in_options(Answer.of(profile, hardware, error).to_json()), flush=True)

@@ -8,6 +8,7 @@ from protrain.planning.largest import Largest, largest
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
+from protrain.planning.predict import Prediction, predict
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.planning.search import search
 
@@ -21,6 +22,7 @@ __all__ = [
     "Layout",
     "MemoryModel",
     "Plan",
+    "Prediction",
     "RuntimeModel",
     "Slot",
     "block_modes",
@@ -33,5 +35,6 @@ __all__ = [
     "frontier",
     "largest",
     "pack",
+    "predict",
     "search",
 ]

@@ -10,7 +10,7 @@ from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
-from protrain.planning.predict import timeline_of
+from protrain.planning.predict import predict
 from protrain.planning.search import search
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP
 from protrain.profiler.model_profile import ModelProfile
@@ -76,7 +76,7 @@ def _compared(profile: ModelProfile, machine: str, hardware: HardwareProfile, in
     except PlanError as why:
         limited_by, error = f"{why.where} memory", str(why)
     else:
-        timeline = timeline_of(plan, profile, hardware, step_during_backward=inside)
+        timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
         end_ms = timeline.step_ms
         busy = {name: max(timeline.busy_ms(lane, 0.0, end_ms) for lane in lanes) for name, lanes in _LIMITS.items()}
         limited_by = max(busy, key=busy.__getitem__)

@@ -1,7 +1,12 @@
-"""Predictions: what the memory model and the runtime model of one layout on one machine say of a plan."""
+"""Predictions: one pure function from a profile, a machine and a plan to time, memory and timeline.
+
+``predict`` is for one plan. ``Models`` keeps what the plans of one layout have in common, for callers who ask
+about many plans: the search and the what-if table.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
@@ -17,12 +22,28 @@ from protrain.profiler.model_profile import ModelProfile
 _ROUNDING = 1e-9  # the rounding error of a limit that goes through a mean is a smaller share than this
 
 
-def timeline_of(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
-) -> Timeline:
-    """What runs where and when in one step of ``plan``, whether it fits ``hardware`` or not."""
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """The time and memory that a plan takes."""
+
+    step_ms: float
+    device_bytes: int  # peak
+    host_bytes: int  # all host memory of one rank's engine
+    timeline: Timeline
+
+
+def predict(
+    profile: ModelProfile, hardware: HardwareProfile, plan: Plan, *, step_during_backward: bool = False
+) -> Prediction:
+    """Time, memory and timeline of ``plan`` for ``profile`` on ``hardware``, whether it fits or not."""
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
-    return models.runtime.timeline(plan.block_modes, plan.counts)
+    fresh = models.plan(plan.counts, plan.block_modes)
+    return Prediction(
+        step_ms=fresh.step_ms,
+        device_bytes=fresh.device_bytes,
+        host_bytes=fresh.host_bytes,
+        timeline=models.timeline(fresh),
+    )
 
 
 class Models:
@@ -121,3 +142,7 @@ class Models:
             step_ms=self.runtime.step_ms(modes, counts),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """What runs where and when in one step of ``plan``."""
+        return self.runtime.timeline(plan.block_modes, plan.counts)

@@ -11,6 +11,11 @@ LANES = ("GPU", "host to device", "device to host", "host optimizer", "streamed 
 GPU, UP, DOWN, HOST, STREAM, GATHER, REDUCE = range(7)
 
 
+def lanes_of(world_size: int) -> tuple[str, ...]:
+    """Names of the lanes that a step of ``world_size`` ranks may use."""
+    return LANES if world_size > 1 else LANES[:GATHER]
+
+
 def common_ms(start_ms: float, end_ms: float, begin_ms: float, stop_ms: float) -> float:
     """How long two spans of time overlap."""
     return max(0.0, min(end_ms, stop_ms) - max(start_ms, begin_ms))

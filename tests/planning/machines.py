@@ -5,6 +5,7 @@ The profile that ships may be replaced by another machine's, with which the same
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -16,4 +17,5 @@ H100 = HardwareProfile.load(Path(__file__).with_name("h100.json"))
 
 def judge_as_calibrated(patch: pytest.MonkeyPatch) -> None:
     """Let searches make plans for the host as it was calibrated, not for a slower one."""
-    patch.setattr("protrain.planning.predict.slower_share", lambda hardware: 1.0)
+    predictions = importlib.import_module("protrain.planning.predict")  # the package has a function of the same name
+    patch.setattr(predictions, "slower_share", lambda hardware: 1.0)

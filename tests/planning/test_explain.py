@@ -9,11 +9,10 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import Plan, evaluate, explain, search
+from protrain.planning import Plan, evaluate, explain, predict, search
 from protrain.planning.changes import Change
 from protrain.planning.explain.phases import phases
 from protrain.planning.plan import Counts
-from protrain.planning.predict import timeline_of
 from protrain.planning.rates.host_rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -157,7 +156,7 @@ def test_on_a_cpu_nothing_overlaps() -> None:
     rates: dict[str, Any] = {"host_adam_gparams": 1.0, "device_adam_gparams": 1.0, "flatten_gbps": 3000.0}
     hardware = machine(8192, device_type="cpu", **rates)
     plan = hand_made(traced, hardware)
-    timeline = timeline_of(plan, traced, hardware)
+    timeline = predict(traced, hardware, plan).timeline
     assert timeline.step_ms == plan.step_ms
     compute_ms, flatten_ms = sum(segment.duration_ms for segment in traced.segments), 2 * 2 * 6 * N / 3000e6
     assert busy_ms(timeline, GPU) == pytest.approx(compute_ms + flatten_ms)

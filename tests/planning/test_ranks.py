@@ -240,7 +240,7 @@ def random_case(seed: int) -> tuple[ModelProfile, HardwareProfile, random.Random
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
     hardware = random_machine(draw)
     room_bytes = int(draw.uniform(350, 1300)) * MIB
-    rates = {name: draw.choice([None, 20.0, 200.0]) for name in ("all_gather_gbps", "all_to_all_gbps")}
+    rates: dict[str, Any] = {name: draw.choice([None, 20.0, 200.0]) for name in ("all_gather_gbps", "all_to_all_gbps")}
     hardware = replace(hardware, world_size=world_size, host_bytes=hardware.host_bytes // 2, **rates)
     return profile, replace(hardware, device_bytes=hardware.collective_bytes + room_bytes), draw
 

@@ -24,6 +24,7 @@ from protrain.planning import (
     evaluate,
     fingerprint,
     pack,
+    predict,
     search,
 )
 from protrain.planning.runtime import model as runtime
@@ -196,7 +197,9 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
         hardware = machine("1200MiB", "3GiB", **changes)
         found = search(traced, hardware)
         assert found.stream is (hardware.device_type == "cuda")
-        assert check(replace(found, stream=False), traced, hardware).step_ms == found.step_ms
+        assert (
+            predict(traced, hardware, found).step_ms == predict(traced, hardware, replace(found, stream=False)).step_ms
+        )
 
 
 def test_states_on_their_way_through_the_device_have_room_there() -> None:
@@ -206,7 +209,7 @@ def test_states_on_their_way_through_the_device_have_room_there() -> None:
         hardware = machine(limit * MIB, "4GiB", **options)
         plan = search(traced, hardware)
         assert plan.stream
-        without = check(replace(plan, stream=False), traced, hardware)
+        without = predict(traced, hardware, replace(plan, stream=False))
         assert without.device_bytes + 128 * MIB == plan.device_bytes <= hardware.device_bytes
 
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from protrain.planning import evaluate, search
+from protrain.planning import evaluate, predict, search
 from protrain.planning.explain.host_rate import host_gparams
-from protrain.planning.predict import timeline_of
 from protrain.planning.rates.streaming import streamed_rates
 from protrain.planning.rates.update_rates import (
     device_update_gparams,
@@ -60,7 +59,7 @@ def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> dict[str, floa
     """Milliseconds of the operations of one kind, by name."""
     machine = HELPED if lane == STREAM else ALONE
     plan = evaluate(profile, machine, **{**COUNTS, **counts})
-    timeline = timeline_of(plan, profile, machine)
+    timeline = predict(profile, machine, plan).timeline
     return {
         op.name: op.end_ms - op.start_ms
         for op in timeline.operations

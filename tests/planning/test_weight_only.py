@@ -15,8 +15,7 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware import HardwareProfile
-from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack
-from protrain.planning.predict import timeline_of
+from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
 from protrain.planning.runtime.run import Run
 from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
@@ -114,7 +113,7 @@ def test_a_plan_says_how_many_are_weight_only_and_what_they_take() -> None:
     assert why.host_parts["second copies for speculative updates"] == 2 * N * 12
     assert sum(why.host_parts.values()) == plan.host_bytes
     assert min(why.host_parts.values()) >= 0
-    names = {operation.name for operation in timeline_of(plan, profile, ROOMY).operations}
+    names = {operation.name for operation in predict(profile, ROOMY, plan).timeline.operations}
     done = Counter(name.rpartition(" ")[0] for name in names)
     assert (done["speculative update"], done["speculative weight"], done["deferred update"]) == (2, 4, 4)
 

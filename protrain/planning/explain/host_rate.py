@@ -5,7 +5,7 @@ from __future__ import annotations
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import updated_chunks
 from protrain.planning.plan import Plan, layout_of
-from protrain.planning.predict import timeline_of
+from protrain.planning.predict import predict
 from protrain.planning.rates.update_rates import host_update_gparams
 from protrain.planning.timeline import HOST
 from protrain.profiler.model_profile import ModelProfile
@@ -22,7 +22,7 @@ def host_gparams(
         is_any_away = any(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
         return host_update_gparams(profile, hardware) if is_any_away else 0.0
     elements, milliseconds = 0, 0.0
-    timeline = timeline_of(plan, profile, hardware, step_during_backward=step_during_backward)
+    timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
     for operation in timeline.operations:
         kind, _, chunk = operation.name.rpartition(" ")
         if operation.lane == HOST and kind in _WHOLE:
