@@ -99,7 +99,7 @@ def adapter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights of the adapter of ``model``, by the names that ``PeftModel.from_pretrained`` expects.
 
-    Of the parameters ``names``, ``read`` gives the values, so that ``model`` may be on the meta device.
+    ``read`` gives the value of each parameter in ``names``, so ``model`` may be on the meta device.
 
     Raises:
         ValueError: ``model`` has several adapters, or trains what is no part of the adapter and would be lost.

@@ -151,7 +151,7 @@ class Chunk:
     def gradient(self) -> Tensor:
         """The gradient of the step, where an update reads it: the sum of several backwards, if there is one.
 
-        That of a chunk in host memory is complete when ``offloaded`` is reached and ``summing`` is done.
+        If the chunk is in host memory, its gradient is complete when ``offloaded`` is reached and ``summing`` is done.
         """
         gradient = self.grad if self.accumulator is None else self.accumulator
         assert gradient is not None

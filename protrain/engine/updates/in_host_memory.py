@@ -31,7 +31,9 @@ class Scale(NamedTuple):
 
 
 class HostUpdates:
-    """Does updates on the host, and counts how they turned out. The host worker alone calls it.
+    """Does updates on the host, and counts how they turned out.
+
+    The host worker alone calls the methods. How updates turned out is noted by the thread of the streamer, too.
 
     Args:
         threads: number of host threads.
