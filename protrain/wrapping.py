@@ -63,7 +63,8 @@ def wrap(
         example_batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``), or the one argument of the model.
             Every dimension must be as long as in any batch of the training. Without it the model is profiled and
             planned in its first call, which must be one of the training, with the arguments that it is given there.
-        device: "cuda", "cuda:1" or "cpu". The default is the current GPU, or the CPU if there is none.
+        device: "cuda", "cuda:1" or "cpu". A GPU becomes the current one. The default is the current GPU, of several
+            processes the one that LOCAL_RANK names, or the CPU if there is none.
         dtype: the type of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or
             float32 (default on the CPU). Parameters and the model's fp32 inputs are cast, buffers are not. In bfloat16
             an input of 999.0 becomes 1000, so pass timesteps, positions and the like as integers, which are not cast,
@@ -120,6 +121,8 @@ def wrap(
         )
         target = checked.device
         node = detect(target, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
+        if target.type == "cuda":
+            torch.cuda.set_device(target)  # or else whoever leaves a stream goes back to GPU 0, and takes memory there
         warn_of_copies(model, ranks, host_bytes=node.host_bytes, is_limit=host_memory is not None)
         way = Way(
             checked=checked,

@@ -110,10 +110,11 @@ def build_engine(
         n_buffers=(plan.n_buffer, most_held(profile, layout)[layout.first_buffered(plan.n_persist)][1]),
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
-    worker = HostWorker(threads=host_threads)
+    worker = HostWorker(threads=host_threads, device=device)
     streamer = None
     if plan.stream and any(chunk.trainable and not chunk.persistent for chunk in chunks):
-        streamer = Streamer(memory.streams, sharing, HostWorker(threads=1, name="protrain-stream-worker"))
+        stream_worker = HostWorker(threads=1, device=device, name="protrain-stream-worker")
+        streamer = Streamer(memory.streams, sharing, stream_worker)
     managed = ManagedModel(
         model=model,
         profile=profile,

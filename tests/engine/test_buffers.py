@@ -181,7 +181,7 @@ def test_a_fetch_ahead_gives_up_nothing_that_is_needed_sooner() -> None:
 
 def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
     gate = threading.Event()
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     chunk = make_chunk(0)
 
     def update() -> None:
@@ -219,7 +219,7 @@ def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
 
 def test_a_queued_chunk_that_was_given_up_is_not_uploaded() -> None:
     gate = threading.Event()
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     chunks = [make_chunk(0, worker.submit(lambda: assert_true(gate.wait(20)))), make_chunk(1)]
     schedule, pool = Schedule([0, 1], [[0], [1]]), make_pool(1)
     pool.prefetch(chunks, schedule)

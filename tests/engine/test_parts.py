@@ -67,7 +67,7 @@ def test_memory_that_the_system_does_not_have_is_an_error() -> None:
 
 
 def test_jobs_run_in_order_on_one_thread() -> None:
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     done: list[tuple[int, int]] = []
 
     def note(index: int) -> None:
@@ -136,7 +136,7 @@ def test_jobs_that_have_had_their_turn_are_not_run_again() -> None:
 
 
 def test_a_job_that_is_run_ahead_is_done_once() -> None:
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     done: list[str] = []
     later = worker.job(lambda: done.append("later"))
 
@@ -159,7 +159,7 @@ def fail() -> None:
 
 
 def test_an_error_reaches_whoever_waits_and_no_other_job() -> None:
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     followed: list[str] = []
     gate = threading.Event()
     blocked = worker.submit(lambda: assert_true(gate.wait(20)))
@@ -178,7 +178,7 @@ def test_an_error_reaches_whoever_waits_and_no_other_job() -> None:
 
 
 def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     gate = threading.Event()
     job = worker.submit(lambda: assert_true(gate.wait(20)))
     job.when_done(fail)
@@ -190,7 +190,7 @@ def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     thread, gone = worker._thread, weakref.ref(worker)
     worker.drain()
     del worker
@@ -199,7 +199,9 @@ def test_the_thread_ends_with_its_owner() -> None:
 
 
 def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
-    owner = SimpleNamespace(host=HostWorker(threads=1), streams=HostWorker(threads=1))
+    host, streams = (HostWorker(threads=1, device=torch.device("cpu")) for _ in range(2))
+    owner = SimpleNamespace(host=host, streams=streams)
+    del host, streams
     owner.itself = owner  # so that the collector ends both, on the thread that it happens to run on
     threads, gate = (owner.host._thread, owner.streams._thread), threading.Event()
 
@@ -226,7 +228,7 @@ def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
     """It may run where its caller holds what a queued job waits for, as one kernel at a time compiles."""
     monkeypatch.setattr("protrain.engine.updates.worker._JOIN_S", 0.1)
     compiling = threading.Lock()
-    worker = HostWorker(threads=1)
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
     thread, job = worker._thread, worker.submit(lambda: assert_true(compiling.acquire(timeout=20)))
     with compiling:
         del worker
@@ -239,11 +241,11 @@ def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
 def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:
     """Also for that of a worker that nobody refers to any more."""
     program = f"""
-import pathlib, time
+import pathlib, time, torch
 from protrain.engine.updates import worker as module
 from protrain.engine.updates.worker import HostWorker
 module._PATIENCE_S = 0.0
-kept, dropped = HostWorker(threads=1), HostWorker(threads=1)
+kept, dropped = (HostWorker(threads=1, device=torch.device("cpu")) for _ in range(2))
 for worker, file in (kept, {str(tmp_path / "kept")!r}), (dropped, {str(tmp_path / "dropped")!r}):
     worker.submit(lambda: time.sleep(0.3))
     worker.submit(lambda file=file: pathlib.Path(file).touch())
@@ -257,10 +259,10 @@ del worker, dropped
 def test_work_after_the_end_of_all_threads_is_done_at_once(tmp_path: Path) -> None:
     """A handler of the user's for the interpreter's exit may come after ours, and save a checkpoint."""
     program = f"""
-import atexit, pathlib
+import atexit, pathlib, torch
 atexit.register(lambda: worker.submit(lambda: pathlib.Path({str(tmp_path / "done")!r}).touch()).wait())
 from protrain.engine.updates.worker import HostWorker
-worker = HostWorker(threads=1)
+worker = HostWorker(threads=1, device=torch.device("cpu"))
 """
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
     subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)

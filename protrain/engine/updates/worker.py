@@ -3,6 +3,10 @@
 A worker thread takes jobs from a queue. Updates are queued in the order in which the next forward needs their chunks.
 The kernels that a job calls are multi-threaded and release the GIL, so the main thread goes on launching. A second
 worker may begin a job before its turn, to have the device do the update.
+
+[Note: the current GPU] A new thread has GPU 0 as its current one. When it leaves a stream, torch makes that GPU current
+again, and CUDA makes a context there: for the process of another GPU that takes half a GiB of GPU 0, and a second or
+more in which no other thread runs Python. So a worker makes its own GPU the current one before it does anything.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+
+import torch
 
 _JOIN_S = 10.0  # how long the end of a worker waits for its queued jobs
 
@@ -103,8 +109,8 @@ class Job:
 class _WorkerThread(threading.Thread):
     """The thread of a worker. Its class tells it from other threads, on any of which the collector may end a worker."""
 
-    def __init__(self, jobs: queue.SimpleQueue[Job | None], name: str) -> None:
-        super().__init__(target=_serve, args=(jobs,), name=name, daemon=True)
+    def __init__(self, jobs: queue.SimpleQueue[Job | None], name: str, device: torch.device) -> None:
+        super().__init__(target=_serve, args=(jobs, device), name=name, daemon=True)
         self._jobs = jobs
         _threads.add(self)
 
@@ -130,13 +136,19 @@ def _end_all() -> None:
 
 
 class HostWorker:
-    """One thread that runs jobs in order. When this object is collected, the thread ends after all queued jobs."""
+    """One thread that runs jobs in order. When this object is collected, the thread ends after all queued jobs.
 
-    def __init__(self, *, threads: int, name: str = "protrain-host-worker") -> None:
-        self.threads = threads  # the number of threads that a kernel may use
+    Args:
+        threads: the number of threads that a kernel may use.
+        device: what the jobs launch copies and kernels on.
+        name: of the thread.
+    """
+
+    def __init__(self, *, threads: int, device: torch.device, name: str = "protrain-host-worker") -> None:
+        self.threads = threads
         self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while a trace runs
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = _WorkerThread(self._queue, name)
+        self._thread = _WorkerThread(self._queue, name, device)
         self._thread.start()
         weakref.finalize(self, _end, self._thread).atexit = False  # see _end_all
 
@@ -182,7 +194,9 @@ def _end(thread: _WorkerThread) -> None:
         thread.join(_JOIN_S)
 
 
-def _serve(jobs: queue.SimpleQueue[Job | None]) -> None:
+def _serve(jobs: queue.SimpleQueue[Job | None], device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # see [Note: the current GPU]
     while (job := jobs.get()) is not None:
         job.run()
         del job  # an error in it and the frames of that must not live until the next job comes

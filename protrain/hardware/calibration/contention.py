@@ -75,7 +75,7 @@ class OnStream:
 
     def __call__(self) -> None:
         """Queue a unit and wait for the one before."""
-        self._stream.query()  # gives a new thread the device's context; without it cuBLAS warns
+        torch.cuda.set_device(self._device)  # a new thread has GPU 0, and would go back there from the stream
         with torch.cuda.stream(self._stream):
             self._queue()
             self._events[self._units % 2].record()

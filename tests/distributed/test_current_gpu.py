@@ -1,0 +1,61 @@
+"""A process trains on its own GPU, and takes no memory of the others."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from tests.distributed.apart import Group
+from tests.distributed.test_bits import batches, make
+from tests.distributed.training import Training, on_rank
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, Spec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+def _say_where() -> None:
+    """Print the GPUs on which this process has a context."""
+    driver, flags, active, used = ctypes.CDLL("libcuda.so.1"), ctypes.c_uint(), ctypes.c_int(), []
+    for index in range(torch.cuda.device_count()):
+        assert driver.cuDevicePrimaryCtxGetState(index, ctypes.byref(flags), ctypes.byref(active)) == 0
+        if active.value:
+            used.append(index)
+    print(f"uses {used}", flush=True)
+
+
+def _offload(rank: int, size: int) -> None:
+    """Chunks are uploaded and updated by threads of the engine, on the host and on the GPU."""
+    specs = (Spec("none", "least", (CKPT_SWAP, NONE), speculate=True), Spec("none", "least", (CKPT,), stream=True))
+    made = functools.partial(make, "llama")
+    on_rank(rank, size, Training(made, batches, dtype="bfloat16", device="cuda", steps=4), specs)
+    _say_where()
+
+
+def _wrap_plainly(rank: int, size: int) -> None:
+    """A script that leaves the choice of the GPU to wrap."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
+    wrapped, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), progress=False)
+    for _ in range(3):
+        value = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)
+        assert value.device.index == rank
+        wrapped(value).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    _say_where()
+
+
+@pytest.mark.parametrize("train", [_offload, _wrap_plainly])
+def test_a_process_uses_its_own_gpu_alone(tmp_path: Path, train: Callable[..., None]) -> None:
+    with Group(2, train, folder=tmp_path) as group:
+        for rank, ending in group.endings(range(2), timeout_s=240).items():
+            assert f"uses [{rank}]" in ending.text.splitlines(), ending.text
