@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.in_host_memory import HostUpdates, Window
 from protrain.engine.updates.rates import Rate
 from protrain.planning.sharing import Waiting
@@ -78,6 +80,30 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
         optimizer._engine.wait_for_updates()
         found.append(optimizer.report().streamed_updates)
     assert found[0] > 0 == found[1]
+
+
+def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed, compiled = Chunk.step_streamed, threading.Event()
+
+    def compiling(*args: Any) -> None:
+        if not compiled.is_set():
+            compiled.set()
+            time.sleep(1.0)
+        streamed(*args)
+
+    monkeypatch.setattr(Chunk, "step_streamed", compiling)
+    slow_down(monkeypatch, seconds=0.02)
+    data, model = residual.batches(4), residual.make()
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    streamer = optimizer._engine.step.updates.streamer
+    assert streamer is not None
+    monkeypatch.setattr(streamer, "_needed_ms", [0.0] * optimizer.plan.n_chunks)
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
+    Loop(max_norm=0.5).run(wrapped, optimizer, data)
+    optimizer._engine.wait_for_updates()
+    assert optimizer.report().streamed_updates > 1
 
 
 def test_a_rate_follows_what_is_measured() -> None:

@@ -51,7 +51,8 @@ class Streamer:
             factor = None if scale is None else scale.on_device
             chunk.step_streamed(pieces, gradient, factor, self._staging)
         self._done.wait()
-        self.rate.add(pieces, time.perf_counter() - begin)
+        if self.updates:  # the first one also compiles the kernel, and would say for good that the device is slow
+            self.rate.add(pieces, time.perf_counter() - begin)
         self.updates += 1
 
     def share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
