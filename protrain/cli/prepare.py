@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,19 +64,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         chunked_loss=choose_loss(job.chunked_loss, device),
         micro_batches=micro_batches,
     )
-    torch.manual_seed(job.seed)  # the random start values depend on it
-    loaded = load_model(job.model, from_scratch=job.from_scratch)
-    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     # Reading the text may take hours, so what protrain.wrap would refuse is found before, as far as that takes no time.
-    if job.chunked_loss:
-        _check_head(loaded.model, device, folder, resume=resume)
-    if loaded.weights is not None:
-        weight_sources(loaded.model, loaded.weights)
-    if job.load_in_4bit:
-        shape_in_4bit(loaded.model)
-        loaded = replace(loaded, weights=None)
-    loaded, plain = _trained(loaded, job)
-    parameters += sum(loaded.model.get_parameter(name).numel() for name in adapter_names(loaded.model))
+    loaded, plain, parameters = _checked_model(job, folder, device, resume=resume)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
     if job.plan is not None:
@@ -85,11 +75,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         with Progress(enabled=ranks.rank == 0).stage("reading the model's files, to which checkpoints refer"):
             base = Base.of(loaded.folder, ranks)
     if resume:
-        _refuse_lost_saves(job, folder)
-        if list_saves(folder / CHECKPOINTS):
-            saved = check_checkpoint(folder / CHECKPOINTS, loaded.model, base)
-        if job.data is not None and not Path(job.data).exists():
-            raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
+        saved = _checked_save(job, folder, loaded.model, base)
     if loaded.folder is not None and loaded.codec.tokenizer is None:
         Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
     if job.chat_template is not None:
@@ -151,6 +137,36 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         base=base,
         step=step,
     )
+
+
+def _checked_model(
+    job: TrainJob, folder: Path, device: torch.device, *, resume: bool
+) -> tuple[LoadedModel, torch.optim.AdamW, int]:
+    """The model of ``job`` with its adapter, AdamW over what is to be trained, and how many parameters there are."""
+    torch.manual_seed(job.seed)  # the random start values depend on it
+    loaded = load_model(job.model, from_scratch=job.from_scratch)
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    if job.chunked_loss:
+        _check_head(loaded.model, device, folder, resume=resume)
+    if loaded.weights is not None:
+        weight_sources(loaded.model, loaded.weights)
+    if job.load_in_4bit:
+        shape_in_4bit(loaded.model)
+        loaded = replace(loaded, weights=None)
+    loaded, plain = _trained(loaded, job)
+    parameters += sum(loaded.model.get_parameter(name).numel() for name in adapter_names(loaded.model))
+    return loaded, plain, parameters
+
+
+def _checked_save(job: TrainJob, folder: Path, model: nn.Module, base: Base | None) -> dict[str, Any] | None:
+    """The ``extra`` of the newest save, if there is one. A ValueError says what of the run is missing."""
+    _refuse_lost_saves(job, folder)
+    saved = None
+    if list_saves(folder / CHECKPOINTS):
+        saved = check_checkpoint(folder / CHECKPOINTS, model, base)
+    if job.data is not None and not Path(job.data).exists():
+        raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
+    return saved
 
 
 def _trained(loaded: LoadedModel, job: TrainJob) -> tuple[LoadedModel, torch.optim.AdamW]:

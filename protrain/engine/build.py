@@ -110,11 +110,6 @@ def build_engine(
         n_buffers=(plan.n_buffer, most_held(profile, layout)[layout.first_buffered(plan.n_persist)][1]),
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
-    worker = HostWorker(threads=host_threads, device=device)
-    streamer = None
-    if plan.stream and any(chunk.trainable and not chunk.persistent for chunk in chunks):
-        stream_worker = HostWorker(threads=1, device=device, name="protrain-stream-worker")
-        streamer = Streamer(memory.streams, sharing, stream_worker)
     managed = ManagedModel(
         model=model,
         profile=profile,
@@ -125,22 +120,17 @@ def build_engine(
         members=members,
     )
     kind = ShardedGradients if ranks.several else Gradients
+    worker = HostWorker(threads=host_threads, device=device)
     gradients = kind(managed, worker=worker, device_bytes=device_bytes, host_bytes=host_bytes)
+    streamer = _streamer(managed, sharing)
     ledger = Ledger()
     if device.type != "cuda":
-        states = (
-            size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, dtype))
-            for record in layout.chunks[: plan.n_persist]
+        staging_bytes = 0 if streamer is None else sharing.staging_bytes
+        ledger = SimulatedLedger(
+            budget_bytes=device_bytes,
+            fixed_bytes=_fixed_bytes(managed, buffers) + staging_bytes,
+            fixed=unmanaged_memory(model),
         )
-        fixed_bytes = (
-            profile.buffer_bytes
-            + plan.transient_bytes
-            + sum(map(sum, states))
-            + sum(buffer.memory.nbytes for buffer in buffers.buffers)
-            + memory.zeros_bytes
-            + (sharing.staging_bytes if streamer is not None else 0)
-        )
-        ledger = SimulatedLedger(budget_bytes=device_bytes, fixed_bytes=fixed_bytes, fixed=unmanaged_memory(model))
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
@@ -167,6 +157,28 @@ def build_engine(
     install(engine)
     StateHooks(engine)
     return engine
+
+
+def _streamer(managed: ManagedModel, sharing: Sharing) -> Streamer | None:
+    """What updates chunks in host memory on the device, if the plan lets it and there are any."""
+    if not managed.plan.stream or all(chunk.persistent for chunk in managed.chunks if chunk.trainable):
+        return None
+    memory = managed.memory
+    worker = HostWorker(threads=1, device=memory.device, name="protrain-stream-worker")
+    return Streamer(memory.streams, sharing, worker)
+
+
+def _fixed_bytes(managed: ManagedModel, buffers: BufferPool) -> int:
+    """Simulated device memory that is taken for as long as the engine lives."""
+    profile, plan, layout, memory = managed.profile, managed.plan, managed.layout, managed.memory
+    states_bytes = (
+        size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, memory.dtype))
+        for record in layout.chunks[: plan.n_persist]
+    )
+    buffers_bytes = sum(buffer.memory.nbytes for buffer in buffers.buffers)
+    return (
+        profile.buffer_bytes + plan.transient_bytes + sum(map(sum, states_bytes)) + buffers_bytes + memory.zeros_bytes
+    )
 
 
 def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
