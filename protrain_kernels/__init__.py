@@ -15,7 +15,7 @@ from protrain_kernels.from_host import from_host
 from protrain_kernels.host_kernels import host_accumulate
 from protrain_kernels.host_library import host_compiler_notice
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
-from protrain_kernels.pack import Packed, PackPlan, find_masks, pack, unpack
+from protrain_kernels.pack import Packed, PackPlan, pack, unpack
 from protrain_kernels.slices import Slice
 from protrain_kernels.split_master import join, join_reference, split, split_reference
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
@@ -36,7 +36,6 @@ __all__ = [
     "adam_reference",
     "adam_scalars",
     "adam_weight",
-    "find_masks",
     "flatten",
     "flatten_reference",
     "fold",

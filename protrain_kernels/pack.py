@@ -4,36 +4,27 @@
     raw      a run that its views cover             as many
     gather   a view with gaps, row-major            elements * element size
     bits     bool                                   1 / 8 an element
-    mask     bf16, fp16 or fp32 of two values       1 / 8 an element + 16 per 4096: two bit patterns a tile
-    fp8      bf16, fp16 or fp32, lossy, opt-in      1 an element + 16 per 4096: a power of two for scale a tile
 
 Views of one storage are packed once and come back as views of one allocation, with their shapes, strides and addresses
-modulo 256, so that whatever reads them picks the same algorithm. All but fp8 is lossless, bit for bit.
+modulo 256, so that whatever reads them picks the same algorithm. Everything comes back bit for bit.
 
 Raw pieces lie in the buffer as they lay in their storage, so ``unpack(..., in_place=True)`` returns views of the buffer
 for them, and launches a kernel for the other kinds alone.
-
-``masks`` names tensors that hold two distinct bit patterns in each tile of 4096 elements (``find_masks`` looks, once).
-The kernel checks: a tile that holds more comes back as NaN, and ``errors`` says so, without a synchronisation.
-
-``fp8`` is e4m3 with infinities and NaN kept. For x in a tile whose largest finite magnitude is A, what comes back
-differs by at most |x| / 16 + max(A / 2^17, 2^-136); ``errors`` measures it.
 
 Bytes moved: the tensors read, the buffer written, or the other way; each once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
-from protrain_kernels.flatten_plan import TYPE_CODES
 from protrain_kernels.launch import launch, put_addresses
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
-from protrain_kernels.pack_layout import FP8, GATHER, MASK, RAW, RAW_TILE, TILE, Piece, lay_out, signature_of
+from protrain_kernels.pack_layout import GATHER, RAW, RAW_TILE, TILE, Piece, Signature, lay_out, signature_of
 from protrain_kernels.pack_reference import pack_piece, unpack_piece
 from protrain_kernels.strided import is_dense, row_of
 
@@ -43,7 +34,7 @@ _WIDE = 1 << 31  # positions that 32 bits don't count
 _BUFFER_ALIGNMENT_BYTES = 16
 _ON_DEVICE, _ON_HOST = (2,), (2, 3)  # by where the buffer is: which of the kernels' tensors host memory holds
 _MOST_PLANS = 1024
-_plans: dict[object, PackPlan] = {}
+_plans: dict[Signature, PackPlan] = {}
 
 
 class _Table(NamedTuple):
@@ -60,20 +51,16 @@ class PackPlan:
     Args:
         tensors: of the shapes, strides, types, device and sharing of storages of those that come later; their values
             aren't read.
-        masks: indices of float tensors that hold two values; see the module.
-        fp8: indices of float tensors that may lose precision; see the module.
 
     Raises:
-        ValueError: a tensor is on another device, isn't strided, or can't be coded as asked.
+        ValueError: a tensor is on another device, or isn't strided.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], *, masks: Collection[int] = (), fp8: Collection[int] = ()
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         if not tensors:
             raise ValueError("a plan needs at least one tensor: there is nothing to pack")
         self.device = tensors[0].device
-        self._layout = lay_out(tensors, masks=masks, fp8=fp8)
+        self._layout = lay_out(tensors)
         self._signature = signature_of(tensors)
         self.packed_bytes = self._layout.packed_bytes
         self.unpacked_bytes = sum(memory.size_bytes for memory in self._layout.memories)
@@ -116,21 +103,19 @@ class PackPlan:
         """The table of one launch that packs or unpacks ``pieces``."""
         strided = [piece for piece in pieces if not is_dense(piece.sizes, piece.strides)]
         dims = 1 << (max(len(piece.sizes) for piece in strided) - 1).bit_length() if strided else 0
-        kinds = widths = types = program = 0
+        kinds = widths = program = 0
         rows = []
         for piece in pieces:
-            code = TYPE_CODES.get(piece.dtype, 0)
             kinds |= 1 << piece.kind
             widths |= piece.dtype.itemsize if piece.kind == GATHER else 0
-            types |= 1 << code if piece.kind in (MASK, FP8) else 0
-            head = (piece.kind, piece.numel, piece.offset_bytes, piece.header, program, piece.dtype.itemsize, code)
+            head = (piece.kind, piece.numel, piece.offset_bytes, program, piece.dtype.itemsize)
             shape = row_of(piece.sizes, piece.strides, dims) if dims else []
             rows.append([*head, int(is_dense(piece.sizes, piece.strides)), *shape])
             program += piece.tiles
         counts = torch.tensor([piece.tiles for piece in pieces], dtype=torch.int64)
         piece_of = torch.repeat_interleave(torch.arange(len(pieces), dtype=torch.int32), counts)
         wide = any(piece.numel >= _WIDE for piece in strided)
-        constants = (kinds, widths, types, dims, wide, TILE, PACK_STEPS)
+        constants = (kinds, widths, dims, wide, TILE, PACK_STEPS)
         return _Table(constants, piece_of.to(self.device), torch.tensor(rows, dtype=torch.int64).to(self.device))
 
     def pack(self, tensors: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
@@ -222,28 +207,6 @@ class PackPlan:
                 found.append(tensor.set_(memory.untyped_storage(), start // dtype.itemsize, shape, stride))
         return found
 
-    def errors(self, buffer: torch.Tensor) -> torch.Tensor:
-        """What packing lost of each tensor: [tensors] float32 on the buffer's device, without a synchronisation.
-
-        The largest absolute error over the largest finite magnitude, of all that overlaps the tensor; NaN for a mask of
-        more than two values (it comes back as NaN where that is so); 0 for whatever is lossless.
-        """
-        self._check_buffer(buffer)
-        headers = buffer[: 16 * self._layout.headers].view(torch.int32).view(-1, 4)
-        found = torch.zeros(len(self._signature), dtype=torch.float32, device=buffer.device)
-        for index, view in enumerate(self._layout.views):
-            for piece in self._layout.pieces:
-                if piece.memory != view.memory or piece.kind not in (MASK, FP8):
-                    continue
-                own = headers[piece.header : piece.header + piece.tiles]
-                if piece.kind == MASK:
-                    lost = torch.where(own[:, 2].any(), torch.nan, 0.0)
-                else:
-                    error, largest = own[:, 1:3].view(torch.float32).amax(0)
-                    lost = torch.where(largest > 0, error / largest, 0.0)
-                found[index] = torch.maximum(found[index], lost)
-        return found
-
     def _check_buffer(self, buffer: torch.Tensor) -> None:
         device = self.device
         if self._device_index >= 0 and not buffer.is_cuda and buffer.device.type == "cpu" and buffer.is_pinned():
@@ -293,9 +256,6 @@ class Packed(NamedTuple):
 def pack(
     tensors: Sequence[torch.Tensor],
     buffer: torch.Tensor | None = None,  # [packed bytes or more] uint8
-    *,
-    masks: Collection[int] = (),
-    fp8: Collection[int] = (),
 ) -> Packed:
     """Pack tensors of any layouts, views of one storage once, into one buffer.
 
@@ -304,18 +264,16 @@ def pack(
     Args:
         tensors: strided tensors on one device, of any type, stride and number; unchanged.
         buffer: where to, as ``PackPlan.pack`` wants it; made when None.
-        masks: indices of float tensors that hold two values (``find_masks``).
-        fp8: indices of float tensors that may lose precision.
 
     Raises:
-        ValueError: a tensor can't be packed or coded as asked, or the buffer can't hold them.
+        ValueError: a tensor can't be packed, or the buffer can't hold them.
     """
-    key = (signature_of(tensors), tuple(masks), tuple(fp8))
-    plan = _plans.get(key)
+    signature = signature_of(tensors)
+    plan = _plans.get(signature)
     if plan is None:
         if len(_plans) >= _MOST_PLANS:  # layouts that change on every call: don't hold their tables for ever
             _plans.clear()
-        plan = _plans[key] = PackPlan(tensors, masks=masks, fp8=fp8)
+        plan = _plans[signature] = PackPlan(tensors)
     if buffer is None:
         buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=plan.device)
     plan.pack_planned(tensors, buffer)
@@ -325,21 +283,3 @@ def pack(
 def unpack(packed: Packed) -> list[torch.Tensor]:
     """The tensors that ``pack`` packed, with their shapes, strides and sharing of memory."""
     return packed.plan.unpack(packed.buffer)
-
-
-def find_masks(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Indices of the float tensors that hold at most two distinct bit patterns: a rule for ``masks``.
-
-    Synchronises once, so it is for the step that a plan is made from; later steps take its answer, and ``pack`` checks.
-    """
-    candidates, verdicts = [], []
-    for index, tensor in enumerate(tensors):
-        if tensor.dtype in TYPE_CODES and tensor.numel():
-            bits = tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
-            low, high = torch.aminmax(bits)
-            candidates.append(index)
-            verdicts.append(((bits == low) | (bits == high)).all())
-    if not candidates:
-        return []
-    found = torch.stack(verdicts).tolist()
-    return [index for index, is_mask in zip(candidates, found, strict=True) if is_mask]

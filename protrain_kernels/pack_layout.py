@@ -10,22 +10,19 @@ views on it. What is packed of a memory is its *pieces*:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
-from protrain_kernels.checks import FLOATS
 from protrain_kernels.strided import collapsed, overlaps_itself
 
-RAW, GATHER, BITS, MASK, FP8 = 0, 1, 2, 3, 4
+RAW, GATHER, BITS = 0, 1, 2
 TILE = 4096  # elements of one program, but for RAW
 RAW_TILE = 65536  # bytes
-HEADER_BYTES = 16  # of a tile of MASK or FP8
 PIECE_ALIGNMENT_BYTES = 128  # of a piece in the buffer, raw ones apart
 MEMORY_ALIGNMENT_BYTES = 256  # of a memory in its storage: views keep their addresses modulo this
 _RAW_ALIGNMENT_BYTES = 16
-_CODED = {BITS: 8, MASK: 8, FP8: 1}  # elements a byte
 
 Signature = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, int, int], ...]
 
@@ -62,7 +59,6 @@ class Piece:
     strides: tuple[int, ...]
     numel: int
     offset_bytes: int  # in the buffer
-    header: int  # number of its first header
 
     @property
     def tiles(self) -> int:
@@ -71,10 +67,8 @@ class Piece:
 
     @property
     def packed_bytes(self) -> int:
-        """Its bytes in the buffer, headers apart."""
-        if self.kind in (RAW, GATHER):
-            return self.numel * self.dtype.itemsize
-        return -(-self.numel // _CODED[self.kind])
+        """Its bytes in the buffer."""
+        return -(-self.numel // 8) if self.kind == BITS else self.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +88,7 @@ class _Source:
     dtype: torch.dtype
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    kind: int  # GATHER, or how its elements are coded
+    kind: int
 
     @property
     def numel(self) -> int:
@@ -123,17 +117,16 @@ class PackLayout:
     memories: list[Memory]
     pieces: list[Piece]
     views: list[View]
-    headers: int
     packed_bytes: int
 
 
-def lay_out(tensors: Sequence[torch.Tensor], *, masks: Collection[int], fp8: Collection[int]) -> PackLayout:
-    """Decide what is packed, how, and where. ``masks`` and ``fp8`` are indices into ``tensors``.
+def lay_out(tensors: Sequence[torch.Tensor]) -> PackLayout:
+    """Decide what is packed, how, and where.
 
     Raises:
-        ValueError: a tensor is on another device, isn't strided, or can't be coded as asked.
+        ValueError: a tensor is on another device, or isn't strided.
     """
-    _check(tensors, masks, fp8)
+    _check(tensors)
     by_storage: dict[int, list[int]] = {}
     for index, (shape, _, _, _, storage, _) in enumerate(signature_of(tensors)):
         if 0 not in shape:
@@ -142,7 +135,7 @@ def lay_out(tensors: Sequence[torch.Tensor], *, masks: Collection[int], fp8: Col
     planned: list[tuple[_Source, int]] = []  # what to pack, and its memory
     views = [View(-1, 0)] * len(tensors)
     for indices in by_storage.values():
-        sources = {index: _source(index, tensors[index], masks, fp8) for index in indices}
+        sources = {index: _source(index, tensors[index]) for index in indices}
         for group in _overlapping(sources):
             start = min(sources[index].start_bytes for index in group)
             end = max(sources[index].end_bytes for index in group)
@@ -151,9 +144,8 @@ def lay_out(tensors: Sequence[torch.Tensor], *, masks: Collection[int], fp8: Col
                 views[index] = View(len(memories), sources[index].start_bytes - start)
             planned += [(source, len(memories)) for source in _merged([sources[index] for index in group])]
             memories.append(Memory(start, end - start))
-    headers = sum(-(-source.numel // TILE) for source, _ in planned if source.kind in (MASK, FP8))
     pieces: list[Piece] = []
-    header, end = 0, headers * HEADER_BYTES
+    end = 0
     for source, memory in planned:
         end += _gap(source, end)
         piece = Piece(
@@ -166,12 +158,10 @@ def lay_out(tensors: Sequence[torch.Tensor], *, masks: Collection[int], fp8: Col
             strides=source.strides,
             numel=source.numel,
             offset_bytes=end,
-            header=header,
         )
         pieces.append(piece)
-        header += piece.tiles if piece.kind in (MASK, FP8) else 0
         end += piece.packed_bytes
-    return PackLayout(memories, pieces, views, headers, end)
+    return PackLayout(memories, pieces, views, end)
 
 
 def _gap(source: _Source, end: int) -> int:
@@ -181,7 +171,7 @@ def _gap(source: _Source, end: int) -> int:
     return -end % PIECE_ALIGNMENT_BYTES
 
 
-def _check(tensors: Sequence[torch.Tensor], masks: Collection[int], fp8: Collection[int]) -> None:
+def _check(tensors: Sequence[torch.Tensor]) -> None:
     for index, tensor in enumerate(tensors):
         name = f"tensors[{index}]"
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
@@ -190,26 +180,16 @@ def _check(tensors: Sequence[torch.Tensor], masks: Collection[int], fp8: Collect
             )
         if tensor.device != tensors[0].device:
             raise ValueError(f"{name} is on {tensor.device}, tensors[0] on {tensors[0].device}: pack it separately")
-    for name, chosen in (("masks", masks), ("fp8", fp8)):
-        for index in chosen:
-            if not 0 <= index < len(tensors):
-                raise ValueError(f"{name} names tensor {index} of {len(tensors)}")
-            if tensors[index].dtype not in FLOATS:
-                allowed = " or ".join(str(dtype) for dtype in FLOATS)
-                raise ValueError(f"{name} names tensors[{index}], which is {tensors[index].dtype} and not {allowed}")
-    both = sorted(set(masks) & set(fp8))
-    if both:
-        raise ValueError(f"masks and fp8 both name tensors[{both[0]}]: choose one")
 
 
-def _source(index: int, tensor: torch.Tensor, masks: Collection[int], fp8: Collection[int]) -> _Source:
+def _source(index: int, tensor: torch.Tensor) -> _Source:
     steps = [(size, step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if step]
     dtype = tensor.dtype
     start = int(tensor.storage_offset()) * dtype.itemsize
     if dtype.itemsize > 8:  # a kernel has no wider integer: two halves
         steps, dtype = [(size, 2 * step) for size, step in steps] + [(2, 1)], torch.int64
     sizes, strides = collapsed([size for size, _ in steps], [step for _, step in steps])
-    kind = BITS if dtype == torch.bool else MASK if index in masks else FP8 if index in fp8 else GATHER
+    kind = BITS if dtype == torch.bool else GATHER
     return _Source(index, start, dtype, tuple(sizes), tuple(strides), kind)
 
 
@@ -232,34 +212,22 @@ def _merged(group: list[_Source]) -> list[_Source]:
     for source in group:
         # In whatever order they are visited: a tensor and its transpose are the same elements.
         elements = (source.start_bytes, source.dtype, frozenset(zip(source.strides, source.sizes, strict=True)))
-        other = by_elements.setdefault(elements, source)
-        if other.kind != source.kind:  # coded only where every view of the elements may be
-            by_elements[elements] = replace(other, kind=GATHER)
+        by_elements.setdefault(elements, source)
     distinct = list(by_elements.values())
     start, end = min(source.start_bytes for source in distinct), max(source.end_bytes for source in distinct)
     if len(distinct) > 1 and sum(source.numel * source.dtype.itemsize for source in distinct) >= end - start:
-        kinds = {(source.kind, source.dtype) for source in distinct}
-        kind, dtype = kinds.pop()
-        coded = not kinds and _codes_runs(kind, all(source.covers for source in distinct))
-        return [_run(distinct[0].tensor, start, end, kind if coded else RAW, dtype)]
-    return [_alone(source) for source in distinct]
+        return [_run(distinct[0].tensor, start, end, bits=all(source.kind == BITS for source in distinct))]
+    return [
+        _run(source.tensor, source.start_bytes, source.end_bytes, bits=source.kind == BITS)
+        if source.covers or source.shares
+        else source
+        for source in distinct
+    ]
 
 
-def _alone(source: _Source) -> _Source:
-    if not source.covers and not source.shares:
-        return source
-    kind = source.kind if _codes_runs(source.kind, source.covers) else RAW
-    return _run(source.tensor, source.start_bytes, source.end_bytes, kind, source.dtype)
-
-
-def _codes_runs(kind: int, covered: bool) -> bool:
-    """Whether a run is coded. What lies in the gaps of a run may be no mask, or huge; as bools it does no harm."""
-    return kind == BITS or (kind in (MASK, FP8) and covered)
-
-
-def _run(tensor: int, start: int, end: int, kind: int, dtype: torch.dtype) -> _Source:
-    """All bytes from start to end, as elements of dtype where they are coded."""
-    if kind in (RAW, GATHER):
-        start -= start % _RAW_ALIGNMENT_BYTES  # never before the storage, and then 16 bytes move at a time
-        return _Source(tensor, start, torch.uint8, (end - start,), (1,), RAW)
-    return _Source(tensor, start, dtype, ((end - start) // dtype.itemsize,), (1,), kind)
+def _run(tensor: int, start: int, end: int, *, bits: bool) -> _Source:
+    """All bytes from start to end. As bools they lose what lies between the views, which nobody reads."""
+    if bits:
+        return _Source(tensor, start, torch.bool, (end - start,), (1,), BITS)
+    start -= start % _RAW_ALIGNMENT_BYTES  # never before the storage, and then 16 bytes move at a time
+    return _Source(tensor, start, torch.uint8, (end - start,), (1,), RAW)

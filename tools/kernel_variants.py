@@ -27,7 +27,7 @@ from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
-from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, TILE
+from protrain_kernels.pack_layout import BITS, GATHER, RAW, TILE
 from protrain_kernels.rounding import BF16, FP16, FP32
 from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
 from protrain_kernels.split_master import join_kernel, split_kernel
@@ -270,25 +270,22 @@ def _from_host_variants() -> Iterator[Variant]:
 
 
 def _pack_variants() -> Iterator[Variant]:
-    bits = {"raw": 1 << RAW, "gather": 1 << GATHER, "bits": 1 << BITS, "mask": 1 << MASK, "fp8": 1 << FP8}
+    bits = {"raw": 1 << RAW, "gather": 1 << GATHER, "bits": 1 << BITS}
     for name, kernel in (("pack", pack_kernel), ("unpack", unpack_kernel)):
-        for kinds, widths, types, dims, loads, stores in (
-            (("raw",), 0, 0, 0, 1, 1),
-            (("bits",), 0, 0, 0, name == "pack", name == "unpack"),
-            (("mask",), 0, 7, 0, 3 * (name == "pack"), 3 * (name == "unpack")),
-            (("fp8",), 0, 7, 0, 3 * (name == "pack"), 3 * (name == "unpack")),
-            (("raw", "gather", "bits"), 15, 0, 4, 1 + (name == "pack"), 1 + (name == "unpack")),
-            (tuple(bits), 15, 7, 8, 1, 1),
+        for kinds, widths, dims, loads, stores in (
+            (("raw",), 0, 0, 1, 1),
+            (("bits",), 0, 0, name == "pack", name == "unpack"),
+            (tuple(bits), 15, 4, 1 + (name == "pack"), 1 + (name == "unpack")),
+            (tuple(bits), 15, 8, 1, 1),
         ):
             yield Variant(
-                name=f"{name} {', '.join(kinds)}{', strided' * (dims > 0)}",
+                name=f"{name} {', '.join(kinds)}{', strided' * (dims > 0)}{', wide' * (dims > 4)}",
                 kernel=kernel,
                 pointers={"piece_of": "i32", "rows": "i64", "addresses": "i64", "packed": "u8"},
                 integers={"slot": 0},
                 constants={
                     "KINDS": sum(bits[kind] for kind in kinds),
                     "WIDTHS": widths,
-                    "TYPES": types,
                     "DIMS": dims,
                     "WIDE": dims > 4,
                     "TILE": TILE,

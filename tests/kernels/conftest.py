@@ -112,8 +112,8 @@ class Backend:
     def from_host(self, source: torch.Tensor, target: torch.Tensor) -> None:
         (launch_from_host if self.interpreted else kernels.from_host)(source, target)
 
-    def pack(self, tensors: list[torch.Tensor], **rules: list[int]) -> kernels.Packed:
-        plan = kernels.PackPlan(tensors, **rules)
+    def pack(self, tensors: list[torch.Tensor]) -> kernels.Packed:
+        plan = kernels.PackPlan(tensors)
         # Poisoned as gradients are: a byte that nobody writes must not look right.
         buffer = torch.full((plan.packed_bytes,), 0xA5, dtype=torch.uint8, device=self.device)
         (plan.launch_pack if self.interpreted else plan.pack)(tensors, buffer)

@@ -9,13 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import PackPlan, find_masks, pack, unpack
-from protrain_kernels.pack_layout import BITS, FP8, GATHER, MASK, RAW, RAW_TILE, TILE
-
-FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-# NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-
+from protrain_kernels import PackPlan, pack, unpack
+from protrain_kernels.pack_layout import BITS, GATHER, RAW, RAW_TILE, TILE
 
 BOTH = pytest.mark.parametrize("backend", ["aten", "triton"], indirect=True)  # the CPU runs the reference
 
@@ -99,14 +94,11 @@ def test_what_is_raw_lies_in_the_buffer_as_in_its_storage(backend: Any, same: Ca
 @BOTH
 def test_the_buffer_has_the_bytes_of_the_reference(backend: Any) -> None:
     tensors = _saved(torch.device("cpu"))
-    masks, fp8 = _masks(), _lossy()
-    rules = {"masks": list(range(20, 20 + len(masks))), "fp8": list(range(20 + len(masks), 20 + len(masks) + len(fp8)))}
-    everything = [*tensors, *[torch.zeros(1)] * (20 - len(tensors)), *masks, *fp8]
-    plan = PackPlan(everything, **rules)
+    plan = PackPlan(tensors)
     expected = torch.full((plan.packed_bytes,), 0xA5, dtype=torch.uint8)
-    plan.pack(everything, expected)
-    packed = backend.pack(_moved(everything, backend.device), **rules)
-    assert set(_kinds(plan)) == {RAW, GATHER, BITS, MASK, FP8}
+    plan.pack(tensors, expected)
+    packed = backend.pack(_moved(tensors, backend.device))
+    assert set(_kinds(plan)) == {RAW, GATHER, BITS}
     assert torch.equal(packed.buffer.cpu(), expected)
 
 
@@ -190,119 +182,20 @@ def test_bools_become_bits(backend: Any, same: Callable[..., None], count: int) 
         same(backend.unpack(packed), [tensor])
 
 
-def _masks() -> list[torch.Tensor]:
-    """Of two bit patterns each: dropout's zero and scale, attention's zero and -inf, signed zeros, two NaN."""
-    pick = (_bytes(2 * TILE + 100, 9) > 128).view(-1)
-    nans = torch.tensor([0x7FC00001, -0x3FFFFE], dtype=torch.int32).view(torch.float32)
-    constant = torch.full((TILE + 1,), -0.0)
-    return [
-        torch.where(pick, 1.25, 0.0),
-        torch.where(pick, -torch.inf, 0.0).bfloat16().view(2, -1).t(),
-        torch.where(pick, -0.0, 0.0),
-        torch.where(pick, nans[0], nans[1]),
-        torch.where(pick, 3.0, torch.nan).half()[5:],
-        torch.where(pick, -0.0, -1e-45)[1:],
-        constant,
-        torch.tensor([7.0]),
-        torch.where(pick, 1.0, 2.0).repeat_interleave(3)[1::3],
-    ]
-
-
 @BOTH
-def test_masks_become_bits_and_come_back_bit_for_bit(backend: Any, same: Callable[..., None]) -> None:
-    for mask in _masks():
-        tensor = mask.to(backend.device) if mask.is_contiguous() else mask
-        tensor = tensor.to(backend.device)
-        assert find_masks([tensor]) == [0]
-        packed = backend.pack([tensor], masks=[0])
-        assert _kinds(packed.plan) == [MASK]
-        tiles = -(-tensor.numel() // TILE)
-        assert packed.plan.packed_bytes <= tensor.numel() / 8 + 1 + 16 * tiles + 127
-        same(backend.unpack(packed), [tensor])
-        assert packed.plan.errors(packed.buffer).tolist() == [0.0]
-
-
-@BOTH
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_a_mask_of_three_values_never_comes_back_wrong(backend: Any, dtype: torch.dtype) -> None:
-    values = torch.where(_bytes(3 * TILE, 10) > 128, 1.0, 0.0).to(dtype)
-    values[TILE + 77] = 0.5
-    tensors = [values.to(backend.device), torch.ones(5, device=backend.device)]
-    assert find_masks(tensors) == [1]
-    packed = backend.pack(tensors, masks=[0])
-    found = backend.unpack(packed)[0].cpu()
-    assert found[TILE : 2 * TILE].isnan().all()
-    assert torch.equal(found[:TILE], values[:TILE])
-    assert torch.equal(found[2 * TILE :], values[2 * TILE :])
-    errors = packed.plan.errors(packed.buffer).tolist()
-    assert errors[0] != errors[0], "a lost mask says NaN"
-    assert errors[1] == 0.0
-
-
-def test_what_is_no_mask_is_not_found() -> None:
-    halves = torch.tensor([0.0, -0.0, 1.0])
-    assert find_masks([halves, halves[:2], torch.arange(3), torch.zeros(2, dtype=torch.bool), torch.empty(0)]) == [1]
-
-
-def _lossy() -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(11)
-    spread = torch.randn(2 * TILE + 9, generator=generator) * torch.rand(2 * TILE + 9, generator=generator).pow(8)
-    extremes = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-45, -1e-40, 3.4e38, -3.4e38, 1.0])
-    return [
-        spread,
-        spread.bfloat16().view(7, -1)[:, ::2] if spread.numel() % 7 == 0 else spread.bfloat16()[::2],
-        (spread * 100).half()[1:],
-        extremes,
-        torch.full((5,), 65504.0).half(),
-        torch.full((5,), torch.finfo(torch.bfloat16).max).bfloat16(),
-        torch.linspace(-1e-39, 1e-39, 500),
-        torch.zeros(3),
-    ]
-
-
-@BOTH
-def test_fp8_is_within_its_stated_error_and_measures_it(backend: Any) -> None:
-    for tensor in _lossy():
-        packed = backend.pack([tensor.to(backend.device)], fp8=[0])
-        assert _kinds(packed.plan) == [FP8]
-        (found,) = backend.unpack(packed)
-        assert (found.dtype, found.stride()) == (tensor.dtype, tensor.stride())
-        before, after = tensor.double().reshape(-1), found.cpu().double().reshape(-1)
-        finite = before.isfinite()
-        assert torch.equal(before[~finite].nan_to_num(nan=7.0), after[~finite].nan_to_num(nan=7.0))
-        worst = 0.0
-        for first in range(0, before.numel(), TILE):
-            part = slice(first, first + TILE)
-            keep = finite[part]
-            x, y = before[part][keep], after[part][keep]
-            largest = x.abs().max().item()
-            assert ((x - y).abs() <= x.abs() / 16 + max(largest / 2**17, 2.0**-136)).all()
-            worst = max(worst, (x - y).abs().max().item())
-        largest = before[finite].abs().max().item()
-        (said,) = packed.plan.errors(packed.buffer).tolist()
-        assert said == pytest.approx(worst / largest if largest else 0.0, rel=1e-5, abs=1e-6)
-        assert 0 < said < 1 / 16 or tensor.numel() < 12 or largest < 1e-38
-
-
-@BOTH
-def test_every_fp8_code_comes_back_as_itself(backend: Any) -> None:
-    codes = torch.arange(0, 0x78, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    values = torch.cat([codes, -codes])
-    for scale in (1.0, 2.0**-100, 2.0**100):
-        tensor = (values * scale).to(backend.device)
-        (found,) = backend.unpack(backend.pack([tensor], fp8=[0]))
-        assert torch.equal(found.view(torch.int32), tensor.view(torch.int32))
-
-
-@BOTH
-def test_a_coded_tensor_that_overlaps_another_is_packed_raw(backend: Any, same: Callable[..., None]) -> None:
-    values = torch.randn(3000).to(backend.device)
-    tensors = [values, values[:100]]
-    for rules in ({"fp8": [0]}, {"masks": [1]}):
-        packed = backend.pack(tensors, **rules)
-        assert _kinds(packed.plan) == [RAW]
-        same(backend.unpack(packed), tensors)
-    assert _kinds(PackPlan(tensors, fp8=[0, 1])) == [FP8]
+def test_bools_that_overlap_another_type_are_packed_raw(backend: Any, same: Callable[..., None]) -> None:
+    """What the other type reads there may be any byte."""
+    values = (_bytes(3000, 12)).to(backend.device)
+    flags = (_bytes(100, 13) > 127).to(backend.device)
+    values[:100] = flags.view(torch.uint8)
+    tensors = [values, values[:100].view(torch.bool)]
+    packed = backend.pack(tensors)
+    assert _kinds(packed.plan) == [RAW]
+    same(backend.unpack(packed), tensors)
+    both = [flags, flags[10:50]]
+    packed = backend.pack(both)
+    assert _kinds(packed.plan) == [BITS]
+    same(backend.unpack(packed), both)
 
 
 def test_packing_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +209,6 @@ def test_packing_is_prepared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(unpack(second)[1], other[5:])
     assert torch.equal(unpack(first)[0], whole)
     assert pack([whole, other[5:]]).plan is not first.plan
-    assert pack([whole, whole[5:]], fp8=[0, 1]).plan is not first.plan
 
 
 def test_bad_arguments_are_named() -> None:
@@ -330,12 +222,6 @@ def test_bad_arguments_are_named() -> None:
         plan.unpack(torch.zeros(400))
     with pytest.raises(ValueError, match="buffer must start at a multiple of 16 bytes"):
         plan.unpack(torch.zeros(500, dtype=torch.uint8)[8:])
-    with pytest.raises(ValueError, match="masks names tensor 2 of 1"):
-        PackPlan([whole], masks=[2])
-    with pytest.raises(ValueError, match=r"fp8 names tensors\[0\], which is torch\.int64"):
-        PackPlan([torch.arange(3)], fp8=[0])
-    with pytest.raises(ValueError, match=r"masks and fp8 both name tensors\[0\]"):
-        PackPlan([whole], masks=[0], fp8=[0])
     with pytest.raises(ValueError, match=r"tensors\[1\] is on meta, tensors\[0\] on cpu"):
         PackPlan([whole, torch.zeros(1, device="meta")])
     with pytest.raises(ValueError, match=r"tensors\[0\] must be a plain strided tensor"):
