@@ -6,6 +6,7 @@ Nothing here refers to the engine, as a model that is dropped must not wait for 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -33,7 +34,7 @@ class Scale(NamedTuple):
 class HostUpdates:
     """Does updates on the host, and counts how they turned out.
 
-    The host worker alone calls the methods. How updates turned out is noted by the thread of the streamer, too.
+    The host worker alone calls the methods but ``note_redone``, which the thread of the streamer calls, too.
 
     Args:
         threads: number of host threads.
@@ -44,11 +45,13 @@ class HostUpdates:
     def __init__(self, *, threads: int, rate: Rate, link_is_idle: Callable[[], bool]) -> None:
         self.threads = threads
         self.rate = rate
-        self.as_assumed = True  # the last step was as its speculative updates had assumed
+        # Whether the last step was as its speculative updates had assumed: all updates of a step say the same.
+        self.as_assumed = True
         self.committed = 0  # speculative updates
         self.redone = 0
         self._link_is_idle = link_is_idle
         self._commits: deque[Job] = deque()
+        self._counting = threading.Lock()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
         """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
@@ -67,6 +70,11 @@ class HostUpdates:
         while commits and (commits[0].done or self._link_is_idle()):  # one that is done has had its turn
             commits.popleft().run()
         return bool(commits)
+
+    def note_redone(self) -> None:
+        """Count a speculative update that was done again."""
+        with self._counting:
+            self.redone += 1
 
     @contextmanager
     def timing(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], bool]], bool]]:
@@ -168,7 +176,8 @@ class ChunkUpdate:
         self.host.as_assumed = self._factor() == self.assumed
         _wait_for_gradient(self.chunk, self.scale, self.summing)
         update(self.chunk, self.pieces, self.gradient, self.scale)
-        self.host.redone += self.speculation is not None and self.speculation.done
+        if self.speculation is not None and self.speculation.done:
+            self.host.note_redone()
 
     def catch_up(self) -> None:
         """Update all states if the step has committed the speculative weight."""
