@@ -132,7 +132,7 @@ class Lateness:
             self.streams.append(LateStreams(choice if self.seed is not None else None))
             return self.streams[-1]
 
-        def make_worker(*, threads: int, name: str = "") -> LateWorker:
+        def make_worker(*, threads: int, device: torch.device, name: str = "") -> LateWorker:
             return LateWorker(threads=threads, schedule=self.schedule, choice=choice)
 
         begin = ProTrainOptimizer.begin
