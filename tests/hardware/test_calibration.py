@@ -320,7 +320,7 @@ def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return [0.03] * 3
 
     monkeypatch.setattr(AdamChunk, "update", update)
-    monkeypatch.setattr("protrain.hardware.calibration.optimizers.durations_s", three_times_30_ms)
+    monkeypatch.setattr("protrain.hardware.calibration.timing.durations_s", three_times_30_ms)
     chunks = [AdamChunk.on(CPU, elements) for elements in (128, 256, 128)]
     figure = adam_figure("host AdamW", chunks, AdamChunk.update, CPU, budget_s=0.1)
     assert updated == [id(chunk) for chunk in chunks]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
 from protrain.hardware.calibration.rates import Products
-from protrain.hardware.calibration.timing import Effort, spread_of
+from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
 from protrain_kernels import PADDING
@@ -146,7 +147,7 @@ def _rate(stamps: Sequence[float]) -> float:
     units = len(stamps) - 1
     step = max(1, units // _SLICES)
     rates = [step / (stamps[first + step] - stamps[first]) for first in range(0, units - step + 1, step)]
-    return spread_of(rates).median
+    return statistics.median(rates)
 
 
 class Together:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.tensors import random_tensor
-from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 from protrain_kernels import PackPlan, flatten, padded, tiles
 
@@ -17,7 +17,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return random_tensor(math.prod(shape), torch.bfloat16, device).view(shape)
 
 
-def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
+def flatten_figure(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
     """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
@@ -30,12 +30,15 @@ def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float, datashee
         partials += tiles(gradient.numel())
     chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
     squares = torch.empty(partials, device=device)
-    durations = durations_s(lambda: flatten(gradients, chunk, offsets, squares, starts), device, budget_s=budget_s)
+
+    def run() -> None:
+        flatten(gradients, chunk, offsets, squares, starts)
+
     moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
-    return figure_of("flatten", durations, moved / 1e9, "GB/s", datasheet=datasheet)
+    return measured("flatten", run, device, moved / 1e9, "GB/s", budget_s=budget_s, datasheet=datasheet)
 
 
-def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
+def pack_figure(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
     """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
     tokens = hidden
     fused = _random(device, tokens, 3 * hidden)
@@ -47,5 +50,9 @@ def pack_gbps(device: torch.device, hidden: int, *, budget_s: float, datasheet: 
     ]
     plan = PackPlan(saved)
     buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=device)
-    durations = durations_s(lambda: plan.pack(saved, buffer), device, budget_s=budget_s)
-    return figure_of("pack", durations, (plan.unpacked_bytes + plan.packed_bytes) / 1e9, "GB/s", datasheet=datasheet)
+
+    def run() -> None:
+        plan.pack(saved, buffer)
+
+    moved = plan.unpacked_bytes + plan.packed_bytes
+    return measured("pack", run, device, moved / 1e9, "GB/s", budget_s=budget_s, datasheet=datasheet)

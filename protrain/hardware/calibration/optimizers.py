@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
-from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
@@ -76,13 +76,9 @@ def adam_figure(
         for chunk in chunks:
             update(chunk)
 
-    return figure_of(
-        name,
-        durations_s(update_all, device, budget_s=budget_s),
-        sum(chunk.elements for chunk in chunks) / 1e9,
-        "G param/s",
-        at=at,
-        datasheet=datasheet,
+    elements = sum(chunk.elements for chunk in chunks)
+    return measured(
+        name, update_all, device, elements / 1e9, "G param/s", budget_s=budget_s, at=at, datasheet=datasheet
     )
 
 
@@ -129,10 +125,8 @@ class StreamedChunk:
 
     def figure(self, *, budget_s: float, link_gbps: float | None) -> Figure:
         """The rate of the steps, in 1e9 parameters a second."""
-        return figure_of(
-            "streamed AdamW",
-            durations_s(self.update, self.device, budget_s=budget_s),
-            self.chunk.elements / 1e9,
-            "G param/s",
-            datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
+        promised = None if link_gbps is None else link_gbps / _STREAMED_BYTES
+        work = self.chunk.elements / 1e9
+        return measured(
+            "streamed AdamW", self.update, self.device, work, "G param/s", budget_s=budget_s, datasheet=promised
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
 import time
+from collections.abc import Callable
 
 import torch
 
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
+from protrain.hardware.calibration.timing import Effort, durations_s, measured
 from protrain.hardware.profile import Figure
 
 _SETTLED = 0.02  # the relative difference of two windows that agree
@@ -43,15 +45,15 @@ class Products:
         """
         before = 0.0
         for _ in range(_MOST_WINDOWS):
-            now = spread_of(durations_s(self.run, self.device, budget_s=_WINDOW_S * time_share)).median
+            now = statistics.median(durations_s(self.run, self.device, budget_s=_WINDOW_S * time_share))
             if abs(now - before) < _SETTLED * now:
                 return
             before = now
 
     def figure(self, *, budget_s: float, datasheet: float | None) -> Figure:
         """The rate of the products, in TFLOP/s."""
-        durations = durations_s(self.run, self.device, budget_s=budget_s)
-        return figure_of("matmul", durations, 2 * self.width**3 / 1e12, "TFLOP/s", datasheet=datasheet)
+        work = 2 * self.width**3 / 1e12
+        return measured("matmul", self.run, self.device, work, "TFLOP/s", budget_s=budget_s, datasheet=datasheet)
 
     def load(self, seconds: float) -> None:
         """Queue about ``seconds`` of work on a GPU, without waiting for it."""
@@ -65,20 +67,11 @@ class Products:
 
 def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, datasheet: float | None) -> list[Figure]:
     """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
-    source = random_tensor(size_bytes // 4, torch.float32, device)
-    target = (
-        torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
-    )
+    source, target = (random_tensor(size_bytes // 4, torch.float32, device) for _ in range(2))
     ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
+    moved, each_s = 2 * size_bytes, budget_s / 2
     return [
-        figure_of(
-            "device copy",
-            durations_s(run, device, budget_s=budget_s / 2),
-            2 * size_bytes / 1e9,
-            "GB/s",
-            at=way,
-            datasheet=datasheet,
-        )
+        measured("device copy", run, device, moved / 1e9, "GB/s", budget_s=each_s, at=way, datasheet=datasheet)
         for way, run in ways.items()
     ]
 
@@ -90,9 +83,10 @@ def dram_figures(size_bytes: int, *, budget_s: float) -> list[Figure]:
     first.
     """
     one, other, third = (random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3))
-    update = durations_s(lambda: one.mul_(1.0), CPU, budget_s=budget_s / 2)
-    triad = durations_s(lambda: torch.add(third, one, alpha=0.5, out=other), CPU, budget_s=budget_s / 2)
+    ways: list[tuple[str, Callable[[], object], int]] = [
+        ("update in place", lambda: one.mul_(1.0), 2 * size_bytes),
+        ("triad", lambda: torch.add(third, one, alpha=0.5, out=other), 4 * size_bytes),
+    ]
     return [
-        figure_of("host DRAM", update, 2 * size_bytes / 1e9, "GB/s", at="update in place"),
-        figure_of("host DRAM", triad, 4 * size_bytes / 1e9, "GB/s", at="triad"),
+        measured("host DRAM", run, CPU, moved / 1e9, "GB/s", budget_s=budget_s / 2, at=way) for way, run, moved in ways
     ]

@@ -17,7 +17,7 @@ from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
+from protrain.hardware.calibration.kernels import flatten_figure, pack_figure
 from protrain.hardware.calibration.optimizers import (
     ADAM_BYTES,
     AdamChunk,
@@ -284,7 +284,7 @@ class Calibration:
                     if self._all_have(accepted):
                         self.figures.append(streamed.figure(budget_s=budget_s, link_gbps=self._link_gbps))
                 del streamed
-        for kernel in (flatten_gbps, pack_gbps):
+        for kernel in (flatten_figure, pack_figure):
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
                 hidden, promised = self.effort.hidden, self._memory_gbps
                 self.figures.append(kernel(self.device, hidden, budget_s=budget_s, datasheet=promised))

@@ -155,6 +155,21 @@ def figure_of(
     )
 
 
+def measured(
+    name: str,
+    run: Callable[[], object],
+    device: torch.device,
+    work: float,
+    unit: str,
+    *,
+    budget_s: float,
+    at: str = "",
+    datasheet: float | None = None,
+) -> Figure:
+    """The rate at which ``run`` does ``work``. The arguments are those of ``durations_s`` and of ``figure_of``."""
+    return figure_of(name, durations_s(run, device, budget_s=budget_s), work, unit, at=at, datasheet=datasheet)
+
+
 @contextlib.contextmanager
 def one_core_taken(*, wanted: bool) -> Iterator[None]:
     """Keep one core busy inside the context, without using its memory or the GIL.

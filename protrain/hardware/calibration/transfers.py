@@ -10,7 +10,7 @@ import torch
 
 from protrain.common.quantities import format_bytes
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
-from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 
 _IN_A_ROW_BYTES = 64 * 1024**2  # small copies follow each other, so that starting and joining two streams costs nothing
@@ -76,15 +76,9 @@ class Transfers:
             ("d2h", lambda: self.down(size_bytes), size_bytes, link_gbps),
             ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes, twice),
         ]
+        at, each_s = format_bytes(size_bytes), budget_s / 3
         return [
-            figure_of(
-                name,
-                durations_s(run, self.device, budget_s=budget_s / 3),
-                moved / 1e9,
-                "GB/s",
-                at=format_bytes(size_bytes),
-                datasheet=promised,
-            )
+            measured(name, run, self.device, moved / 1e9, "GB/s", budget_s=each_s, at=at, datasheet=promised)
             for name, run, moved, promised in ways
         ]
 
