@@ -26,7 +26,9 @@ class GpuFacts:
 
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
-    """Facts of a CUDA ``device``, or None without NVIDIA's library or driver."""
+    """Facts of ``device``, or None if it is no GPU, or without NVIDIA's library or driver."""
+    if device.type != "cuda":
+        return None
     # The card is named by its identifier, because CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML.
     return card_facts(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
 

@@ -371,7 +371,7 @@ def test_a_gpu_is_measured() -> None:
 
 def test_copies_take_regions_of_the_hosts_memory_in_turn() -> None:
     transfers = Transfers(CPU, 4096, regions=3)
-    (sources, targets), (near, far) = transfers._host, transfers._far
+    sources, targets, (near, far) = transfers.host[:3], transfers.host[3:], transfers._far
     for source in (*sources, sources[0]):
         near.zero_()
         transfers.up()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
+from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
@@ -100,7 +99,7 @@ def best_threads(by_threads: dict[int, Figure]) -> int:
 
 
 class StreamedChunk:
-    """States and gradient in pinned host memory, as in a step, which the device updates over the link.
+    """States and gradient in host memory, to be pinned as in a step, which the device updates over the link.
 
     They are as many as a whole chunk has. They go in pieces of about 5 million parameters. The first piece comes before
     anything is updated and the last one goes after, so a few pieces alone would be slower.
@@ -110,12 +109,6 @@ class StreamedChunk:
         self.device = device
         self.chunk = AdamChunk.on(CPU, elements)
         self._staging = AdamStaging(device)
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[bool]:
-        """Pin states and gradient inside the context. Yields whether that was possible."""
-        with pinned(*self.chunk, device=self.device) as accepted:
-            yield accepted
 
     def update(self) -> None:
         """Queue one step on the current stream, which then waits for it."""

@@ -37,7 +37,7 @@ from protrain.hardware.calibration.report import (
     size_warnings,
     thread_warnings,
 )
-from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, one_core_taken
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import of_card, pcie_gbps
@@ -148,7 +148,7 @@ class Calibration:
         sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
         self._matmul_tflops = None if sheet is None else sheet.matmul_tflops  # what the maker promises
         self._memory_gbps = None if sheet is None else sheet.memory_gbps
-        idle = gpu_facts(device) if self.on_gpu else None
+        idle = gpu_facts(device)
         self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
         self._products = Products(device, effort)
         self._progress = progress
@@ -208,7 +208,7 @@ class Calibration:
             self._products.settle(time_share=min(1.0, self.effort.time))
             matmul = self._products.figure(budget_s=budget_s / 2, datasheet=self._matmul_tflops)
             self._products.load(_LOADED_S)
-            self.warnings += clock_warnings(matmul, gpu_facts(self.device) if self.on_gpu else None)
+            self.warnings += clock_warnings(matmul, gpu_facts(self.device))
             self.figures.append(matmul)
         with self._stage("device memory", _COPY_S) as budget_s:
             size = self.effort.tensor_bytes
@@ -217,13 +217,12 @@ class Calibration:
     def _transfers(self) -> bool:
         sizes = self.effort.transfer_bytes
         transfers = Transfers(self.device, max(sizes))
-        with transfers.ready() as accepted:
+        with pinned(*transfers.host, device=self.device) as accepted:
             for size in sizes:
                 with self._stage("copies between host and device", _TRANSFERS_S / len(sizes)) as budget_s:
                     self.figures += transfers.figures(size, budget_s=budget_s, link_gbps=self._link_gbps)
-            if self.on_gpu:
-                transfers.load(_LOADED_S)
-                self.warnings += link_warnings(gpu_facts(self.device))
+            transfers.load(_LOADED_S)
+            self.warnings += link_warnings(gpu_facts(self.device))
         return accepted
 
     def _host_alone(self, chunk: AdamChunk, *, torch_threads: int) -> None:
@@ -280,7 +279,7 @@ class Calibration:
         if self.on_gpu:
             with self._stage("AdamW on the device, states on the host", _STREAMED_S) as budget_s:
                 streamed = StreamedChunk(self.device, self.effort.adam_elements)
-                with streamed.ready() as accepted:
+                with pinned(*streamed.chunk, device=self.device) as accepted:
                     if self._all_have(accepted):
                         self.figures.append(streamed.figure(budget_s=budget_s, link_gbps=self._link_gbps))
                 del streamed
@@ -307,6 +306,7 @@ class Calibration:
 
     def _collectives(self) -> Collectives:
         sizes = self.effort.transfer_bytes
+        self.ranks.use(self.device)
         collectives = Collectives(self.ranks, self.device, max(sizes))
         for size in sizes:
             with self._stage("collectives", _COLLECTIVE_S) as budget_s:

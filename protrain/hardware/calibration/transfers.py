@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from protrain.common.quantities import format_bytes
-from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
+from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 
@@ -28,18 +27,13 @@ class Transfers:
 
     def __init__(self, device: torch.device, size_bytes: int, *, regions: int = 1) -> None:
         self.device = device
-        self._host = [[random_tensor(size_bytes, torch.uint8, CPU) for _ in range(regions)] for _ in range(2)]
-        self._sources, self._targets = map(itertools.cycle, self._host)
+        sources, targets = ([random_tensor(size_bytes, torch.uint8, CPU) for _ in range(regions)] for _ in range(2))
+        self.host = (*sources, *targets)  # to be pinned while anything is copied
+        self._sources, self._targets = itertools.cycle(sources), itertools.cycle(targets)
         self._far = [random_tensor(size_bytes, torch.uint8, device) for _ in range(2)]
         on_gpu = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
         self.size_bytes = size_bytes
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[bool]:
-        """Pin the host memory inside the context. Yields whether that was possible."""
-        with pinned(*itertools.chain(*self._host), device=self.device) as accepted:
-            yield accepted
 
     def up(self, size_bytes: int | None = None) -> None:
         """Queue a copy to the device."""
