@@ -11,7 +11,7 @@ from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.processes import local_processes, nodes_of
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration.collectives import Collectives
-from protrain.hardware.calibration.ranks import most_contended, slowest
+from protrain.hardware.calibration.ranks import most_contended
 from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning.plan import Plan
@@ -55,9 +55,12 @@ def _least(rates_gbps: list[float | None]) -> float | None:
 
 
 def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
-    """``own`` with the rates of collectives, and with the shares that they and matrix products leave each other."""
+    """``own`` with the rates of collectives on this rank, and with the shares that they and matrix products keep.
+
+    The shares are the least of all ranks.
+    """
     collectives = Collectives(ranks, device, _MEASURED_BYTES)
-    figures = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
+    gather, exchange = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
     matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
     product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
 
@@ -85,7 +88,6 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
         kept(collectives.both, n_collectives, multiply, 4 * n_products),
     )
     own_group = Contention(activities=("matmul", "collective"), shares=shares)
-    gather, exchange = slowest(ranks.all_values(figures, _COLLECTIVES))
     return replace(
         own,
         all_gather_gbps=gather.median,

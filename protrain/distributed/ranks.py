@@ -79,7 +79,6 @@ class Ranks:
                 self.exchange(received.view(-1), sent.view(-1), [size_bytes] * self.size, what)
                 self.add_disjoint(sent, what)
             torch.cuda.synchronize(device)
-            self.received_bytes = self.sent_bytes = 0
 
     @property
     def several(self) -> bool:

@@ -119,7 +119,9 @@ def test_a_wrap_takes_what_as_many_ranks_have_measured_and_halves_what_one_has(t
 
 def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[str, float], int]:
     """The bytes in both halves of an exchanged and of a gathered tensor; rates of collectives beside naps on rank 0."""
-    collectives = Collectives(join(None), CPU, 3 * MIB + 1)
+    ranks = join(None)
+    ranks.use(CPU)
+    collectives = Collectives(ranks, CPU, 3 * MIB + 1)
     collectives._whole.fill_(rank + 1)
     collectives.exchange(MIB)
     exchanged = [half.unique().tolist() for half in collectives._received[:MIB].view(2, -1)]

@@ -26,13 +26,12 @@ class Collectives:
     """A tensor that ranks gather and exchange. All of them must use it in the same way.
 
     Args:
-        ranks: several, with one device each.
+        ranks: several, which use the device.
         device: of this rank.
         size_bytes: the size of the whole tensor, of which each rank has a part.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, size_bytes: int) -> None:
-        ranks.use(device)
         self._ranks = ranks
         self._device = device
         self._whole = random_tensor(self._divisible(size_bytes), torch.uint8, device)
