@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from protrain.common.quantities import format_bytes
@@ -145,18 +145,14 @@ def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:
 
 
 def _checksum(batch: Any) -> int | None:
-    """A hash of all tensors in ``batch``. None: there are none."""
+    """A hash of all dense tensors in ``batch``. None: there are none."""
     found: int | None = None
-    for name, tensor in _dense(batch):
+    for name, tensor in named_tensors(batch):
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            continue
         found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
         found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
-
-
-def _dense(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in named_tensors(batch):
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
-            yield name, tensor
 
 
 def _drops(module: nn.Module) -> bool:

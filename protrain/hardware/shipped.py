@@ -66,7 +66,6 @@ _RENTED = {
     8: _Host(gib=504, threads=128, dram_gbps=240.0, adam_gparams=8.4),
 }
 _AS_RENTED = ("h100", "h200")
-_HOST_RATES = ("host_adam_gparams", "host_adam_weight_gparams", "host_adam_p20_gparams")
 
 
 def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwareProfile:
@@ -78,14 +77,14 @@ def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwarePro
     if n_gpus == 1 or os.fspath(name_or_path).lower() not in _AS_RENTED:
         return profile
     host = next((host for most, host in _RENTED.items() if n_gpus <= most), _RENTED[max(_RENTED)])
-    faster = host.adam_gparams / profile.host_adam_gparams
+    rates = profile.host_adam_times(host.adam_gparams / profile.host_adam_gparams)
     return replace(
         profile,
         host_bytes=host.gib * 1024**3,
         cpu_threads=host.threads,
         host_dram_gbps=host.dram_gbps,
-        **{rate: faster * getattr(profile, rate) for rate in _HOST_RATES},
-        composed=(*profile.composed, "host_dram_gbps", *_HOST_RATES),
+        **rates,
+        composed=(*profile.composed, "host_dram_gbps", *rates),
     )
 
 
