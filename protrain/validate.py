@@ -197,7 +197,7 @@ def _device(device: str | torch.device | None) -> torch.device:
                 "device='cuda', but there is no CUDA GPU here: pass device='cpu', or install a CUDA build of torch"
             )
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-        if found.index is not None and found.index >= torch.cuda.device_count():
+        if found.index >= torch.cuda.device_count():
             raise ValueError(f"device={str(found)!r}, but there are {torch.cuda.device_count()} GPUs here")
     return found
 
