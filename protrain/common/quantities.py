@@ -16,26 +16,20 @@ _LEAST_MEMORY_BYTES = 1024  # a smaller number without a unit is probably meant 
 _TOO_MANY_BYTES = 1024**6  # the planner's arrays have 64 bits, and sums of sizes must fit too
 
 
-def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
+def parse_memory(value: int | float | str, *, name: str) -> int:
     """The bytes in ``value``, which is a number of bytes or text like ``"24GiB"``.
 
     Raises:
-        ValueError: it is neither; the message names ``name``.
+        ValueError: it is neither, or a bare number that is too small to be bytes; the message names ``name``.
     """
-    size, _ = _read(value, name)
+    size, unit = _read(value, name)
+    if not unit and 0 < size < _LEAST_MEMORY_BYTES:
+        raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
     if size >= _TOO_MANY_BYTES:
         raise ValueError(f"{name} must be less than 1048576 TiB, like '24GiB', not {value!r}")
     if not size >= 1:  # this also refuses a NaN
         raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
     return int(size)
-
-
-def parse_memory(value: int | float | str, *, name: str) -> int:
-    """``parse_bytes`` for a size of memory. It refuses a bare number that is too small to be bytes."""
-    size, unit = _read(value, name)
-    if not unit and 0 < size < _LEAST_MEMORY_BYTES:
-        raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
-    return parse_bytes(value, name=name)
 
 
 def _read(value: int | float | str, name: str) -> tuple[float, str]:
