@@ -7,36 +7,36 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/")  # of the files in which the system describes itself
 
 
-def available_host_bytes(root: Path = Path("/")) -> int:
+def available_host_bytes() -> int:
     """Memory that can be taken now: the least of what the system has available and what each control group leaves.
 
     Some virtual machines start with less memory than they grow to. ``host_memory=`` overrides this figure.
     """
-    system = _field(root / "proc/meminfo", "MemAvailable:")  # in KiB
+    system = _field(_ROOT / "proc/meminfo", "MemAvailable:")  # in KiB
     rooms = [] if system is None else [int(system.split()[0]) * 1024]
-    rooms += [room for group, is_first in _groups(root, "memory") if (room := _room(group, is_first)) is not None]
+    rooms += [room for group, is_first in _groups("memory") if (room := _room(group, is_first)) is not None]
     if not rooms:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(0, min(rooms))
 
 
-def usable_cores(root: Path = Path("/")) -> int:
+def usable_cores() -> int:
     """How many cores this process may keep busy, by its affinity and by the time that its control groups grant.
 
     With more threads than that, the system stops all of them for the rest of every tenth of a second.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    granted = [cores for group, _ in _groups(root, "cpu") if (cores := _granted_cores(group)) is not None]
+    granted = [cores for group, _ in _groups("cpu") if (cores := _granted_cores(group)) is not None]
     return max(1, int(min([allowed, *granted])))
 
 
-def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Every control group above this process that may limit ``controller``, and whether it is of version 1."""
-    base = root / _CGROUPS.relative_to("/")
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    base = _ROOT / "sys/fs/cgroup"
+    for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -76,7 +76,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def processor_name(root: Path = Path("/")) -> str:
+def processor_name() -> str:
     """The processor's model as the system names it, or its architecture where the system does not name it."""
-    named = _field(root / "proc/cpuinfo", "model name")
+    named = _field(_ROOT / "proc/cpuinfo", "model name")
     return named.removeprefix(":").strip() if named is not None else platform.processor() or platform.machine()
