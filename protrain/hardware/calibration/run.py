@@ -110,17 +110,6 @@ def calibrate(
     return profile
 
 
-def calibrate_twice(
-    device: torch.device | str | None = None, *, seconds: float = FULL_SECONDS, progress: Progress | None = None
-) -> tuple[HardwareProfile, HardwareProfile]:
-    """Calibrate twice in a row and keep the second profile. ``differences`` says how far the two can be trusted.
-
-    The arguments are those of ``calibrate``. ``progress`` counts to 1 twice.
-    """
-    first = calibrate(device, seconds=seconds, save=False, progress=progress)
-    return first, calibrate(device, seconds=seconds, progress=progress)
-
-
 def resolved(device: torch.device | str | None) -> torch.device:
     """``device`` with its index. A GPU without one is that of this process; None means a GPU where there is one."""
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
