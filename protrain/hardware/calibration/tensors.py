@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from protrain.common.host_memory import map_host_memory, register
+from protrain.common.host_memory import HostMapping, register
 
 CPU = torch.device("cpu")
 _RANDOM_BLOCK = 1 << 20  # elements that repeat, because drawing gigabytes of random numbers takes longer than measuring
@@ -17,8 +17,8 @@ _RANDOM_BLOCK = 1 << 20  # elements that repeat, because drawing gigabytes of ra
 def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
     """A 1-d tensor of normal floats or uniform integers.
 
-    On the host it lies in memory of ``protrain.common.host_memory.map_host_memory``. Zeros would cost less power and
-    let the device clock higher, and a memory controller may treat them specially.
+    On the host it lies in a ``HostMapping``, as in the engine. Zeros would cost less power and let the device clock
+    higher, and a memory controller may treat them specially.
     """
     size = min(elements, _RANDOM_BLOCK)
     if dtype.is_floating_point:
@@ -28,7 +28,7 @@ def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, po
         limits = torch.iinfo(dtype)
         block = torch.randint(limits.min, limits.max + 1, (size,), dtype=dtype, device=device)
     tensor = (
-        map_host_memory(elements * dtype.itemsize).view(dtype)
+        HostMapping(elements * dtype.itemsize).tensor().view(dtype)
         if device.type == "cpu"
         else torch.empty(elements, dtype=dtype, device=device)
     )
