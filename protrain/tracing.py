@@ -59,7 +59,7 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     events = recorder.events()
     inside = optimizer.step_during_backward
     predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside)
-    events += _predicted_events(predicted.timeline, max(recorder.step_starts_us(), default=0.0))
+    events += _predicted_events(predicted.timeline, recorder.last_step_us)
     for event in events:
         if "ts" in event:
             event["ts"] -= base_us
@@ -94,7 +94,7 @@ class _Recorder:
         self._cuda = engine.device.type == "cuda"
         self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start and end
         self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
-        self._steps: list[Any] = []
+        self._last_step: Any = None  # when its forward began
         self._backward: tuple[str, Any] | None = None
         self._gradients_of: int | None = None  # the chunk whose gradients are being offloaded
         self._names = {}  # names of weights by their address in host memory
@@ -138,9 +138,10 @@ class _Recorder:
             for worker in workers.values():
                 worker.times = None
 
-    def step_starts_us(self) -> list[float]:
-        """The times at which forwards began, in microseconds since 1970."""
-        return [self._us(stamp) for stamp in self._steps]
+    @property
+    def last_step_us(self) -> float:
+        """When the last forward began, in microseconds since 1970. It is 0 if there was none."""
+        return 0.0 if self._last_step is None else self._us(self._last_step)
 
     def events(self) -> list[dict[str, Any]]:
         """All spans as trace events."""
@@ -164,7 +165,7 @@ class _Recorder:
     # Each of the following stands in place of a method of the engine, which is ``original``.
 
     def _begin_forward(self, original: Callable[[], None]) -> None:
-        self._steps.append(self._stamp())
+        self._last_step = self._stamp()
         original()
 
     def _run_unit(self, original: Callable[..., Any], unit: Unit, *rest: Any) -> Any:
