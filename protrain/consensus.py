@@ -10,8 +10,7 @@ import torch
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.processes import local_processes, nodes_of
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.collectives import Collectives
-from protrain.hardware.calibration.ranks import most_contended
+from protrain.hardware.calibration.ranks import Collectives, most_contended
 from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning.plan import Plan

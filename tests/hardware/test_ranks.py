@@ -18,9 +18,8 @@ from protrain.consensus import of_all
 from protrain.distributed.joining import join
 from protrain.hardware import Contention, HardwareProfile, calibrate, detect
 from protrain.hardware.cache import Machine, cached, store
-from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import groups_on, units_per_second
-from protrain.hardware.calibration.ranks import most_contended, slowest
+from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.report import rank_warnings, report
 from protrain.hardware.detect import assume

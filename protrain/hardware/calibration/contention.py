@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
+from protrain.hardware.calibration.ranks import Collectives
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.tensors import pinned
 from protrain.hardware.calibration.timing import Effort

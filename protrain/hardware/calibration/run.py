@@ -15,9 +15,7 @@ from protrain.distributed.joining import join
 from protrain.distributed.processes import announced_processes, local_processes, local_rank
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
-from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.kernels import flatten_figure, pack_figure
 from protrain.hardware.calibration.optimizers import (
     ADAM_BYTES,
     AdamChunk,
@@ -26,8 +24,8 @@ from protrain.hardware.calibration.optimizers import (
     best_threads,
     thread_counts,
 )
-from protrain.hardware.calibration.ranks import most_contended, slowest
-from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures
+from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
+from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures, flatten_figure, pack_figure
 from protrain.hardware.calibration.report import (
     clock_warnings,
     host_warnings,
