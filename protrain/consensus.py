@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.processes import local_processes, nodes_of
+from protrain.distributed.processes import nodes_of
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration.ranks import Collectives, most_contended
 from protrain.hardware.calibration.timing import batch_s
@@ -32,8 +32,7 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     """
     if not ranks.several:
         return own
-    local = min(local_processes(), ranks.size)
-    share = replace(own.shared_by(local), world_size=ranks.size, n_nodes=nodes_of(ranks.size))
+    share = replace(own.shared_by(ranks.on_node), world_size=ranks.size, n_nodes=nodes_of(ranks.size))
     if device.type == "cuda" and not all(
         ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
     ):

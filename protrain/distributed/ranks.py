@@ -32,6 +32,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.distributed.links import Links
+from protrain.distributed.processes import local_processes
 from protrain.distributed.watch import Watch, by_number, first_difference, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
@@ -81,6 +82,11 @@ class Ranks:
     def several(self) -> bool:
         """Whether there is more than one rank."""
         return self.size > 1
+
+    @property
+    def on_node(self) -> int:
+        """How many of the ranks are on this node, whose host memory and cores they share."""
+        return min(local_processes(), self.size)
 
     # -- staying in step -----------------------------------------------------------------------------------------------
 
@@ -255,7 +261,7 @@ class _Communicators:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.members = dist.get_process_group_ranks(group)
-        self._timeout = _timeout(group)
+        self._timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout  # of a collective
         self._groups: list[tuple[dist.ProcessGroup, str]] = []
         self._by_backend: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self.control = self._new("gloo")
@@ -301,13 +307,6 @@ def _communicators(group: dist.ProcessGroup) -> _Communicators:
     if known is None or known.watch.is_out_of_step:
         known = _known[group] = _Communicators(group)
     return known
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long collectives of ``group`` may take."""
-    options = group._get_backend(group._device_types[0]).options
-    timeout: timedelta = options._timeout
-    return timeout
 
 
 def _pickled(value: object) -> Tensor:

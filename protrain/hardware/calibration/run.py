@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from protrain.distributed.joining import join
-from protrain.distributed.processes import announced_processes, local_processes, local_rank
+from protrain.distributed.processes import announced_processes, local_rank
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.contention import Together, groups_on
@@ -88,14 +88,14 @@ def calibrate(
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        machine, sharing = Machine.of(target), min(local_processes(), ranks.size)
-        threads = max(1, usable_cores() // sharing)
+        machine = Machine.of(target)
+        threads = max(1, usable_cores() // ranks.on_node)
         before = torch.get_num_threads()
         stack.callback(torch.set_num_threads, before)
         torch.set_num_threads(threads)
         effort = Effort(
             seconds=seconds,
-            host_room_bytes=base.host_bytes // sharing,
+            host_room_bytes=base.host_bytes // ranks.on_node,
             device_room_bytes=base.device_bytes,
         )
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
