@@ -22,7 +22,15 @@ def parse_memory(value: int | float | str, *, name: str) -> int:
     Raises:
         ValueError: it is neither, or a bare number that is too small to be bytes; the message names ``name``.
     """
-    size, unit = _read(value, name)
+    size: float
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        size, unit = value, ""
+    else:
+        match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match.group(2).lower() not in _UNITS:
+            raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
+        unit = match.group(2).lower()
+        size = float(match.group(1)) * _UNITS[unit]
     if not unit and 0 < size < _LEAST_MEMORY_BYTES:
         raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
     if size >= _TOO_MANY_BYTES:
@@ -30,16 +38,6 @@ def parse_memory(value: int | float | str, *, name: str) -> int:
     if not size >= 1:  # this also refuses a NaN
         raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
     return int(size)
-
-
-def _read(value: int | float | str, name: str) -> tuple[float, str]:
-    """The bytes, as an int or float, and the unit that ``value`` names."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value, ""
-    match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match.group(2).lower() not in _UNITS:
-        raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
-    return float(match.group(1)) * _UNITS[match.group(2).lower()], match.group(2)
 
 
 def format_bytes(count: int | float) -> str:

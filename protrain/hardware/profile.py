@@ -195,11 +195,11 @@ class HardwareProfile(Record):
             d2h_gbps=min(self.d2h_gbps, dram_gbps),
             bidirectional_gbps=min(self.bidirectional_gbps, dram_gbps),
             host_dram_gbps=dram_gbps,
-            **self.host_adam_times(share),
+            **self.host_adam_scaled(share),
             **network,
         )
 
-    def host_adam_times(self, factor: float) -> dict[str, Any]:
+    def host_adam_scaled(self, factor: float) -> dict[str, Any]:
         """The rates of the host's AdamW that are known, by field, on a host that is faster by ``factor``."""
         rates = {name: getattr(self, name) for name in _HOST_ADAM_RATES}
         return {name: factor * rate for name, rate in rates.items() if rate is not None}

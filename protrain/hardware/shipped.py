@@ -70,7 +70,7 @@ def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwarePro
     if n_gpus == 1 or os.fspath(name_or_path).lower() not in _AS_RENTED:
         return profile
     host = next((host for most, host in _RENTED.items() if n_gpus <= most), _RENTED[max(_RENTED)])
-    rates = profile.host_adam_times(host["host_adam_gparams"] / profile.host_adam_gparams)
+    rates = profile.host_adam_scaled(host["host_adam_gparams"] / profile.host_adam_gparams)
     return replace(profile, **host | rates, composed=(*profile.composed, "host_dram_gbps", *rates))
 
 

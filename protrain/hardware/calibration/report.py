@@ -181,10 +181,8 @@ def differences(first: HardwareProfile, again: HardwareProfile) -> list[str]:
 
 
 def _values(profile: HardwareProfile) -> dict[str, float]:
-    figures: Sequence[tuple[str, float]] = [(figure.title, figure.median) for figure in profile.figures]
-    shares = [
-        (f"share of {name} in {' + '.join(group.activities)}", share)
+    return {figure.title: figure.median for figure in profile.figures} | {
+        f"share of {name} in {' + '.join(group.activities)}": share
         for group in profile.contention
         for name, share in zip(group.activities, group.shares, strict=True)
-    ]
-    return dict([*figures, *shares])
+    }
