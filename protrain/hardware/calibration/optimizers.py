@@ -14,7 +14,7 @@ from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
 ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
-_STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
+STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
@@ -67,7 +67,6 @@ def adam_figure(
     *,
     budget_s: float,
     at: str = "",
-    datasheet: float | None = None,
 ) -> Figure:
     """The rate at which ``update`` goes over ``chunks`` one after the other, in 1e9 parameters a second."""
 
@@ -76,9 +75,7 @@ def adam_figure(
             update(chunk)
 
     elements = sum(chunk.elements for chunk in chunks)
-    return measured(
-        name, update_all, device, elements / 1e9, "G param/s", budget_s=budget_s, at=at, datasheet=datasheet
-    )
+    return measured(name, update_all, device, elements / 1e9, "G param/s", budget_s=budget_s, at=at)
 
 
 def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
@@ -116,10 +113,7 @@ class StreamedChunk:
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
-    def figure(self, *, budget_s: float, link_gbps: float | None) -> Figure:
+    def figure(self, *, budget_s: float) -> Figure:
         """The rate of the steps, in 1e9 parameters a second."""
-        promised = None if link_gbps is None else link_gbps / _STREAMED_BYTES
         work = self.chunk.elements / 1e9
-        return measured(
-            "streamed AdamW", self.update, self.device, work, "G param/s", budget_s=budget_s, datasheet=promised
-        )
+        return measured("streamed AdamW", self.update, self.device, work, "G param/s", budget_s=budget_s)

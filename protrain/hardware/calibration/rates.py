@@ -56,10 +56,10 @@ class Products:
                 return
             before = now
 
-    def figure(self, *, budget_s: float, datasheet: float | None) -> Figure:
+    def figure(self, *, budget_s: float) -> Figure:
         """The rate of the products, in TFLOP/s."""
         work = 2 * self.width**3 / 1e12
-        return measured("matmul", self.run, self.device, work, "TFLOP/s", budget_s=budget_s, datasheet=datasheet)
+        return measured("matmul", self.run, self.device, work, "TFLOP/s", budget_s=budget_s)
 
     def load(self, seconds: float) -> None:
         """Queue about ``seconds`` of work on a GPU, without waiting for it."""
@@ -71,13 +71,13 @@ class Products:
         self.run(int(seconds / once_s))
 
 
-def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, datasheet: float | None) -> list[Figure]:
+def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float) -> list[Figure]:
     """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
     source, target = (random_tensor(size_bytes // 4, torch.float32, device) for _ in range(2))
     ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
-    moved, each_s = 2 * size_bytes, budget_s / 2
+    moved = 2 * size_bytes
     return [
-        measured("device copy", run, device, moved / 1e9, "GB/s", budget_s=each_s, at=way, datasheet=datasheet)
+        measured("device copy", run, device, moved / 1e9, "GB/s", budget_s=budget_s / 2, at=way)
         for way, run in ways.items()
     ]
 
@@ -102,7 +102,7 @@ def _random(device: torch.device, *shape: int) -> Tensor:
     return random_tensor(math.prod(shape), torch.bfloat16, device).view(shape)
 
 
-def flatten_figure(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
+def flatten_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure:
     """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
@@ -120,10 +120,10 @@ def flatten_figure(device: torch.device, hidden: int, *, budget_s: float, datash
         flatten(gradients, chunk, offsets, squares, starts)
 
     moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
-    return measured("flatten", run, device, moved / 1e9, "GB/s", budget_s=budget_s, datasheet=datasheet)
+    return measured("flatten", run, device, moved / 1e9, "GB/s", budget_s=budget_s)
 
 
-def pack_figure(device: torch.device, hidden: int, *, budget_s: float, datasheet: float | None) -> Figure:
+def pack_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure:
     """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
     tokens = hidden
     fused = _random(device, tokens, 3 * hidden)
@@ -140,4 +140,4 @@ def pack_figure(device: torch.device, hidden: int, *, budget_s: float, datasheet
         plan.pack(saved, buffer)
 
     moved = plan.unpacked_bytes + plan.packed_bytes
-    return measured("pack", run, device, moved / 1e9, "GB/s", budget_s=budget_s, datasheet=datasheet)
+    return measured("pack", run, device, moved / 1e9, "GB/s", budget_s=budget_s)

@@ -55,25 +55,22 @@ class Transfers:
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def figures(self, size_bytes: int, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
+    def figures(self, size_bytes: int, *, budget_s: float) -> list[Figure]:
         """The rates up, down and both ways at one size.
 
         Args:
             size_bytes: the size of one copy.
             budget_s: the time for all three rates.
-            link_gbps: what the link carries one way by its specification.
         """
         count = max(1, min(_IN_A_ROW_BYTES, self.size_bytes) // size_bytes)
-        twice = None if link_gbps is None else 2 * link_gbps
-        ways: list[tuple[str, Callable[[], None], int, float | None]] = [
-            ("h2d", lambda: self.up(size_bytes), size_bytes, link_gbps),
-            ("d2h", lambda: self.down(size_bytes), size_bytes, link_gbps),
-            ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes, twice),
+        ways: list[tuple[str, Callable[[], None], int]] = [
+            ("h2d", lambda: self.up(size_bytes), size_bytes),
+            ("d2h", lambda: self.down(size_bytes), size_bytes),
+            ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes),
         ]
         at, each_s = format_bytes(size_bytes), budget_s / 3
         return [
-            measured(name, run, self.device, moved / 1e9, "GB/s", budget_s=each_s, at=at, datasheet=promised)
-            for name, run, moved, promised in ways
+            measured(name, run, self.device, moved / 1e9, "GB/s", budget_s=each_s, at=at) for name, run, moved in ways
         ]
 
     def load(self, seconds: float) -> None:
