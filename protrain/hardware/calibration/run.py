@@ -162,16 +162,16 @@ class Calibration:
             torch_threads: how many threads torch was going to use.
         """
         self._device_alone()
-        pinned = [self._transfers()]
+        accepted = [self._transfers()]
         chunks = [AdamChunk.on(CPU, self.effort.adam_elements) for _ in range(self.effort.host_chunks)]
         self._host_alone(chunks[0], torch_threads=torch_threads)
         self._host_adam(chunks, _MOMENTS[0])
         self._optimizers_and_kernels()
         self._host_adam(chunks, _MOMENTS[1])
         collectives = self._collectives() if self.ranks.several else None
-        pinned.append(self._together(chunks, collectives))
+        accepted.append(self._together(chunks, collectives))
         self._host_adam(chunks, _MOMENTS[2])
-        self.warnings += [*host_warnings(self._at_moments(_WHOLE)), *pinning_warnings(pinned)]
+        self.warnings += [*host_warnings(self._at_moments(_WHOLE)), *pinning_warnings(accepted)]
         self._combine()
         if self._progress is not None:
             self._progress("done", 1.0)
@@ -270,9 +270,9 @@ class Calibration:
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
                 self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s))
 
-    def _all_have(self, pinned: bool) -> bool:
+    def _all_have(self, accepted: bool) -> bool:
         """Whether all ranks could pin their memory. They must go the same way, or would wait for each other."""
-        return all(self.ranks.all_values(pinned, "whether memory can be pinned"))
+        return all(self.ranks.all_values(accepted, "whether memory can be pinned"))
 
     def _together(self, chunks: Sequence[AdamChunk], collectives: Collectives | None) -> bool:
         together = Together(
