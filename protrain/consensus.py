@@ -8,10 +8,9 @@ from dataclasses import replace
 import torch
 
 from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.processes import local_processes, nodes_of
+from protrain.distributed.processes import nodes_of
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.collectives import Collectives
-from protrain.hardware.calibration.ranks import most_contended, slowest
+from protrain.hardware.calibration.ranks import Collectives, most_contended
 from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning.plan import Plan
@@ -33,8 +32,7 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     """
     if not ranks.several:
         return own
-    local = min(local_processes(), ranks.size)
-    share = replace(own.shared_by(local), world_size=ranks.size, n_nodes=nodes_of(ranks.size))
+    share = replace(own.shared_by(ranks.on_node), world_size=ranks.size, n_nodes=nodes_of(ranks.size))
     if device.type == "cuda" and not all(
         ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
     ):
@@ -55,9 +53,12 @@ def _least(rates_gbps: list[float | None]) -> float | None:
 
 
 def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
-    """``own`` with the rates of collectives, and with the shares that they and matrix products leave each other."""
+    """``own`` with the rates of collectives on this rank, and with the shares that they and matrix products keep.
+
+    The shares are the least of all ranks.
+    """
     collectives = Collectives(ranks, device, _MEASURED_BYTES)
-    figures = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
+    gather, exchange = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
     matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
     product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
 
@@ -85,7 +86,6 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
         kept(collectives.both, n_collectives, multiply, 4 * n_products),
     )
     own_group = Contention(activities=("matmul", "collective"), shares=shares)
-    gather, exchange = slowest(ranks.all_values(figures, _COLLECTIVES))
     return replace(
         own,
         all_gather_gbps=gather.median,

@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
@@ -57,7 +59,7 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     events = recorder.events()
     inside = optimizer.step_during_backward
     predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside)
-    events += _predicted_events(predicted.timeline, max(recorder.step_starts_us(), default=0.0))
+    events += _predicted_events(predicted.timeline, recorder.last_step_us)
     for event in events:
         if "ts" in event:
             event["ts"] -= base_us
@@ -92,7 +94,7 @@ class _Recorder:
         self._cuda = engine.device.type == "cuda"
         self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start and end
         self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
-        self._steps: list[Any] = []
+        self._last_step: Any = None  # when its forward began
         self._backward: tuple[str, Any] | None = None
         self._gradients_of: int | None = None  # the chunk whose gradients are being offloaded
         self._names = {}  # names of weights by their address in host memory
@@ -101,7 +103,7 @@ class _Recorder:
             # After a speculative update was committed, uploads read its weight.
             second = chunk.speculative
             if second is not None:
-                weight = second if isinstance(second, torch.Tensor) else second.weight
+                weight = second if isinstance(second, Tensor) else second.weight
                 self._names[weight.data_ptr()] = f"weights {chunk.index}"
 
     @contextmanager
@@ -112,19 +114,19 @@ class _Recorder:
         self._anchor, self._anchor_ns = self._stamp(), time.time_ns()
         engine.streams.synchronize()
         patches: dict[tuple[Any, str], Callable[..., Any]] = {
-            (engine, "begin_forward"): self._begin_forward(engine.begin_forward),
-            (engine, "run_unit"): self._run_unit(engine.run_unit),
-            (engine, "enter_backward"): self._enter_backward(engine.enter_backward),
-            (engine, "_leave_unit"): self._leave_unit(engine._leave_unit),
+            (engine, "begin_forward"): self._begin_forward,
+            (engine, "run_unit"): self._run_unit,
+            (engine, "enter_backward"): self._enter_backward,
+            (engine, "_leave_unit"): self._leave_unit,
         }
         if isinstance(engine.streams, CudaStreams):
-            patches[engine.streams, "_copy"] = self._copy(engine.streams._copy)
-            patches[engine.gradients, "_offload"] = self._offload(engine.gradients._offload)
+            patches[engine.streams, "_copy"] = self._copy
+            patches[engine.gradients, "_offload"] = self._offload
         if engine.ranks.several:
-            patches[engine.ranks, "gather"] = self._collective(GATHER, engine.ranks.gather)
-            patches[engine.ranks, "exchange"] = self._collective(REDUCE, engine.ranks.exchange)
+            patches[engine.ranks, "gather"] = partial(self._collective, GATHER)
+            patches[engine.ranks, "exchange"] = partial(self._collective, REDUCE)
         for (owner, name), function in patches.items():
-            vars(owner)[name] = function
+            vars(owner)[name] = partial(function, getattr(owner, name))
         workers = dict(zip(self._jobs, engine.step.updates.workers, strict=False))
         for lane, worker in workers.items():
             worker.times = self._jobs[lane]
@@ -136,9 +138,10 @@ class _Recorder:
             for worker in workers.values():
                 worker.times = None
 
-    def step_starts_us(self) -> list[float]:
-        """The times at which forwards began, in microseconds since 1970."""
-        return [self._us(stamp) for stamp in self._steps]
+    @property
+    def last_step_us(self) -> float:
+        """When the last forward began, in microseconds since 1970. It is 0 if there was none."""
+        return 0.0 if self._last_step is None else self._us(self._last_step)
 
     def events(self) -> list[dict[str, Any]]:
         """All spans as trace events."""
@@ -159,73 +162,56 @@ class _Recorder:
             return float(stamp / 1e3)
         return float(self._anchor_ns / 1e3 + self._anchor.elapsed_time(stamp) * 1e3)
 
-    def _begin_forward(self, original: Callable[[], None]) -> Callable[[], None]:
-        def begin_forward() -> None:
-            self._steps.append(self._stamp())
-            original()
+    # Each of the following stands in place of a method of the engine, which is ``original``.
 
-        return begin_forward
+    def _begin_forward(self, original: Callable[[], None]) -> None:
+        self._last_step = self._stamp()
+        original()
 
-    def _run_unit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def run_unit(unit: Unit, *rest: Any) -> Any:
-            start = self._stamp()
-            try:
-                return original(unit, *rest)
-            finally:
-                self._spans.append((GPU, f"forward {unit.label}", start, self._stamp()))
+    def _run_unit(self, original: Callable[..., Any], unit: Unit, *rest: Any) -> Any:
+        start = self._stamp()
+        try:
+            return original(unit, *rest)
+        finally:
+            self._spans.append((GPU, f"forward {unit.label}", start, self._stamp()))
 
-        return run_unit
+    def _enter_backward(self, original: Callable[[Frame], None], frame: Frame) -> None:
+        current = self._engine._current
+        original(frame)
+        if current is not frame.unit:
+            self._backward = (f"backward {frame.unit.label}", self._stamp())
 
-    def _enter_backward(self, original: Callable[[Frame], None]) -> Callable[[Frame], None]:
-        def enter_backward(frame: Frame) -> None:
-            current = self._engine._current
-            original(frame)
-            if current is not frame.unit:
-                self._backward = (f"backward {frame.unit.label}", self._stamp())
+    def _leave_unit(self, original: Callable[[], None]) -> None:
+        original()
+        if self._backward is not None:
+            name, start = self._backward
+            self._spans.append((GPU, name, start, self._stamp()))
+            self._backward = None
 
-        return enter_backward
+    def _offload(self, original: Callable[..., None], chunk: Chunk, *rest: Any) -> None:
+        self._gradients_of = chunk.index
+        try:
+            original(chunk, *rest)
+        finally:
+            self._gradients_of = None
 
-    def _leave_unit(self, original: Callable[[], None]) -> Callable[[], None]:
-        def leave_unit() -> None:
-            original()
-            if self._backward is not None:
-                name, start = self._backward
-                self._spans.append((GPU, name, start, self._stamp()))
-                self._backward = None
+    def _collective(self, lane: int, original: Callable[..., None], *arguments: Any) -> None:
+        start = self._stamp()  # on the stream of the collective, which is the current one
+        original(*arguments)
+        self._spans.append((lane, arguments[-1], start, self._stamp()))
 
-        return leave_unit
-
-    def _offload(self, original: Callable[..., None]) -> Callable[..., None]:
-        def offload(chunk: Chunk, *rest: Any) -> None:
-            self._gradients_of = chunk.index
-            try:
-                original(chunk, *rest)
-            finally:
-                self._gradients_of = None
-
-        return offload
-
-    def _collective(self, lane: int, original: Callable[..., None]) -> Callable[..., None]:
-        def collective(*arguments: Any) -> None:
-            start = self._stamp()  # on the stream of the collective, which is the current one
-            original(*arguments)
-            self._spans.append((lane, arguments[-1], start, self._stamp()))
-
-        return collective
-
-    def _copy(self, original: Callable[..., None]) -> Callable[..., None]:
-        def copy(stream: Any, target: torch.Tensor, source: torch.Tensor, after: Any, done: Any) -> None:
-            up = target.is_cuda
-            stream.wait_for(after)
-            start = self._stamp(stream.stream)
-            original(stream, target, source, after, done)
-            if up:
-                name = self._names.get(source.data_ptr(), "activations")
-            else:
-                name = "activations" if self._gradients_of is None else f"gradients {self._gradients_of}"
-            self._spans.append((UP if up else DOWN, name, start, self._stamp(stream.stream)))
-
-        return copy
+    def _copy(
+        self, original: Callable[..., None], stream: Any, target: Tensor, source: Tensor, after: Any, done: Any
+    ) -> None:
+        up = target.is_cuda
+        stream.wait_for(after)
+        start = self._stamp(stream.stream)
+        original(stream, target, source, after, done)
+        if up:
+            name = self._names.get(source.data_ptr(), "activations")
+        else:
+            name = "activations" if self._gradients_of is None else f"gradients {self._gradients_of}"
+        self._spans.append((UP if up else DOWN, name, start, self._stamp(stream.stream)))
 
 
 def _span(process: int, lane: int, name: str, start_us: float, end_us: float) -> dict[str, Any]:

@@ -197,7 +197,7 @@ def _device(device: str | torch.device | None) -> torch.device:
                 "device='cuda', but there is no CUDA GPU here: pass device='cpu', or install a CUDA build of torch"
             )
         found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-        if found.index is not None and found.index >= torch.cuda.device_count():
+        if found.index >= torch.cuda.device_count():
             raise ValueError(f"device={str(found)!r}, but there are {torch.cuda.device_count()} GPUs here")
     return found
 
@@ -258,7 +258,8 @@ def _check_placement(name: str, module: nn.Module, device: torch.device) -> None
         hooks += getattr(outer, "hooks", ())  # a SequentialHook has several
     for each in hooks:
         kinds = {cls.__name__ for cls in type(each).__mro__}
-        execution = _named_device(getattr(each, "execution_device", None))
+        named = getattr(each, "execution_device", None)  # a number is the index of a GPU
+        execution = None if named is None else torch.device(f"cuda:{named}" if isinstance(named, int) else named)
         if getattr(each, "offload", False) or "CpuOffload" in kinds:
             does = "fetches its weights from elsewhere in each forward"
         elif "LayerwiseCastingHook" in kinds:
@@ -273,11 +274,6 @@ def _check_placement(name: str, module: nn.Module, device: torch.device) -> None
             "protrain.empty_parameters() and pass weights=. Weights that were in memory before come back by "
             "accelerate.hooks.remove_hook_from_submodules(model), before the optimizer is made"
         )
-
-
-def _named_device(named: Any) -> torch.device | None:
-    """The device that accelerate's name for it means. A number is the index of a GPU."""
-    return None if named is None else torch.device(f"cuda:{named}" if isinstance(named, int) else named)
 
 
 def _is_same(one: torch.device, other: torch.device) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.common.host_memory import map_host_memory
+from protrain.common.host_memory import HostMapping
 
 MIB = 1024**2
 
@@ -32,7 +32,7 @@ def _mapping_of(address: int) -> dict[str, str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_it_is_private_there_at_once_and_not_inherited() -> None:
-    memory = map_host_memory(20 * MIB)
+    memory = HostMapping(20 * MIB).tensor()
     assert memory.dtype == torch.uint8
     assert memory.numel() == 20 * MIB
     assert not memory.any()
@@ -46,10 +46,10 @@ def test_it_is_private_there_at_once_and_not_inherited() -> None:
 
 
 def test_sizes_that_are_no_pages_and_nothing() -> None:
-    assert map_host_memory(5000).numel() == 5000
-    assert map_host_memory(0).numel() == 0
+    assert HostMapping(5000).tensor().numel() == 5000
+    assert HostMapping(0).tensor().numel() == 0
     with pytest.raises(MemoryError, match="cannot map 1024 TiB of host memory"):
-        map_host_memory(1 << 50)
+        HostMapping(1 << 50).tensor()
 
 
 _FORKS = """

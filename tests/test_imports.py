@@ -25,7 +25,6 @@ ALLOWED = {
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (
         *DATA,
-        "protrain.common.collectives",
         "protrain.common.host_memory",
         "protrain.distributed",
         "protrain_kernels",

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from protrain.common.quantities import format_bytes, parse_bytes, parse_memory
+from protrain.common.quantities import format_bytes, parse_memory
 
 
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        (123, 123),
+        (1234, 1234),
         (1.5e9, 1_500_000_000),
-        ("24", 24),
+        ("2400", 2400),
         ("100B", 100),
         ("1KiB", 1024),
         ("1kB", 1000),
@@ -30,7 +30,7 @@ from protrain.common.quantities import format_bytes, parse_bytes, parse_memory
     ],
 )
 def test_bytes_are_read(text: int | float | str, count: int) -> None:
-    assert parse_bytes(text) == count
+    assert parse_memory(text, name="host_memory") == count
 
 
 @pytest.mark.parametrize(
@@ -38,14 +38,14 @@ def test_bytes_are_read(text: int | float | str, count: int) -> None:
 )
 def test_what_is_no_size_is_named(wrong: Any) -> None:
     with pytest.raises(ValueError, match="host_memory must be a number of bytes or text like '24GiB', not ") as caught:
-        parse_bytes(wrong, name="host_memory")
+        parse_memory(wrong, name="host_memory")
     assert repr(wrong) in str(caught.value)
 
 
 @pytest.mark.parametrize("wrong", [0, -5, "0GiB", "0.5B", float("nan")])
 def test_a_size_is_more_than_nothing(wrong: float | str) -> None:
-    with pytest.raises(ValueError, match="size must be more than 0 bytes, like '24GiB', not "):
-        parse_bytes(wrong)
+    with pytest.raises(ValueError, match="host_memory must be more than 0 bytes, like '24GiB', not "):
+        parse_memory(wrong, name="host_memory")
 
 
 @pytest.mark.parametrize("wrong", [2**64, 2**60, "1048576TiB", "9" * 400, 1e300, float("inf")])

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from bench.planner.cases import Case
-from protrain.common.quantities import parse_bytes
+from protrain.common.quantities import parse_memory
 
 Result = TypeVar("Result")
 
@@ -38,4 +38,4 @@ def _bytes(case: Case, device_bytes: int) -> int:
     """The device memory that ``case`` may take."""
     if case.device_memory is None:
         return device_bytes
-    return min(device_bytes, parse_bytes(case.device_memory, name="device_memory") + _PROCESS_BYTES)
+    return min(device_bytes, parse_memory(case.device_memory, name="device_memory") + _PROCESS_BYTES)

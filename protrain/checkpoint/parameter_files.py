@@ -22,8 +22,7 @@ import torch
 
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
 from protrain.common.errors import CheckpointError
-from protrain.distributed.aside import Aside
-from protrain.distributed.processes import local_processes
+from protrain.distributed.agreement import Aside
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -39,7 +38,7 @@ def write_parameters(
     """
     prefix = f"state-{ranks.rank:05d}" if ranks.several else "state"
     # The ranks of a node share its memory.
-    writer = TensorWriter(scratch, prefix, FILE_BYTES // min(ranks.size, local_processes()))
+    writer = TensorWriter(scratch, prefix, FILE_BYTES // ranks.on_node)
     step = 0
     cuts: dict[str, dict[str, Any]] = {}
     for name, part in parts:

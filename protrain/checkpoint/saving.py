@@ -19,7 +19,7 @@ The first rank does all else alone: it makes the hidden folder, and when all ran
 disk, it writes the manifest and renames the folder.
 
 [Note: saves beside the training] ``async_save`` takes all that can change at once, and a thread of each rank writes it.
-The threads must not issue collectives, so what they say to each other is in ``protrain.distributed.aside.Aside``.
+The threads must not issue collectives, so what they say to each other is in ``protrain.distributed.agreement.Aside``.
 The next save, or a load, waits for them first, because it would take their hidden folder for one that was left behind.
 """
 
@@ -51,8 +51,7 @@ from protrain.checkpoint.tensor_files import sync, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError
 from protrain.common.quantities import format_bytes
-from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.aside import Aside
+from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 from protrain.optim.optimizer import ProTrainOptimizer

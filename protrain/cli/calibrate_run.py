@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from protrain.cli.signals import stop_requests
 from protrain.cli.together import together
 from protrain.common.progress import Progress, say
 from protrain.hardware.cache import Machine, cached
-from protrain.hardware.calibration import FULL_SECONDS, calibrate_twice, differences, report
+from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile
 from protrain_kernels.cache_folder import keeps_measurements
 
@@ -30,14 +31,13 @@ def run(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     with Progress(enabled=speaks).bar("measuring") as progress:
-        if args.repeat_check:
-            before, hardware = calibrate_twice(device, seconds=seconds, progress=progress)
-        else:
-            hardware = protrain.calibrate(device, seconds=seconds, progress=progress)
+        measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
+        before = measure(save=False) if args.repeat_check else None
+        hardware = measure()
     if not speaks:
         return
     emit(hardware, args, report(hardware))
-    if args.repeat_check:
+    if before is not None:
         say(f"protrain: {_repeated(differences(before, hardware))}")
     say(f"protrain: {_kept(hardware, device)}")
 

@@ -38,6 +38,7 @@ class HostMapping(mmap.mmap):
         MemoryError: the system has no such memory.
     """
 
+    _size_bytes: int  # may be 0, which the system does not map
     _pinned: list[tuple[int, torch.device]]  # the address and device of every pinned piece
 
     def __new__(cls, size_bytes: int) -> Self:
@@ -46,7 +47,7 @@ class HostMapping(mmap.mmap):
             mapped = super().__new__(cls, -1, max(size_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError) as error:
             raise MemoryError(f"cannot map {format_bytes(size_bytes)} of host memory: {error}") from None
-        mapped._pinned = []
+        mapped._size_bytes, mapped._pinned = size_bytes, []
         for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
             if hasattr(mmap, advice):  # only Linux has these
                 with contextlib.suppress(OSError):  # a kernel may be built without them
@@ -61,7 +62,7 @@ class HostMapping(mmap.mmap):
 
     def tensor(self) -> Tensor:
         """All of the memory as a 1-d uint8 tensor. The tensor, and every view of it, keeps the memory alive."""
-        return torch.frombuffer(self, dtype=torch.uint8)
+        return torch.frombuffer(self, dtype=torch.uint8)[: self._size_bytes]
 
     def pin(self, piece: Tensor, device: torch.device) -> None:
         """Register ``piece``, a tensor on this memory, with the CUDA driver for copies to and from ``device``."""
@@ -106,11 +107,6 @@ def register(memory: Tensor, device: torch.device) -> int:
         with contextlib.suppress(RuntimeError):
             torch.ones(1, device=device)
     return status
-
-
-def map_host_memory(size_bytes: int) -> Tensor:
-    """A 1-d uint8 tensor of ``size_bytes`` zeros in memory of a ``HostMapping``."""
-    return HostMapping(size_bytes).tensor()[:size_bytes]
 
 
 def _touch(piece: Tensor) -> None:

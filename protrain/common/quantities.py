@@ -16,36 +16,28 @@ _LEAST_MEMORY_BYTES = 1024  # a smaller number without a unit is probably meant 
 _TOO_MANY_BYTES = 1024**6  # the planner's arrays have 64 bits, and sums of sizes must fit too
 
 
-def parse_bytes(value: int | float | str, *, name: str = "size") -> int:
+def parse_memory(value: int | float | str, *, name: str) -> int:
     """The bytes in ``value``, which is a number of bytes or text like ``"24GiB"``.
 
     Raises:
-        ValueError: it is neither; the message names ``name``.
+        ValueError: it is neither, or a bare number that is too small to be bytes; the message names ``name``.
     """
-    size, _ = _read(value, name)
+    size: float
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        size, unit = value, ""
+    else:
+        match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match.group(2).lower() not in _UNITS:
+            raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
+        unit = match.group(2).lower()
+        size = float(match.group(1)) * _UNITS[unit]
+    if not unit and 0 < size < _LEAST_MEMORY_BYTES:
+        raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
     if size >= _TOO_MANY_BYTES:
         raise ValueError(f"{name} must be less than 1048576 TiB, like '24GiB', not {value!r}")
     if not size >= 1:  # this also refuses a NaN
         raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
     return int(size)
-
-
-def parse_memory(value: int | float | str, *, name: str) -> int:
-    """``parse_bytes`` for a size of memory. It refuses a bare number that is too small to be bytes."""
-    size, unit = _read(value, name)
-    if not unit and 0 < size < _LEAST_MEMORY_BYTES:
-        raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
-    return parse_bytes(value, name=name)
-
-
-def _read(value: int | float | str, name: str) -> tuple[float, str]:
-    """The bytes, as an int or float, and the unit that ``value`` names."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value, ""
-    match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match.group(2).lower() not in _UNITS:
-        raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
-    return float(match.group(1)) * _UNITS[match.group(2).lower()], match.group(2)
 
 
 def format_bytes(count: int | float) -> str:

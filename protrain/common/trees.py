@@ -90,22 +90,22 @@ def _collect(tree: Any, found: list[Tensor], seen: _Seen) -> None:
                 _collect(part, found, seen)
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
     """A copy of ``tree`` with each leaf replaced by ``function`` of it. Containers and objects in it are new.
 
-    Objects are copied with ``copy.copy``, so no constructor runs. An object for which ``whole`` is true is a leaf.
+    Objects are copied with ``copy.copy``, so no constructor runs.
 
     Raises:
         ValueError: an object that holds tensors cannot be copied.
     """
-    return _map((function, {}, whole), tree)
+    return _map((function, {}, _never), tree)
 
 
 def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
     """``tree`` itself if ``function`` returns every leaf unchanged; otherwise what ``map_leaves`` returns.
 
     Others may change the containers of ``tree`` later, and whoever has ``tree`` should see that. So it is copied only
-    if it must be.
+    if it must be. An object for which ``whole`` is true is a leaf.
     """
     same = True
 
@@ -115,7 +115,7 @@ def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable
         same = same and new is leaf
         return new
 
-    mapped = map_leaves(noted, tree, whole=whole)
+    mapped = _map((noted, {}, whole), tree)
     return tree if same else mapped
 
 

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import named_tensors
-from protrain.distributed.processes import local_processes
 from protrain.distributed.ranks import Ranks
 from protrain.distributed.watch import WAITING
 
@@ -50,7 +49,7 @@ def warn_of_copies(model: nn.Module, ranks: Ranks, *, host_bytes: int, is_limit:
     """
     if not ranks.several:
         return
-    own, count = _host_bytes(model), min(local_processes(), ranks.size)
+    own, count = _host_bytes(model), ranks.on_node
     total = own * count
     said = (
         f"each of the {count} processes on this machine holds the whole model in host memory, {format_bytes(total)} "
@@ -80,7 +79,7 @@ def warn_of_little_memory(
         plan_bytes: of host memory, for each rank.
         free_bytes: of host memory, on the node.
     """
-    count = min(local_processes(), ranks.size)
+    count = ranks.on_node
     beside = _OF_PINNED if device.type == "cuda" else 0.0
     needed, free = plan_bytes * count, free_bytes + _host_bytes(model) * count
     if needed * (1 + beside) <= free:
@@ -145,18 +144,14 @@ def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:
 
 
 def _checksum(batch: Any) -> int | None:
-    """A hash of all tensors in ``batch``. None: there are none."""
+    """A hash of all dense tensors in ``batch``. None: there are none."""
     found: int | None = None
-    for name, tensor in _dense(batch):
+    for name, tensor in named_tensors(batch):
+        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+            continue
         found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
         found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
-
-
-def _dense(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in named_tensors(batch):
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
-            yield name, tensor
 
 
 def _drops(module: nn.Module) -> bool:

@@ -16,20 +16,22 @@ def announced_processes() -> int:
     """The number of processes that train: of the default group, or that the environment announces (torchrun)."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    value = os.environ.get("WORLD_SIZE", "")
-    return int(value) if value.isdecimal() else 1
+    return _announced("WORLD_SIZE", 1)
 
 
 def local_rank() -> int:
     """The number of this process among those of its node, which is the number of its GPU."""
-    value = os.environ.get("LOCAL_RANK", "")
-    return int(value) if value.isdecimal() else 0
+    return _announced("LOCAL_RANK", 0)
 
 
 def local_processes() -> int:
     """The number of processes on this node, which share its host memory and its cores."""
-    value = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(value) if value.isdecimal() else announced_processes()
+    return _announced("LOCAL_WORLD_SIZE", announced_processes())
+
+
+def _announced(variable: str, default: int) -> int:
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else default
 
 
 def nodes_of(processes: int) -> int:

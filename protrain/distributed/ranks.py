@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from protrain.common.collectives import all_gather
 from protrain.common.errors import MisuseError
 from protrain.distributed.links import Links
+from protrain.distributed.processes import local_processes
 from protrain.distributed.watch import Watch, by_number, first_difference, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
@@ -50,7 +50,6 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
         self.received_bytes = 0  # of weights, from other ranks
@@ -60,7 +59,6 @@ class Ranks:
         self._communicators = _communicators(group)
         self._control = self._communicators.control
         self._watch = self._communicators.watch
-        self._members = self._communicators.members
 
     def use(self, device: torch.device) -> None:
         """Let tensors on ``device`` travel between the ranks. All ranks have a device of the same type.
@@ -79,12 +77,16 @@ class Ranks:
                 self.exchange(received.view(-1), sent.view(-1), [size_bytes] * self.size, what)
                 self.add_disjoint(sent, what)
             torch.cuda.synchronize(device)
-            self.received_bytes = self.sent_bytes = 0
 
     @property
     def several(self) -> bool:
         """Whether there is more than one rank."""
         return self.size > 1
+
+    @property
+    def on_node(self) -> int:
+        """How many of the ranks are on this node, whose host memory and cores they share."""
+        return min(local_processes(), self.size)
 
     # -- staying in step -----------------------------------------------------------------------------------------------
 
@@ -140,7 +142,7 @@ class Ranks:
         """
         self._watch.note(what, whole.nbytes)
         self.received_bytes += whole.nbytes - whole.nbytes // self.size
-        self._do(lambda: self._gathered(_bytes(whole), self._gathers))
+        self._all_gather(_bytes(whole), self._gathers)
 
     def exchange(self, received: Tensor, sent: Tensor, counts: Sequence[int], what: str) -> None:
         """Send the first ``counts[0]`` elements of ``sent`` to rank 0, the next to rank 1, and so on.
@@ -187,11 +189,11 @@ class Ranks:
         data = _pickled(value)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = data.numel()
-        self._all_gather(sizes.view(torch.uint8))
+        self._all_gather(sizes.view(torch.uint8), self._control)
         longest = int(sizes.max())
         every = torch.zeros(self.size * longest, dtype=torch.uint8)
         every[self.rank * longest :][: data.numel()] = data
-        self._all_gather(every)
+        self._all_gather(every, self._control)
         rows = every.view(self.size, longest)
         return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
@@ -230,17 +232,15 @@ class Ranks:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _all_gather(self, data: Tensor) -> None:
-        self._do(lambda: self._gathered(data, self._control))
-
-    def _gathered(self, data: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    def _all_gather(self, data: Tensor, group: dist.ProcessGroup) -> None:
         """Fill ``data``, of which each rank has its own part."""
         shard = data.numel() // self.size
-        return all_gather(data, data[self.rank * shard : (self.rank + 1) * shard], group, async_op=not data.is_cuda)
+        own = data[self.rank * shard : (self.rank + 1) * shard]
+        gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
+        self._do(lambda: gather(data, own, group=group, async_op=not data.is_cuda))
 
     def _broadcast(self, data: Tensor, source: int = 0) -> None:
-        group = self._control
-        self._do(lambda: dist.broadcast(data, self._members[source], group=group, async_op=True))
+        self._do(lambda: dist.broadcast(data, group=self._control, group_src=source, async_op=True))
 
     def _do(self, collective: Callable[[], dist.Work | None]) -> None:
         """Do ``collective``: wait for it on the host, or on a GPU let the current stream do it."""
@@ -261,7 +261,7 @@ class _Communicators:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.members = dist.get_process_group_ranks(group)
-        self._timeout = _timeout(group)
+        self._timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout  # of a collective
         self._groups: list[tuple[dist.ProcessGroup, str]] = []
         self._by_backend: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         self.control = self._new("gloo")
@@ -307,13 +307,6 @@ def _communicators(group: dist.ProcessGroup) -> _Communicators:
     if known is None or known.watch.is_out_of_step:
         known = _known[group] = _Communicators(group)
     return known
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    """How long collectives of ``group`` may take."""
-    options = group._get_backend(group._device_types[0]).options
-    timeout: timedelta = options._timeout
-    return timeout
 
 
 def _pickled(value: object) -> Tensor:

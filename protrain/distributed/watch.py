@@ -53,9 +53,9 @@ from protrain.distributed.links import Links
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
 WARN_S = 30.0  # a wait of so long brings a warning
+CALL_S = 8.0  # so does one for ranks that may not have made the call at all
 _ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
 _END_S = 10  # how long it may take to end after that
-CALL_S = 8.0  # so does one for ranks that may not have made the call at all
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU

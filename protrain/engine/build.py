@@ -92,6 +92,7 @@ def build_engine(
         gradient_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
         poison=debugging(),
     )
+    ranks.received_bytes = ranks.sent_bytes = 0  # what was timed before is no part of the training
     show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
     chunks = make_chunks(layout, plan, memory)
     named = dict(model.named_parameters())

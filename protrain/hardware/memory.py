@@ -7,42 +7,36 @@ import platform
 from collections.abc import Iterator
 from pathlib import Path
 
-_CGROUPS = Path("/sys/fs/cgroup")
+_ROOT = Path("/")  # of the files in which the system describes itself
 
 
-def available_host_bytes(root: Path = Path("/")) -> int:
+def available_host_bytes() -> int:
     """Memory that can be taken now: the least of what the system has available and what each control group leaves.
 
     Some virtual machines start with less memory than they grow to. ``host_memory=`` overrides this figure.
     """
-    rooms = [room for room in (_system_available(root), *_group_rooms(root)) if room is not None]
+    system = _field(_ROOT / "proc/meminfo", "MemAvailable:")  # in KiB
+    rooms = [] if system is None else [int(system.split()[0]) * 1024]
+    rooms += [room for group, is_first in _groups("memory") if (room := _room(group, is_first)) is not None]
     if not rooms:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(0, min(rooms))
 
 
-def usable_cores(root: Path = Path("/")) -> int:
+def usable_cores() -> int:
     """How many cores this process may keep busy, by its affinity and by the time that its control groups grant.
 
     With more threads than that, the system stops all of them for the rest of every tenth of a second.
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    granted = [cores for group, _ in _groups(root, "cpu") if (cores := _granted_cores(group)) is not None]
+    granted = [cores for group, _ in _groups("cpu") if (cores := _granted_cores(group)) is not None]
     return max(1, int(min([allowed, *granted])))
 
 
-def _system_available(root: Path) -> int | None:
-    text = _read(root / "proc/meminfo")
-    for line in (text or "").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
-
-
-def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Every control group above this process that may limit ``controller``, and whether it is of version 1."""
-    base = root / _CGROUPS.relative_to("/")
-    for line in (_read(root / "proc/self/cgroup") or "").splitlines():
+    base = _ROOT / "sys/fs/cgroup"
+    for line in (_read(_ROOT / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -52,15 +46,6 @@ def _groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
             group = group.parent
 
 
-def _group_rooms(root: Path) -> Iterator[int | None]:
-    """How much memory every control group above this process leaves."""
-    for group, is_first in _groups(root, "memory"):
-        if is_first:
-            yield _room(group, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            yield _room(group, "memory.max", "memory.current", "inactive_file")
-
-
 def _granted_cores(group: Path) -> float | None:
     """The cores that a group grants by a quota of time in every period, in either version. None means no limit."""
     both = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
@@ -68,13 +53,20 @@ def _granted_cores(group: Path) -> float | None:
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() and int(period) else None
 
 
-def _room(group: Path, limit: str, used: str, cache: str) -> int | None:
-    limit_text, used_text = _read(group / limit), _read(group / used)
-    if limit_text is None or used_text is None or not limit_text.strip().isdigit():  # "max" means no limit
+def _room(group: Path, is_first: bool) -> int | None:
+    """How much memory a group leaves, of version 1 if ``is_first``. None means no limit."""
+    limit = _read(group / ("memory.limit_in_bytes" if is_first else "memory.max"))
+    used = _read(group / ("memory.usage_in_bytes" if is_first else "memory.current"))
+    if limit is None or used is None or not limit.strip().isdigit():  # "max" means no limit
         return None
-    fields = (line.split() for line in (_read(group / "memory.stat") or "").splitlines())
-    reclaimable = next((int(field[1]) for field in fields if field[0] == cache), 0)
-    return int(limit_text) - int(used_text) + reclaimable
+    reclaimable = _field(group / "memory.stat", "total_inactive_file " if is_first else "inactive_file ")
+    return int(limit) - int(used) + int(reclaimable or 0)
+
+
+def _field(path: Path, name: str) -> str | None:
+    """What follows ``name`` on the first line that begins with it, or None where there is no such line."""
+    lines = (_read(path) or "").splitlines()
+    return next((line.removeprefix(name).strip() for line in lines if line.startswith(name)), None)
 
 
 def _read(path: Path) -> str | None:
@@ -84,9 +76,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def processor_name(root: Path = Path("/")) -> str:
+def processor_name() -> str:
     """The processor's model as the system names it, or its architecture where the system does not name it."""
-    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    named = _field(_ROOT / "proc/cpuinfo", "model name")
+    return named.removeprefix(":").strip() if named is not None else platform.processor() or platform.machine()

@@ -26,13 +26,9 @@ class GpuFacts:
 
 
 def gpu_facts(device: torch.device) -> GpuFacts | None:
-    """Facts of a CUDA ``device``, or None without NVIDIA's library or driver."""
-    # The card is named by its identifier, because CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML.
-    return card_facts(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-
-
-def card_facts(identifier: str) -> GpuFacts | None:
-    """Facts of the card with this identifier in NVIDIA's library, or None without the library, driver or card."""
+    """Facts of ``device``, or None if it is no GPU, or without NVIDIA's library or driver."""
+    if device.type != "cuda":
+        return None
     try:
         import pynvml
     except ImportError:
@@ -42,7 +38,8 @@ def card_facts(identifier: str) -> GpuFacts | None:
     except pynvml.NVMLError:
         return None
     try:
-        handle = pynvml.nvmlDeviceGetHandleByUUID(identifier)
+        # CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML, so the card is named by its identifier.
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         driver = pynvml.nvmlSystemGetDriverVersion()
         return GpuFacts(
             driver=driver if isinstance(driver, str) else driver.decode(),

@@ -55,6 +55,7 @@ class Contention(Record):
 
 
 _RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
+_HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
 # 1,778 on two and 2,544 on four H100s (NCCL 2.28, bench/results/h100/NOTES.md). Where all goes through host memory, the
@@ -182,10 +183,6 @@ class HardwareProfile(Record):
         """
         share = self.world_size / self.n_nodes / n_ranks
         dram_gbps = self.host_dram_gbps * share
-
-        def part(rate: float | None) -> float | None:
-            return None if rate is None else rate * share
-
         # What several machines have measured has the network in it already.
         network = {} if n_nodes == 1 or self.n_nodes > 1 else self._over_network(n_ranks, n_nodes)
         return replace(
@@ -198,12 +195,14 @@ class HardwareProfile(Record):
             d2h_gbps=min(self.d2h_gbps, dram_gbps),
             bidirectional_gbps=min(self.bidirectional_gbps, dram_gbps),
             host_dram_gbps=dram_gbps,
-            host_adam_gparams=self.host_adam_gparams * share,
-            host_adam_weight_gparams=part(self.host_adam_weight_gparams),
-            host_adam_narrow_gparams=part(self.host_adam_narrow_gparams),
-            host_adam_p20_gparams=part(self.host_adam_p20_gparams),
+            **self.host_adam_scaled(share),
             **network,
         )
+
+    def host_adam_scaled(self, factor: float) -> dict[str, Any]:
+        """The rates of the host's AdamW that are known, by field, on a host that is faster by ``factor``."""
+        rates = {name: getattr(self, name) for name in _HOST_ADAM_RATES}
+        return {name: factor * rate for name, rate in rates.items() if rate is not None}
 
     @property
     def collective_bytes(self) -> int:

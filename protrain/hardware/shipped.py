@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
+from typing import Any
 
 from protrain.hardware.profile import HardwareProfile
 
@@ -47,26 +48,17 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     return HardwareProfile.load(text)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Host:
-    """The host of a machine with several GPUs, for all of them together."""
-
-    gib: int
-    threads: int
-    dram_gbps: float
-    adam_gparams: float
-
-
-# By number of GPUs, machines with H100s or H200s as they are rented, with 90% of their memory. One GPU comes with an
-# eighth of a server, as h100.json and h200.json have it. AdamW is measured on two H200s (calibration-x2.json) and on
-# eight (compare-llama2-13b-8x2048-8gpus.json); that of four, and the DRAM of four and eight, lie in between or follow.
-_RENTED = {
-    2: _Host(gib=224, threads=32, dram_gbps=160.0, adam_gparams=5.6),
-    4: _Host(gib=460, threads=64, dram_gbps=200.0, adam_gparams=7.0),
-    8: _Host(gib=504, threads=128, dram_gbps=240.0, adam_gparams=8.4),
+_GIB = 1024**3
+# By number of GPUs, the hosts of machines with H100s or H200s as they are rented, with 90% of their memory. The names
+# are those of the profile's fields. One GPU comes with an eighth of a server, as h100.json and h200.json have it. AdamW
+# is measured on two H200s (calibration-x2.json) and on eight (compare-llama2-13b-8x2048-8gpus.json); that of four, and
+# the DRAM of four and eight, lie in between or follow.
+_RENTED: dict[int, dict[str, Any]] = {
+    2: {"host_bytes": 224 * _GIB, "cpu_threads": 32, "host_dram_gbps": 160.0, "host_adam_gparams": 5.6},
+    4: {"host_bytes": 460 * _GIB, "cpu_threads": 64, "host_dram_gbps": 200.0, "host_adam_gparams": 7.0},
+    8: {"host_bytes": 504 * _GIB, "cpu_threads": 128, "host_dram_gbps": 240.0, "host_adam_gparams": 8.4},
 }
 _AS_RENTED = ("h100", "h200")
-_HOST_RATES = ("host_adam_gparams", "host_adam_weight_gparams", "host_adam_p20_gparams")
 
 
 def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwareProfile:
@@ -78,15 +70,8 @@ def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwarePro
     if n_gpus == 1 or os.fspath(name_or_path).lower() not in _AS_RENTED:
         return profile
     host = next((host for most, host in _RENTED.items() if n_gpus <= most), _RENTED[max(_RENTED)])
-    faster = host.adam_gparams / profile.host_adam_gparams
-    return replace(
-        profile,
-        host_bytes=host.gib * 1024**3,
-        cpu_threads=host.threads,
-        host_dram_gbps=host.dram_gbps,
-        **{rate: faster * getattr(profile, rate) for rate in _HOST_RATES},
-        composed=(*profile.composed, "host_dram_gbps", *_HOST_RATES),
-    )
+    rates = profile.host_adam_scaled(host["host_adam_gparams"] / profile.host_adam_gparams)
+    return replace(profile, **host | rates, composed=(*profile.composed, "host_dram_gbps", *rates))
 
 
 def of_gpu(gpu_name: str) -> HardwareProfile | None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import protrain
 from protrain import beginning
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_bytes
+from protrain.common.quantities import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
 from tests.engine.harness import CKPT, Spec, adamw, wrap_under
@@ -69,7 +69,7 @@ def test_the_remedy_of_a_plan_error_works(
     assert found is not None
     memory[which] = found.group(1)
     protrain.wrap(model, adamw(model), example_batch=batch, device="cpu", progress=False, **memory)
-    assert parse_bytes(found.group(1)) < 1.01 * getattr(error, "needed_bytes", 0)
+    assert parse_memory(found.group(1), name="needed") < 1.01 * getattr(error, "needed_bytes", 0)
 
 
 def test_the_smaller_batch_of_a_plan_error_fits() -> None:

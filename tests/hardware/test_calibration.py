@@ -24,10 +24,11 @@ from protrain.hardware.calibration.optimizers import (
     thread_counts,
 )
 from protrain.hardware.calibration.rates import Products
-from protrain.hardware.calibration.run import decisive, rate_over_time
+from protrain.hardware.calibration.run import decisive, promised, rate_over_time
 from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
 from protrain.hardware.calibration.transfers import Transfers
+from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import Contention, Figure
 from protrain_kernels import padded
@@ -267,10 +268,18 @@ def test_a_rate_is_work_over_time() -> None:
     durations = durations_s(lambda: time.sleep(0.005), CPU, budget_s=0.05)
     assert len(durations) >= 5
     assert min(durations) >= 0.005
-    figure = figure_of("naps", [0.005, 0.004, 0.02], 10.0, "naps/s", at="here", datasheet=4000.0)
+    figure = figure_of("naps", [0.005, 0.004, 0.02], 10.0, "naps/s", at="here")
     assert figure.median == pytest.approx(2000.0)
     assert figure.p20 < figure.median < figure.p80
-    assert (figure.title, figure.unit, figure.datasheet) == ("naps, here", "naps/s", 4000.0)
+    assert (figure.title, figure.unit, figure.datasheet) == ("naps, here", "naps/s", None)
+
+
+def test_makers_promise_rates_of_memory_and_of_links() -> None:
+    assert promised(None, None) == {}
+    sheet = Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=3380)
+    of_card = {"matmul": 989, "device AdamW": 130, "device copy": 3380, "flatten": 3380, "pack": 3380}
+    assert promised(sheet, None) == of_card
+    assert promised(sheet, 56) == {**of_card, "h2d": 56, "d2h": 56, "both ways": 112, "streamed AdamW": 4}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int16, torch.uint8])
@@ -320,7 +329,7 @@ def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return [0.03] * 3
 
     monkeypatch.setattr(AdamChunk, "update", update)
-    monkeypatch.setattr("protrain.hardware.calibration.optimizers.durations_s", three_times_30_ms)
+    monkeypatch.setattr("protrain.hardware.calibration.timing.durations_s", three_times_30_ms)
     chunks = [AdamChunk.on(CPU, elements) for elements in (128, 256, 128)]
     figure = adam_figure("host AdamW", chunks, AdamChunk.update, CPU, budget_s=0.1)
     assert updated == [id(chunk) for chunk in chunks]
@@ -371,7 +380,7 @@ def test_a_gpu_is_measured() -> None:
 
 def test_copies_take_regions_of_the_hosts_memory_in_turn() -> None:
     transfers = Transfers(CPU, 4096, regions=3)
-    (sources, targets), (near, far) = transfers._host, transfers._far
+    sources, targets, (near, far) = transfers.host[:3], transfers.host[3:], transfers._far
     for source in (*sources, sources[0]):
         near.zero_()
         transfers.up()

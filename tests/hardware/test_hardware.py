@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import platform
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.hardware import HardwareProfile, detect, load, of_machine, shipped_names
+from protrain.hardware import HardwareProfile, detect, load, memory, of_machine, shipped_names
 from protrain.hardware.detect import assume
 from protrain.hardware.memory import available_host_bytes, usable_cores
 
@@ -163,15 +165,24 @@ def test_sizes_are_read_and_can_be_overridden() -> None:
         detect("meta")
 
 
-def _write(root: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+Write = Callable[[dict[str, str]], None]
 
 
-def test_the_least_control_group_counts(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    """Let a folder stand for the root of the system, and write files there."""
+    monkeypatch.setattr(memory, "_ROOT", tmp_path)
+
+    def run(files: dict[str, str]) -> None:
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+
+    return run
+
+
+def test_the_least_control_group_counts(write: Write) -> None:
+    write(
         {
             "proc/meminfo": "MemTotal: 99999999 kB\nMemAvailable: 8388608 kB\n",
             "proc/self/cgroup": "0::/outer/inner\n",
@@ -182,12 +193,11 @@ def test_the_least_control_group_counts(tmp_path: Path) -> None:
             "sys/fs/cgroup/outer/inner/memory.current": "7",
         },
     )
-    assert available_host_bytes(tmp_path) == 2 * GIB
+    assert available_host_bytes() == 2 * GIB
 
 
-def test_the_older_control_groups_count_too(tmp_path: Path) -> None:
-    _write(
-        tmp_path,
+def test_the_older_control_groups_count_too(write: Write) -> None:
+    write(
         {
             "proc/meminfo": "MemAvailable: 8388608 kB\n",
             "proc/self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/box\n",
@@ -196,7 +206,7 @@ def test_the_older_control_groups_count_too(tmp_path: Path) -> None:
             "sys/fs/cgroup/memory/box/memory.stat": "total_inactive_file 0\n",
         },
     )
-    assert available_host_bytes(tmp_path) == GIB - GIB // 4
+    assert available_host_bytes() == GIB - GIB // 4
 
 
 ALLOWED = usable_cores()
@@ -222,15 +232,23 @@ ALLOWED = usable_cores()
         ({"proc/self/cgroup": "0::/\n"}, ALLOWED),
     ],
 )
-def test_no_more_cores_than_control_groups_grant(tmp_path: Path, files: dict[str, str], cores: float) -> None:
-    _write(tmp_path, files)
-    assert usable_cores(tmp_path) == min(ALLOWED, int(cores))
+def test_no_more_cores_than_control_groups_grant(write: Write, files: dict[str, str], cores: float) -> None:
+    write(files)
+    assert usable_cores() == min(ALLOWED, int(cores))
 
 
-def test_without_control_groups_the_system_decides(tmp_path: Path) -> None:
-    _write(tmp_path, {"proc/meminfo": "MemAvailable: 1024 kB\n"})
-    assert available_host_bytes(tmp_path) == 1024**2
-    assert available_host_bytes(tmp_path / "nothing") > 0
+def test_without_control_groups_the_system_decides(write: Write) -> None:
+    write({})
+    assert available_host_bytes() > 1024**2, "all that there is, where the system does not say what is available"
+    write({"proc/meminfo": "MemAvailable: 1024 kB\n"})
+    assert available_host_bytes() == 1024**2
+
+
+def test_a_processor_is_named_as_the_system_names_it(write: Write) -> None:
+    write({})
+    assert memory.processor_name() in (platform.processor(), platform.machine())
+    write({"proc/cpuinfo": "processor\t: 0\nmodel name\t: A: processor\nmodel name\t: another\n"})
+    assert memory.processor_name() == "A: processor"
 
 
 @pytest.mark.gpu

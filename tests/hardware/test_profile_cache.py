@@ -12,7 +12,7 @@ import torch
 
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.cache import Machine, cached, store
-from protrain.hardware.calibration import calibrate_twice
+from protrain.hardware.calibration import calibrate
 from protrain.hardware.detect import assume
 from protrain_kernels.cache_folder import cache_folder
 
@@ -34,7 +34,9 @@ def _measured(machine: Machine) -> HardwareProfile:
 @pytest.mark.slow
 def test_detect_goes_by_what_was_calibrated_last(cache: Path) -> None:
     assert detect("cpu").source == "detected"
-    first, second = calibrate_twice("cpu", seconds=0.02)
+    first = calibrate("cpu", seconds=0.02, save=False)
+    assert not cache.exists()
+    second = calibrate("cpu", seconds=0.02)
     titles = [[figure.title for figure in profile.figures] for profile in (first, second)]
     assert titles[0] == titles[1]
     assert first.figures != second.figures

@@ -18,9 +18,8 @@ from protrain.consensus import of_all
 from protrain.distributed.joining import join
 from protrain.hardware import Contention, HardwareProfile, calibrate, detect
 from protrain.hardware.cache import Machine, cached, store
-from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import groups_on, units_per_second
-from protrain.hardware.calibration.ranks import most_contended, slowest
+from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.report import rank_warnings, report
 from protrain.hardware.detect import assume
@@ -119,7 +118,9 @@ def test_a_wrap_takes_what_as_many_ranks_have_measured_and_halves_what_one_has(t
 
 def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[str, float], int]:
     """The bytes in both halves of an exchanged and of a gathered tensor; rates of collectives beside naps on rank 0."""
-    collectives = Collectives(join(None), CPU, 3 * MIB + 1)
+    ranks = join(None)
+    ranks.use(CPU)
+    collectives = Collectives(ranks, CPU, 3 * MIB + 1)
     collectives._whole.fill_(rank + 1)
     collectives.exchange(MIB)
     exchanged = [half.unique().tolist() for half in collectives._received[:MIB].view(2, -1)]

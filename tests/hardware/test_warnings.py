@@ -18,10 +18,11 @@ from protrain.hardware.calibration.report import (
     thread_warnings,
 )
 from protrain.hardware.calibration.tensors import pinned
-from protrain.hardware.nvml import GpuFacts, card_facts
+from protrain.hardware.nvml import GpuFacts, gpu_facts
 from protrain.hardware.profile import Figure
 
-UUID = "GPU-0b1c"
+CARD = torch.device("cuda", 0)
+UUID = "0b1c"
 
 
 class FakeError(Exception):
@@ -37,7 +38,7 @@ def _fake(**answers: Callable[..., object]) -> types.ModuleType:
     module = types.ModuleType("pynvml")
 
     def handle(identifier: str) -> str:
-        if identifier != UUID:
+        if identifier != f"GPU-{UUID}":
             raise FakeError("no such card")
         return "handle"
 
@@ -62,9 +63,11 @@ def _fake(**answers: Callable[..., object]) -> types.ModuleType:
 def library(monkeypatch: pytest.MonkeyPatch) -> Callable[..., GpuFacts | None]:
     """Facts of the fake card, with other answers."""
 
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: types.SimpleNamespace(uuid=UUID))
+
     def facts(**answers: Callable[..., object]) -> GpuFacts | None:
         monkeypatch.setitem(sys.modules, "pynvml", _fake(**answers))
-        return card_facts(UUID)
+        return gpu_facts(CARD)
 
     return facts
 
@@ -111,7 +114,8 @@ def test_without_the_library_its_driver_or_the_card_nothing_is_known(
     assert library(nvmlInit=_refuse) is None
     assert library(nvmlDeviceGetHandleByUUID=_refuse) is None
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert card_facts(UUID) is None
+    assert gpu_facts(CARD) is None
+    assert gpu_facts(torch.device("cpu")) is None
     assert link_warnings(None) == clock_warnings(STEADY, None) == []
 
 

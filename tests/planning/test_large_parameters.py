@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_bytes
+from protrain.common.quantities import parse_memory
 from protrain.planning import search
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, check_search, random_machine, random_profile
@@ -46,9 +46,9 @@ def test_what_would_fit_is_named_where_nothing_does(seed: int) -> None:
         search(profile, hardware)
     amount, error = r"([\d.]+[KMG]iB)", str(caught.value)
     for text in re.findall(f"{amount} of device_memory|device_memory of at least {amount}", error):
-        enough = parse_bytes("".join(text))
+        enough = parse_memory("".join(text), name="enough")
         assert enough > hardware.device_bytes
         host_bytes = hardware.host_bytes
         if both := re.search(f"with host_memory of at least {amount}", error):
-            host_bytes = parse_bytes(both[1])
+            host_bytes = parse_memory(both[1], name="host")
         search(profile, replace(hardware, device_bytes=enough, host_bytes=host_bytes))

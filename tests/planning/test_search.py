@@ -14,7 +14,7 @@ import pytest
 
 from protrain import profiler
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_bytes
+from protrain.common.quantities import parse_memory
 from protrain.hardware import HardwareProfile
 from protrain.planning import (
     BlockMode,
@@ -94,7 +94,13 @@ def make_profile(
 
 def machine(device: int | str, host: int | str, **changes: Any) -> HardwareProfile:
     """An H100 with that much memory."""
-    return replace(H100, contention=(), device_bytes=parse_bytes(device), host_bytes=parse_bytes(host), **changes)
+    return replace(
+        H100,
+        contention=(),
+        device_bytes=parse_memory(device, name="device"),
+        host_bytes=parse_memory(host, name="host"),
+        **changes,
+    )
 
 
 def test_with_room_for_all_nothing_is_moved() -> None:
@@ -312,7 +318,7 @@ def test_infeasible_on_the_host_names_the_host_memory_that_fits() -> None:
     assert raised.value.where == "host"
     enough = str(raised.value).split("host_memory of at least ")[1].split(" ")[0]
     plan = search(traced, machine("3GiB", enough))
-    assert plan.host_bytes <= parse_bytes(enough)
+    assert plan.host_bytes <= parse_memory(enough, name="host")
 
 
 def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import statistics
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
+from protrain.hardware.calibration.ranks import Collectives
 from protrain.hardware.calibration.rates import Products
-from protrain.hardware.calibration.timing import Effort, spread_of
+from protrain.hardware.calibration.tensors import pinned
+from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
 from protrain_kernels import PADDING
@@ -146,7 +148,7 @@ def _rate(stamps: Sequence[float]) -> float:
     units = len(stamps) - 1
     step = max(1, units // _SLICES)
     rates = [step / (stamps[first + step] - stamps[first]) for first in range(0, units - step + 1, step)]
-    return spread_of(rates).median
+    return statistics.median(rates)
 
 
 class Together:
@@ -193,12 +195,12 @@ class Together:
     @contextlib.contextmanager
     def ready(self) -> Iterator[bool]:
         """Pin the host memory of copies inside the context. Yields whether that was possible."""
-        with contextlib.ExitStack() as stack:
-            accepted = stack.enter_context(self._copies.ready())
-            if self._streamed is not None:
-                accepted = stack.enter_context(self._streamed.ready()) and accepted
-            stack.callback(self._activities.clear)  # they refer to all of the memory, and to this object
-            yield accepted
+        streamed = () if self._streamed is None else self._streamed.chunk
+        with pinned(*self._copies.host, *streamed, device=self._device) as accepted:
+            try:
+                yield accepted
+            finally:
+                self._activities.clear()  # they refer to all of the memory, and to this object
 
     def measure(self, group: Collection[str], *, duration_s: float) -> None:
         """Run ``group`` together. It may be measured several times."""

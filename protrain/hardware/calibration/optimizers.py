@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
-from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
 
 ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
-_STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
+STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
@@ -68,7 +67,6 @@ def adam_figure(
     *,
     budget_s: float,
     at: str = "",
-    datasheet: float | None = None,
 ) -> Figure:
     """The rate at which ``update`` goes over ``chunks`` one after the other, in 1e9 parameters a second."""
 
@@ -76,14 +74,8 @@ def adam_figure(
         for chunk in chunks:
             update(chunk)
 
-    return figure_of(
-        name,
-        durations_s(update_all, device, budget_s=budget_s),
-        sum(chunk.elements for chunk in chunks) / 1e9,
-        "G param/s",
-        at=at,
-        datasheet=datasheet,
-    )
+    elements = sum(chunk.elements for chunk in chunks)
+    return measured(name, update_all, device, elements / 1e9, "G param/s", budget_s=budget_s, at=at)
 
 
 def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
@@ -104,7 +96,7 @@ def best_threads(by_threads: dict[int, Figure]) -> int:
 
 
 class StreamedChunk:
-    """States and gradient in pinned host memory, as in a step, which the device updates over the link.
+    """States and gradient in host memory, to be pinned as in a step, which the device updates over the link.
 
     They are as many as a whole chunk has. They go in pieces of about 5 million parameters. The first piece comes before
     anything is updated and the last one goes after, so a few pieces alone would be slower.
@@ -115,24 +107,13 @@ class StreamedChunk:
         self.chunk = AdamChunk.on(CPU, elements)
         self._staging = AdamStaging(device)
 
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[bool]:
-        """Pin states and gradient inside the context. Yields whether that was possible."""
-        with pinned(*self.chunk, device=self.device) as accepted:
-            yield accepted
-
     def update(self) -> None:
         """Queue one step on the current stream, which then waits for it."""
         done = streamed_adam(*self.chunk, _STEP, self._staging)
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
-    def figure(self, *, budget_s: float, link_gbps: float | None) -> Figure:
+    def figure(self, *, budget_s: float) -> Figure:
         """The rate of the steps, in 1e9 parameters a second."""
-        return figure_of(
-            "streamed AdamW",
-            durations_s(self.update, self.device, budget_s=budget_s),
-            self.chunk.elements / 1e9,
-            "G param/s",
-            datasheet=None if link_gbps is None else link_gbps / _STREAMED_BYTES,
-        )
+        work = self.chunk.elements / 1e9
+        return measured("streamed AdamW", self.update, self.device, work, "G param/s", budget_s=budget_s)

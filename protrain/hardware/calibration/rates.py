@@ -1,14 +1,22 @@
-"""The rates of device and host by themselves: matrix products, device memory and host memory."""
+"""The rates of device and host by themselves: matrix products, device memory, host memory, and the kernels of a step.
+
+These kernels move the gradients of a transformer block into a chunk, and its activations into a buffer.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
+from protrain.hardware.calibration.timing import Effort, durations_s, measured
 from protrain.hardware.profile import Figure
+from protrain_kernels import PackPlan, flatten, padded, tiles
 
 _SETTLED = 0.02  # the relative difference of two windows that agree
 _WINDOW_S = 0.25
@@ -43,15 +51,15 @@ class Products:
         """
         before = 0.0
         for _ in range(_MOST_WINDOWS):
-            now = spread_of(durations_s(self.run, self.device, budget_s=_WINDOW_S * time_share)).median
+            now = statistics.median(durations_s(self.run, self.device, budget_s=_WINDOW_S * time_share))
             if abs(now - before) < _SETTLED * now:
                 return
             before = now
 
-    def figure(self, *, budget_s: float, datasheet: float | None) -> Figure:
+    def figure(self, *, budget_s: float) -> Figure:
         """The rate of the products, in TFLOP/s."""
-        durations = durations_s(self.run, self.device, budget_s=budget_s)
-        return figure_of("matmul", durations, 2 * self.width**3 / 1e12, "TFLOP/s", datasheet=datasheet)
+        work = 2 * self.width**3 / 1e12
+        return measured("matmul", self.run, self.device, work, "TFLOP/s", budget_s=budget_s)
 
     def load(self, seconds: float) -> None:
         """Queue about ``seconds`` of work on a GPU, without waiting for it."""
@@ -63,22 +71,13 @@ class Products:
         self.run(int(seconds / once_s))
 
 
-def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float, datasheet: float | None) -> list[Figure]:
+def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float) -> list[Figure]:
     """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
-    source = random_tensor(size_bytes // 4, torch.float32, device)
-    target = (
-        torch.empty_like(source) if device.type == "cuda" else random_tensor(size_bytes // 4, torch.float32, device)
-    )
+    source, target = (random_tensor(size_bytes // 4, torch.float32, device) for _ in range(2))
     ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
+    moved = 2 * size_bytes
     return [
-        figure_of(
-            "device copy",
-            durations_s(run, device, budget_s=budget_s / 2),
-            2 * size_bytes / 1e9,
-            "GB/s",
-            at=way,
-            datasheet=datasheet,
-        )
+        measured("device copy", run, device, moved / 1e9, "GB/s", budget_s=budget_s / 2, at=way)
         for way, run in ways.items()
     ]
 
@@ -90,9 +89,55 @@ def dram_figures(size_bytes: int, *, budget_s: float) -> list[Figure]:
     first.
     """
     one, other, third = (random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3))
-    update = durations_s(lambda: one.mul_(1.0), CPU, budget_s=budget_s / 2)
-    triad = durations_s(lambda: torch.add(third, one, alpha=0.5, out=other), CPU, budget_s=budget_s / 2)
-    return [
-        figure_of("host DRAM", update, 2 * size_bytes / 1e9, "GB/s", at="update in place"),
-        figure_of("host DRAM", triad, 4 * size_bytes / 1e9, "GB/s", at="triad"),
+    ways: list[tuple[str, Callable[[], object], int]] = [
+        ("update in place", lambda: one.mul_(1.0), 2 * size_bytes),
+        ("triad", lambda: torch.add(third, one, alpha=0.5, out=other), 4 * size_bytes),
     ]
+    return [
+        measured("host DRAM", run, CPU, moved / 1e9, "GB/s", budget_s=budget_s / 2, at=way) for way, run, moved in ways
+    ]
+
+
+def _random(device: torch.device, *shape: int) -> Tensor:
+    return random_tensor(math.prod(shape), torch.bfloat16, device).view(shape)
+
+
+def flatten_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure:
+    """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
+    wide = hidden * 7 // 2 // 128 * 128
+    shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
+    gradients = [_random(device, *shape) for shape in shapes] + [_random(device, hidden) for _ in range(2)]
+    offsets, starts, end, partials = [], [], 0, 0
+    for gradient in gradients:
+        offsets.append(end)
+        starts.append(partials)
+        end += padded(gradient.numel())
+        partials += tiles(gradient.numel())
+    chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
+    squares = torch.empty(partials, device=device)
+
+    def run() -> None:
+        flatten(gradients, chunk, offsets, squares, starts)
+
+    moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
+    return measured("flatten", run, device, moved / 1e9, "GB/s", budget_s=budget_s)
+
+
+def pack_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure:
+    """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
+    tokens = hidden
+    fused = _random(device, tokens, 3 * hidden)
+    saved = [
+        *(_random(device, tokens, hidden) for _ in range(6)),
+        *fused.split(hidden, dim=1),
+        *(_random(device, tokens, 7 * hidden // 2) for _ in range(2)),
+        _random(device, tokens, hidden) > 0,
+    ]
+    plan = PackPlan(saved)
+    buffer = torch.empty(plan.packed_bytes, dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        plan.pack(saved, buffer)
+
+    moved = plan.unpacked_bytes + plan.packed_bytes
+    return measured("pack", run, device, moved / 1e9, "GB/s", budget_s=budget_s)

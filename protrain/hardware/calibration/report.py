@@ -17,6 +17,7 @@ _STILL_GROWING = 1.15  # the rate with all threads over the rate with half as ma
 _UNSTABLE = 1.10  # p80 over p20
 _HOST_UNSTABLE = 1.25  # p80 over p20 of the host's AdamW at several moments, which a quiet host keeps at 1.1
 _RANK_SLOWER = 0.9  # a rank's rate over that of the fastest rank
+_TOLERANCE = 0.05  # of two calibrations in a row
 _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 
 
@@ -167,23 +168,21 @@ def pinning_warnings(pinned: Iterable[bool]) -> list[str]:
     ]
 
 
-def differences(first: HardwareProfile, again: HardwareProfile, *, tolerance: float = 0.05) -> list[str]:
-    """A line for every figure in which two calibrations of one machine differ by more than ``tolerance``."""
+def differences(first: HardwareProfile, again: HardwareProfile) -> list[str]:
+    """A line for every figure in which two calibrations of one machine differ by more than 5%."""
     values = [_values(profile) for profile in (first, again)]
     lines = []
     for title, before in values[0].items():
         after = values[1].get(title, 0.0)
         change = abs(after - before) / max(min(before, after), 1e-12)
-        if change > tolerance:
+        if change > _TOLERANCE:
             lines.append(f"{title}: {before:.4g}, then {after:.4g} ({100 * (after / max(before, 1e-12) - 1):+.1f}%)")
     return lines
 
 
 def _values(profile: HardwareProfile) -> dict[str, float]:
-    figures: Sequence[tuple[str, float]] = [(figure.title, figure.median) for figure in profile.figures]
-    shares = [
-        (f"share of {name} in {' + '.join(group.activities)}", share)
+    return {figure.title: figure.median for figure in profile.figures} | {
+        f"share of {name} in {' + '.join(group.activities)}": share
         for group in profile.contention
         for name, share in zip(group.activities, group.shares, strict=True)
-    ]
-    return dict([*figures, *shares])
+    }

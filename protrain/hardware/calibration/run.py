@@ -12,22 +12,21 @@ from functools import partial
 import torch
 
 from protrain.distributed.joining import join
-from protrain.distributed.processes import announced_processes, local_processes, local_rank
+from protrain.distributed.processes import announced_processes, local_rank
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
-from protrain.hardware.calibration.collectives import Collectives
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.kernels import flatten_gbps, pack_gbps
 from protrain.hardware.calibration.optimizers import (
     ADAM_BYTES,
+    STREAMED_BYTES,
     AdamChunk,
     StreamedChunk,
     adam_figure,
     best_threads,
     thread_counts,
 )
-from protrain.hardware.calibration.ranks import most_contended, slowest
-from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures
+from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
+from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures, flatten_figure, pack_figure
 from protrain.hardware.calibration.report import (
     clock_warnings,
     host_warnings,
@@ -37,10 +36,10 @@ from protrain.hardware.calibration.report import (
     size_warnings,
     thread_warnings,
 )
-from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, one_core_taken
 from protrain.hardware.calibration.transfers import Transfers
-from protrain.hardware.datasheet import of_card, pcie_gbps
+from protrain.hardware.datasheet import Datasheet, of_card, pcie_gbps
 from protrain.hardware.detect import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.nvml import gpu_facts
@@ -90,14 +89,14 @@ def calibrate(
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        machine, sharing = Machine.of(target), min(local_processes(), ranks.size)
-        threads = max(1, usable_cores() // sharing)
+        machine = Machine.of(target)
+        threads = max(1, usable_cores() // ranks.on_node)
         before = torch.get_num_threads()
         stack.callback(torch.set_num_threads, before)
         torch.set_num_threads(threads)
         effort = Effort(
             seconds=seconds,
-            host_room_bytes=base.host_bytes // sharing,
+            host_room_bytes=base.host_bytes // ranks.on_node,
             device_room_bytes=base.device_bytes,
         )
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
@@ -108,17 +107,6 @@ def calibrate(
             store(profile, machine)
         ranks.all_values(None, "the end of the calibration")  # a rank that looks for the profile now will find it
     return profile
-
-
-def calibrate_twice(
-    device: torch.device | str | None = None, *, seconds: float = FULL_SECONDS, progress: Progress | None = None
-) -> tuple[HardwareProfile, HardwareProfile]:
-    """Calibrate twice in a row and keep the second profile. ``differences`` says how far the two can be trusted.
-
-    The arguments are those of ``calibrate``. ``progress`` counts to 1 twice.
-    """
-    first = calibrate(device, seconds=seconds, save=False, progress=progress)
-    return first, calibrate(device, seconds=seconds, progress=progress)
 
 
 def resolved(device: torch.device | str | None) -> torch.device:
@@ -145,11 +133,6 @@ class Calibration:
         self.warnings = size_warnings(effort)
         self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # one_core_taken takes the one core
         self._adam_threads = threads
-        sheet = of_card(torch.cuda.get_device_name(device)) if self.on_gpu else None
-        self._matmul_tflops = None if sheet is None else sheet.matmul_tflops  # what the maker promises
-        self._memory_gbps = None if sheet is None else sheet.memory_gbps
-        idle = gpu_facts(device) if self.on_gpu else None
-        self._link_gbps = None if idle is None else pcie_gbps(idle.pcie_generation_max, idle.pcie_width_max)
         self._products = Products(device, effort)
         self._progress = progress
         self._done_s = 0.0
@@ -179,22 +162,27 @@ class Calibration:
             torch_threads: how many threads torch was going to use.
         """
         self._device_alone()
-        pinned = [self._transfers()]
+        accepted = [self._transfers()]
         chunks = [AdamChunk.on(CPU, self.effort.adam_elements) for _ in range(self.effort.host_chunks)]
         self._host_alone(chunks[0], torch_threads=torch_threads)
         self._host_adam(chunks, _MOMENTS[0])
         self._optimizers_and_kernels()
         self._host_adam(chunks, _MOMENTS[1])
         collectives = self._collectives() if self.ranks.several else None
-        pinned.append(self._together(chunks, collectives))
+        accepted.append(self._together(chunks, collectives))
         self._host_adam(chunks, _MOMENTS[2])
-        self.warnings += [*host_warnings(self._at_moments(_WHOLE)), *pinning_warnings(pinned)]
+        self.warnings += [*host_warnings(self._at_moments(_WHOLE)), *pinning_warnings(accepted)]
         self._combine()
         if self._progress is not None:
             self._progress("done", 1.0)
 
     def _combine(self) -> None:
-        """Make what all ranks have found the figures, groups and warnings of this one."""
+        """Make what all ranks have found the figures, groups and warnings of this one, beside what makers promise."""
+        facts = gpu_facts(self.device)
+        link_gbps = None if facts is None else pcie_gbps(facts.pcie_generation_max, facts.pcie_width_max)
+        sheet = of_card(torch.cuda.get_device_name(self.device)) if self.on_gpu else None
+        known = promised(sheet, link_gbps)
+        self.figures = [replace(figure, datasheet=known.get(figure.name)) for figure in self.figures]
         found = self.ranks.all_values((self.figures, self.contention, self.warnings), "what was measured")
         of_ranks, groups, warnings = zip(*found, strict=True)
         self.figures, self.contention = slowest(of_ranks), most_contended(groups)
@@ -206,24 +194,22 @@ class Calibration:
     def _device_alone(self) -> None:
         with self._stage("matrix products", _MATMUL_S) as budget_s:
             self._products.settle(time_share=min(1.0, self.effort.time))
-            matmul = self._products.figure(budget_s=budget_s / 2, datasheet=self._matmul_tflops)
+            matmul = self._products.figure(budget_s=budget_s / 2)
             self._products.load(_LOADED_S)
-            self.warnings += clock_warnings(matmul, gpu_facts(self.device) if self.on_gpu else None)
+            self.warnings += clock_warnings(matmul, gpu_facts(self.device))
             self.figures.append(matmul)
         with self._stage("device memory", _COPY_S) as budget_s:
-            size = self.effort.tensor_bytes
-            self.figures += copy_figures(self.device, size, budget_s=budget_s, datasheet=self._memory_gbps)
+            self.figures += copy_figures(self.device, self.effort.tensor_bytes, budget_s=budget_s)
 
     def _transfers(self) -> bool:
         sizes = self.effort.transfer_bytes
         transfers = Transfers(self.device, max(sizes))
-        with transfers.ready() as accepted:
+        with pinned(*transfers.host, device=self.device) as accepted:
             for size in sizes:
                 with self._stage("copies between host and device", _TRANSFERS_S / len(sizes)) as budget_s:
-                    self.figures += transfers.figures(size, budget_s=budget_s, link_gbps=self._link_gbps)
-            if self.on_gpu:
-                transfers.load(_LOADED_S)
-                self.warnings += link_warnings(gpu_facts(self.device))
+                    self.figures += transfers.figures(size, budget_s=budget_s)
+            transfers.load(_LOADED_S)
+            self.warnings += link_warnings(gpu_facts(self.device))
         return accepted
 
     def _host_alone(self, chunk: AdamChunk, *, torch_threads: int) -> None:
@@ -271,27 +257,22 @@ class Calibration:
     def _optimizers_and_kernels(self) -> None:
         with self._stage("AdamW on the device", _ADAM_S) as budget_s:
             chunk = AdamChunk.on(self.device, self.effort.adam_elements)
-            promised = None if self._memory_gbps is None else self._memory_gbps / ADAM_BYTES
-            figure = adam_figure(
-                "device AdamW", [chunk], AdamChunk.update, self.device, budget_s=budget_s, datasheet=promised
-            )
-            self.figures.append(figure)
+            self.figures.append(adam_figure("device AdamW", [chunk], AdamChunk.update, self.device, budget_s=budget_s))
             del chunk
         if self.on_gpu:
             with self._stage("AdamW on the device, states on the host", _STREAMED_S) as budget_s:
                 streamed = StreamedChunk(self.device, self.effort.adam_elements)
-                with streamed.ready() as accepted:
+                with pinned(*streamed.chunk, device=self.device) as accepted:
                     if self._all_have(accepted):
-                        self.figures.append(streamed.figure(budget_s=budget_s, link_gbps=self._link_gbps))
+                        self.figures.append(streamed.figure(budget_s=budget_s))
                 del streamed
-        for kernel in (flatten_gbps, pack_gbps):
+        for kernel in (flatten_figure, pack_figure):
             with self._stage("flatten and pack", _KERNEL_S) as budget_s:
-                hidden, promised = self.effort.hidden, self._memory_gbps
-                self.figures.append(kernel(self.device, hidden, budget_s=budget_s, datasheet=promised))
+                self.figures.append(kernel(self.device, self.effort.hidden, budget_s=budget_s))
 
-    def _all_have(self, pinned: bool) -> bool:
+    def _all_have(self, accepted: bool) -> bool:
         """Whether all ranks could pin their memory. They must go the same way, or would wait for each other."""
-        return all(self.ranks.all_values(pinned, "whether memory can be pinned"))
+        return all(self.ranks.all_values(accepted, "whether memory can be pinned"))
 
     def _together(self, chunks: Sequence[AdamChunk], collectives: Collectives | None) -> bool:
         together = Together(
@@ -307,6 +288,7 @@ class Calibration:
 
     def _collectives(self) -> Collectives:
         sizes = self.effort.transfer_bytes
+        self.ranks.use(self.device)
         collectives = Collectives(self.ranks, self.device, max(sizes))
         for size in sizes:
             with self._stage("collectives", _COLLECTIVE_S) as budget_s:
@@ -346,6 +328,23 @@ class Calibration:
             figures=tuple(self.figures),
             warnings=tuple(self.warnings),
         )
+
+
+def promised(sheet: Datasheet | None, link_gbps: float | None) -> dict[str, float]:
+    """What makers promise of the figures with these names, in their units, as far as it is known.
+
+    Args:
+        sheet: of the card.
+        link_gbps: what its link carries one way by its specification.
+    """
+    found: dict[str, float] = {}
+    if sheet is not None:
+        found |= {"matmul": sheet.matmul_tflops, "device AdamW": sheet.memory_gbps / ADAM_BYTES}
+        found |= dict.fromkeys(("device copy", "flatten", "pack"), sheet.memory_gbps)
+    if link_gbps is not None:
+        found |= {"h2d": link_gbps, "d2h": link_gbps, "both ways": 2 * link_gbps}
+        found["streamed AdamW"] = link_gbps / STREAMED_BYTES
+    return found
 
 
 def rate_over_time(moments: Sequence[Figure]) -> float:

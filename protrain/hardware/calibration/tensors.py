@@ -8,38 +8,33 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from protrain.common.host_memory import map_host_memory, register
+from protrain.common.host_memory import HostMapping, register
 
 CPU = torch.device("cpu")
 _RANDOM_BLOCK = 1 << 20  # elements that repeat, because drawing gigabytes of random numbers takes longer than measuring
 
 
-def fill_random(tensor: Tensor, *, positive: bool = False) -> Tensor:
-    """Fill a 1-d ``tensor`` in place with normal floats or uniform integers. Returns it.
-
-    Zeros would cost less power and let the device clock higher, and a memory controller may treat them specially.
-    """
-    size = min(tensor.numel(), _RANDOM_BLOCK)
-    if tensor.dtype.is_floating_point:
-        block = torch.randn(size, device=tensor.device)
-        block = (block.abs() if positive else block).to(tensor.dtype)
-    else:
-        limits = torch.iinfo(tensor.dtype)
-        block = torch.randint(limits.min, limits.max + 1, (size,), dtype=tensor.dtype, device=tensor.device)
-    for first in range(0, tensor.numel(), _RANDOM_BLOCK):
-        piece = tensor[first : first + _RANDOM_BLOCK]
-        piece.copy_(block[: piece.numel()])
-    return tensor
-
-
 def random_tensor(elements: int, dtype: torch.dtype, device: torch.device, *, positive: bool = False) -> Tensor:
-    """A random 1-d tensor. On the host it lies in memory of ``protrain.common.host_memory.map_host_memory``."""
-    empty = (
-        map_host_memory(elements * dtype.itemsize).view(dtype)
+    """A 1-d tensor of normal floats or uniform integers.
+
+    On the host it lies in a ``HostMapping``, as in the engine. Zeros would cost less power and let the device clock
+    higher, and a memory controller may treat them specially.
+    """
+    size = min(elements, _RANDOM_BLOCK)
+    if dtype.is_floating_point:
+        block = torch.randn(size, device=device)
+        block = (block.abs() if positive else block).to(dtype)
+    else:
+        limits = torch.iinfo(dtype)
+        block = torch.randint(limits.min, limits.max + 1, (size,), dtype=dtype, device=device)
+    tensor = (
+        HostMapping(elements * dtype.itemsize).tensor().view(dtype)
         if device.type == "cpu"
         else torch.empty(elements, dtype=dtype, device=device)
     )
-    return fill_random(empty, positive=positive)
+    for piece in tensor.split(_RANDOM_BLOCK):
+        piece.copy_(block[: piece.numel()])
+    return tensor
 
 
 @contextlib.contextmanager

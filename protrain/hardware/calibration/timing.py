@@ -135,10 +135,8 @@ def batch_s(run: Callable[[], object], device: torch.device, runs: int) -> float
     return (time.perf_counter() - begin) / runs
 
 
-def figure_of(
-    name: str, durations: Sequence[float], work: float, unit: str, *, at: str = "", datasheet: float | None = None
-) -> Figure:
-    """The rate at which ``work`` was done.
+def figure_of(name: str, durations: Sequence[float], work: float, unit: str, *, at: str = "") -> Figure:
+    """The rate at which ``work`` was done, without what the maker promises.
 
     Args:
         name: what was measured.
@@ -146,13 +144,26 @@ def figure_of(
         work: what one sample does, in ``unit`` times seconds.
         unit: of the rate: "GB/s", "TFLOP/s", "G param/s".
         at: the size, the number of threads or the way, where there are several.
-        datasheet: what the maker promises, in ``unit``.
     """
     rates = spread_of([work / max(seconds, 1e-12) for seconds in durations])
     mean = work * len(durations) / max(sum(durations), 1e-12)
     return Figure(
-        name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=datasheet, mean=mean
+        name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=None, mean=mean
     )
+
+
+def measured(
+    name: str,
+    run: Callable[[], object],
+    device: torch.device,
+    work: float,
+    unit: str,
+    *,
+    budget_s: float,
+    at: str = "",
+) -> Figure:
+    """The rate at which ``run`` does ``work``. The arguments are those of ``durations_s`` and of ``figure_of``."""
+    return figure_of(name, durations_s(run, device, budget_s=budget_s), work, unit, at=at)
 
 
 @contextlib.contextmanager

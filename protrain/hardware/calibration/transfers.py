@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from protrain.common.quantities import format_bytes
-from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
-from protrain.hardware.calibration.timing import durations_s, figure_of
+from protrain.hardware.calibration.tensors import CPU, random_tensor
+from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
 
 _IN_A_ROW_BYTES = 64 * 1024**2  # small copies follow each other, so that starting and joining two streams costs nothing
@@ -28,18 +27,13 @@ class Transfers:
 
     def __init__(self, device: torch.device, size_bytes: int, *, regions: int = 1) -> None:
         self.device = device
-        self._host = [[random_tensor(size_bytes, torch.uint8, CPU) for _ in range(regions)] for _ in range(2)]
-        self._sources, self._targets = map(itertools.cycle, self._host)
+        sources, targets = ([random_tensor(size_bytes, torch.uint8, CPU) for _ in range(regions)] for _ in range(2))
+        self.host = (*sources, *targets)  # to be pinned while anything is copied
+        self._sources, self._targets = itertools.cycle(sources), itertools.cycle(targets)
         self._far = [random_tensor(size_bytes, torch.uint8, device) for _ in range(2)]
         on_gpu = device.type == "cuda"
         self._streams = [torch.cuda.Stream(device) if on_gpu else None for _ in range(2)]
         self.size_bytes = size_bytes
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[bool]:
-        """Pin the host memory inside the context. Yields whether that was possible."""
-        with pinned(*itertools.chain(*self._host), device=self.device) as accepted:
-            yield accepted
 
     def up(self, size_bytes: int | None = None) -> None:
         """Queue a copy to the device."""
@@ -61,31 +55,22 @@ class Transfers:
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def figures(self, size_bytes: int, *, budget_s: float, link_gbps: float | None) -> list[Figure]:
+    def figures(self, size_bytes: int, *, budget_s: float) -> list[Figure]:
         """The rates up, down and both ways at one size.
 
         Args:
             size_bytes: the size of one copy.
             budget_s: the time for all three rates.
-            link_gbps: what the link carries one way by its specification.
         """
         count = max(1, min(_IN_A_ROW_BYTES, self.size_bytes) // size_bytes)
-        twice = None if link_gbps is None else 2 * link_gbps
-        ways: list[tuple[str, Callable[[], None], int, float | None]] = [
-            ("h2d", lambda: self.up(size_bytes), size_bytes, link_gbps),
-            ("d2h", lambda: self.down(size_bytes), size_bytes, link_gbps),
-            ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes, twice),
+        ways: list[tuple[str, Callable[[], None], int]] = [
+            ("h2d", lambda: self.up(size_bytes), size_bytes),
+            ("d2h", lambda: self.down(size_bytes), size_bytes),
+            ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes),
         ]
+        at, each_s = format_bytes(size_bytes), budget_s / 3
         return [
-            figure_of(
-                name,
-                durations_s(run, self.device, budget_s=budget_s / 3),
-                moved / 1e9,
-                "GB/s",
-                at=format_bytes(size_bytes),
-                datasheet=promised,
-            )
-            for name, run, moved, promised in ways
+            measured(name, run, self.device, moved / 1e9, "GB/s", budget_s=each_s, at=at) for name, run, moved in ways
         ]
 
     def load(self, seconds: float) -> None:
