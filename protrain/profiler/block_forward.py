@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common.caches import copied, is_cache, tensors_of
-from protrain.common.parameters import made_of
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.module_state import BlockModules
@@ -22,7 +21,7 @@ from protrain.profiler.memory_meter import Meter
 from protrain.profiler.operations import Operations
 from protrain.profiler.restored_model import snapshot
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
+from protrain.profiler.storages import allocated_bytes, memory_in, storage_key, storages_in
 
 
 @dataclass
@@ -53,7 +52,7 @@ def run_apart(block: BlockModules, device: torch.device, weights: StandInWeights
         before, known = block.called(), weights.storages()
     put_back = snapshot(block.module, device)
     with before.again():
-        yield known.union(map(storage_key, memory_in([*block.module.buffers()])))
+        yield known.union(storages_in([*block.module.buffers()]))
     put_back()
     with weights.unobserved():  # the copies are freed
         del before
@@ -113,7 +112,7 @@ def _measure(
     not_only_bools: set[StorageWeakRef] = set()
     for tensor in tensors_in((args, kwargs)):
         if tensor.grad_fn is not None:  # leaves out masks, and tensors that the caller holds anyway
-            use.inputs |= {storage_key(part): allocated_bytes(part) for part in memory_in(tensor)}
+            use.inputs |= storages_in(tensor)
     given = memory_in((args, kwargs))
     cached: list[Tensor] = []
 
@@ -128,10 +127,10 @@ def _measure(
     copies = {
         storage_key(copy): storage_key(tensor) for copy, tensor in zip(memory_in((args, kwargs)), given, strict=True)
     }
-    known = {*copies, *map(storage_key, memory_in(cached))}
+    known = {*copies, *storages_in(cached)}
 
     def pack(tensor: Tensor) -> Tensor:
-        for part in made_of(tensor).values():
+        for part in memory_in(tensor):
             key = storage_key(part)
             if key in copies:
                 use.saved_inputs.add(copies[key])

@@ -40,7 +40,7 @@ from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.parameter_uses import Uses
 from protrain.profiler.segments import Segment, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import memory_in, storage_key
+from protrain.profiler.storages import memory_in, storage_key, storages_in
 
 
 @dataclass(eq=False)
@@ -145,7 +145,7 @@ class Step:
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
             uses = Uses(self._weights.index, self.used, self._differentiates)
             # a forward may add tensors to its arguments, so they are listed before
-            given = self._constants | {storage_key(tensor) for tensor in memory_in((args, kwargs))}
+            given = self._constants.union(storages_in((args, kwargs)))
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
@@ -158,7 +158,7 @@ class Step:
             self._close()
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
-        self.kept_until_backward.update(map(storage_key, memory_in(tensor)))
+        self.kept_until_backward.update(storages_in(tensor))
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     # -- segments
