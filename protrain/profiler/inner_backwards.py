@@ -27,7 +27,6 @@ class InnerBackwards:
         self._blocks = blocks
         self._outer = outer
         self._weights = weights
-        self._held: set[int] = set()  # parameters held by a graph of gradients
 
     def reached(self, unit: str, active: Iterable[str], *, lasting: bool) -> None:
         """Fill the weights of ``unit`` for an inner backward. Its forward is over; its graph keeps them if ``lasting``.
@@ -45,10 +44,7 @@ class InnerBackwards:
                 "itself computes"
             )
         if lasting:
-            self._weights.keep(self._blocks[unit])
-            held = {*self._blocks[unit], *self._outer} - self._held
-            self._held |= held
-            self._weights.count(held)
+            self._weights.hold({*self._blocks[unit], *self._outer})
         else:
             if unit != self.filled_block:
                 self.empty_block()

@@ -111,7 +111,7 @@ def _traced(
         rewind = snapshot(model, device)
         owned = _owned(model, find_units(model, blocks), blocks, weights)
         modules = {path: BlockModules(model.get_submodule(path), nn.Parameter) for path in blocks}
-        parts = (model, owned, modules, weights, device)
+        parts = (model, owned, modules, weights)
         known = KnownIntegers()
         moved = known.moved if device.type == "meta" else partial(torch.Tensor.to, device=device)
 
