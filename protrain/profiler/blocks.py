@@ -99,8 +99,7 @@ def _repeated(module: nn.Module) -> set[str]:
     if not _is_list(module):
         return set()
     # named_children() would skip a module that the list holds a second time, and that is repetition too.
-    children = {name: child for name, child in module._modules.items() if child is not None and _has_parameters(child)}
-    children = {name: child for name, child in children.items() if not _opens(child)}
+    children = {name: child for name, child in module._modules.items() if child is not None and _may_be_block(child)}
     counts = Counter(type(child) for child in children.values())
     taken = {name for name, child in children.items() if counts[type(child)] >= 2}
     # The model calls the modules of a ModuleList one by one. So an odd layer among them, such as the first dense layer
@@ -115,7 +114,7 @@ def _numbered(module: nn.Module) -> set[str]:
     families: dict[tuple[str, type], list[str]] = {}
     for name, child in module.named_children():
         match = _NUMBERED.fullmatch(name)
-        if match and not _is_list(module) and _has_parameters(child) and not _is_leaf(child) and not _opens(child):
+        if match and not _is_list(module) and not _is_leaf(child) and _may_be_block(child):
             families.setdefault((match.group(1), type(child)), []).append(name)
     return {name for names in families.values() if len(names) >= 2 for name in names}
 
@@ -125,18 +124,18 @@ def _single(module: nn.Module) -> set[str]:
     if not isinstance(module, nn.ModuleList) or len(module) != 1:
         return set()
     child = module[0]
-    return {"0"} if _has_parameters(child) and not _is_leaf(child) and not _opens(child) else set()
+    return {"0"} if not _is_leaf(child) and _may_be_block(child) else set()
 
 
-def _opens(module: nn.Module) -> bool:
-    """Whether ``module`` is a list to search and not a block.
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether ``module`` has floating-point parameters and is no list to search.
 
-    It cannot be called, or it is a stage of several blocks.
+    A list to search cannot be called, or is a stage of several blocks.
     """
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return True
-    return isinstance(module, nn.Sequential) and any(
-        not _is_leaf(child) for name, child in module.named_children() if name in _repeated(module)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or not any(map(is_managed, module.parameters())):
+        return False
+    return not isinstance(module, nn.Sequential) or all(
+        _is_leaf(child) for name, child in module.named_children() if name in _repeated(module)
     )
 
 
@@ -146,7 +145,3 @@ def _is_list(module: nn.Module) -> bool:
 
 def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(is_managed(parameter) for parameter in module.parameters())

@@ -74,7 +74,7 @@ def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile
     facts = {
         "description": description,
         "code": _digest(Path(__file__).parents[1].rglob("*.py")),
-        "versions": {name: _installed(name) for name in ("torch", *_LIBRARIES)},
+        "versions": {name: _installed(name) for name in _LIBRARIES},
         "python": platform.python_version(),
         "settings": _settings(),
     }

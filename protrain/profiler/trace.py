@@ -120,22 +120,23 @@ def _traced(
             args, kwargs = batches.arguments(batches.move(batches.own_copy(example_batch), device, moved))
             return batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
-        def tell(what: str) -> Callable[[str], None]:
-            return lambda part: show(f"{what}, {part}") if show is not None else None
+        def tell(what: str, part: str) -> None:
+            if show is not None:
+                show(f"measuring {what}, {part}")
 
-        step = Step(*parts, measure=True, show=tell("measuring memory"), known=known)
+        step = Step(*parts, measure=True, show=partial(tell, "memory"), known=known)
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
+        attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
-            weights.random_values = (
-                device.type == "cuda"
-            )  # filling them from the host again would take longer than the step
+            # to fill the weights from the host again would take longer than the step
+            weights.random_values = device.type == "cuda"
 
             def timed_step() -> list[Segment]:
                 rewind()
                 weights.put_back_buffers()
-                show = tell("measuring times")
+                show = partial(tell, "times")
                 once = Step(*parts, measure=False, show=show, differentiating=step.differentiating)
                 once.run(*inputs())
                 return once.segments
@@ -148,10 +149,8 @@ def _traced(
                 compiled=step.compiled,
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
             )
-        attention_ms: dict[AttentionCall, float] = {}
-        if device.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
-            tell("measuring times")("attention alone")
+            tell("times", "attention alone")
             attention_ms = attention_times_ms(calls, device)
     if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(

@@ -15,8 +15,8 @@ In such a loop it stays until the next forward is over (``Step.output_bytes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -101,7 +101,7 @@ class Step:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
         with ExitStack() as stack:
-            stack.enter_context(self._hooks())
+            self._add_hooks(stack)
             if self._device.type == "meta":
                 stack.enter_context(as_if_on_gpu(self._known, compiled=self.compiled))
             if self._measure:
@@ -192,22 +192,19 @@ class Step:
 
     # -- hooks
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        """Track calls and blocks inside; afterwards the model has none of the hooks."""
-        with ExitStack() as stack:
-            for path in {"": None, **dict.fromkeys(self._owned)}:
-                module = self._model.get_submodule(path)
-                stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
-                stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
-            for path in self._modules:
-                block = self._model.get_submodule(path)
-                stack.callback(replace_attributes([(block, "forward", self._block_forward(path, block.forward))]))
-            for parameter in self._weights.stand_ins:
-                if parameter.requires_grad:
-                    stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
-                    stack.callback(setattr, parameter, "grad", None)
-            yield
+    def _add_hooks(self, stack: ExitStack) -> None:
+        """Track calls and blocks until ``stack`` ends. Then the model has none of the hooks."""
+        for path in {"": None, **dict.fromkeys(self._owned)}:
+            module = self._model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
+            stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
+        for path in self._modules:
+            block = self._model.get_submodule(path)
+            stack.callback(replace_attributes([(block, "forward", self._block_forward(path, block.forward))]))
+        for parameter in self._weights.stand_ins:
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
+                stack.callback(setattr, parameter, "grad", None)
 
     def _enter_hook(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
