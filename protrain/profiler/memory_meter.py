@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.forward.compilation_on_meta import inside_graph
+from protrain.forward.compilation import inside_graph
 from protrain.forward.dispatch import RuntimeMode, are_wrappers
 from protrain.profiler.operations import is_product
 from protrain.profiler.storages import memory_in, storages_in

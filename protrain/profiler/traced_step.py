@@ -33,13 +33,12 @@ from protrain.forward.module_state import BlockModules, ModulesBefore
 from protrain.forward.replacing import replace_attributes
 from protrain.profiler.block_forward import BlockUse, measure_block
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
-from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
-from protrain.profiler.parameter_uses import Uses
 from protrain.profiler.segments import Call, Phase, Segment, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.storages import memory_in, storage_key, storages_in
+from protrain.profiler.weight_uses import InnerBackwards, Uses
 
 
 class Step:
