@@ -37,21 +37,19 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [path for path, _ in model.named_modules() if path in chosen]
 
 
-def find_units(model: nn.Module, blocks: list[str]) -> list[str]:
-    """The paths of ``blocks``, and of every module outside them that directly owns floating-point parameters.
+def find_units(model: nn.Module, blocks: list[str]) -> dict[str, list[nn.Parameter]]:
+    """From the path of every unit to the floating-point parameters that it owns, in definition order.
 
-    The paths come in definition order.
+    A unit is one of ``blocks``, which owns all parameters in it, or a module outside them that owns some directly.
     """
     inside = tuple(f"{path}." for path in blocks)
     chosen = set(blocks)
-    return [
-        path
-        for path, module in model.named_modules()
-        if path in chosen
-        or (
-            not path.startswith(inside) and any(is_managed(parameter) for parameter in module.parameters(recurse=False))
-        )
-    ]
+    units = {}
+    for path, module in model.named_modules():
+        owned = [parameter for parameter in module.parameters(recurse=path in chosen) if is_managed(parameter)]
+        if path in chosen or (owned and not path.startswith(inside)):
+            units[path] = owned
+    return units
 
 
 def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -59,23 +57,17 @@ def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 
-def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]], *, stacklevel: int | None = None) -> None:
     """Turn off the modules' own gradient checkpointing, because the plan decides what is recomputed.
 
-    Returns:
-        The paths of the modules whose switch was on.
+    With a ``stacklevel``, counted from the caller as in ``warnings.warn``, it warns if a switch was on.
     """
     on = [(path, module) for path, module in switches if module.gradient_checkpointing is True]
     for _, module in on:
         vars(module)["gradient_checkpointing"] = False
-    return [path for path, _ in on]
-
-
-def say_switched_off(paths: list[str], *, stacklevel: int) -> None:
-    """Warn that the gradient checkpointing of the modules ``paths`` was switched off. Do nothing if there are none."""
-    if paths:
+    if on and stacklevel is not None:
         warnings.warn(
-            f"gradient checkpointing of {paths[0] or 'the model'} was switched off: ProTrain's plan decides what is "
+            f"gradient checkpointing of {on[0][0] or 'the model'} was switched off: ProTrain's plan decides what is "
             "recomputed, with the same results",
             stacklevel=stacklevel + 1,
         )

@@ -109,7 +109,11 @@ def _traced(
     ):
         switch_off_checkpointing(checkpointing_switches(model))
         rewind = snapshot(model, device)
-        owned = _owned(model, find_units(model, blocks), blocks, weights)
+        # An unmanaged parameter may have become one that looks managed when it moved, but has no stand-in.
+        owned = {
+            path: tuple(weights.index[id(parameter)] for parameter in parameters if id(parameter) in weights.index)
+            for path, parameters in find_units(model, blocks).items()
+        }
         modules = {path: BlockModules(model.get_submodule(path), nn.Parameter) for path in blocks}
         parts = (model, owned, modules, weights)
         known = KnownIntegers()
@@ -196,23 +200,6 @@ def _traced(
             for segment, (duration, _) in zip(step.segments, durations, strict=True)
         ),
     )
-
-
-def _owned(
-    model: nn.Module, units: list[str], blocks: list[str], weights: StandInWeights
-) -> dict[str, tuple[int, ...]]:
-    """For each unit, the indexes of the parameters it owns: in a block all, in other modules the direct ones."""
-    whole = set(blocks)
-    return {
-        path: tuple(
-            dict.fromkeys(
-                weights.index[id(parameter)]
-                for parameter in model.get_submodule(path).parameters(recurse=path in whole)
-                if id(parameter) in weights.index
-            )
-        )
-        for path in units
-    }
 
 
 def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[ParameterRecord, ...]:

@@ -222,8 +222,8 @@ class Step:
         return enter
 
     def _leave_hook(self, path: str) -> Callable[..., None]:
-        inner = [block for block in self._modules if f"{block}.".startswith(f"{path}." if path else "")]
-        between = path in self._owned and not inner
+        around_blocks = any(f"{block}.".startswith(f"{path}." if path else "") for block in self._modules)
+        between = path in self._owned and not around_blocks
 
         def start(_: Tensor, call: Call) -> None:
             # The segment starts with the first output whose gradient arrives. The others arrive while all of the
