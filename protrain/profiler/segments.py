@@ -1,4 +1,4 @@
-"""What a traced step consists of: its phases, calls and segments, and the time stamps at their boundaries."""
+"""What a traced step consists of: its states, calls and segments, and the time stamps at their boundaries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-class Phase(Enum):
+class StepState(Enum):
     """What the step is doing."""
 
     FORWARD = auto()

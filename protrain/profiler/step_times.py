@@ -31,7 +31,7 @@ def time_steps(
     *,
     expected_ms: float,
     compiled: bool,
-    sustained_ms: float = SUSTAINED_MS,
+    sustained_ms: float,
 ) -> list[Durations]:
     """The durations of the steps that count: of one step, or of a few if one takes less than ``sustained_ms``.
 

@@ -202,7 +202,7 @@ def _traced(
     )
 
 
-def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[ParameterRecord, ...]:
+def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterRecord, ...]:
     """The floating-point parameters of ``model`` in definition order, with their optimizer groups.
 
     Frozen parameters, and those in no group of ``optimizer``, have the group -1. Without an optimizer there is one

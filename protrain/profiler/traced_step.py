@@ -35,7 +35,7 @@ from protrain.profiler.block_forward import BlockUse, measure_block
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
-from protrain.profiler.segments import Call, Phase, Segment, time_stamp
+from protrain.profiler.segments import Call, Segment, StepState, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.storages import memory_in, storage_key, storages_in
 from protrain.profiler.weight_uses import InnerBackwards, Uses
@@ -95,7 +95,7 @@ class Step:
         self._open: Segment | None = None
         self._open_call: Call | None = None
         self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
-        self._phase = Phase.FORWARD
+        self._state = StepState.FORWARD
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
@@ -115,8 +115,8 @@ class Step:
                 self._run(args, kwargs)
             except Exception as error:
                 where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
-                self._weights.refuse_use_of_absent(error, self._pass)
-                error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._pass} of {where}")
+                self._weights.refuse_use_of_absent(error, self._phase)
+                error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
                 if self._device.type == "meta":
                     error.add_note(
                         "a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU"
@@ -135,7 +135,7 @@ class Step:
                 loss = batches.loss_of(output)
             sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in memory_in(output)}
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
-            self._phase = Phase.BACKWARD
+            self._state = StepState.BACKWARD
             self._switch(None)
             self.kept_until_backward |= self._given.look(len(self.segments), returned=True)
             loss.backward()
@@ -150,20 +150,20 @@ class Step:
     @property
     def _forward(self) -> bool:
         """Whether the model's forward is running and not the backward of the step."""
-        return self._phase in (Phase.FORWARD, Phase.MEASURING)
+        return self._state in (StepState.FORWARD, StepState.MEASURING)
 
     @property
-    def _pass(self) -> str:
+    def _phase(self) -> str:
         """The half of the step that is running, as records of segments name it."""
         return "forward" if self._forward else "backward"
 
     def _switch(self, block: str | None, call: Call | None = None) -> None:
         """End the open segment and start the next."""
         self._close()
-        self._show(f"{self._pass} of {block or 'what lies between blocks'}")
+        self._show(f"{self._phase} of {block or 'what lies between blocks'}")
         if block is not None:
             self._weights.fill(self._owned[block])
-        self._open = Segment(self._pass, block)
+        self._open = Segment(self._phase, block)
         self._open_call = call
         if call is not None:
             call.reached = True
@@ -210,7 +210,7 @@ class Step:
             if self._forward:
                 self.within.setdefault(path, set()).update(self.active)
                 self.active.append(path)
-                if self._phase is not Phase.MEASURING:
+                if self._state is not StepState.MEASURING:
                     self.calls.append(path)
             # its weights are not on the device
             elif path in self._modules and (self._open is None or self._open.block != path):
@@ -241,7 +241,7 @@ class Step:
             if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
                 self._switch(None)
             call = Call(path)
-            if path in self._owned and path not in self._modules and self._phase is not Phase.MEASURING:
+            if path in self._owned and path not in self._modules and self._state is not StepState.MEASURING:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
                         self._watch_nested(tensor.grad_fn, path)
@@ -259,7 +259,7 @@ class Step:
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             # If anything other than a call of the block leads here, the parameters count as used by the caller.
-            if self._phase is not Phase.FORWARD or self.active[-1:] != [path]:
+            if self._state is not StepState.FORWARD or self.active[-1:] != [path]:
                 return forward(*args, **kwargs)
             if not torch.is_grad_enabled():  # a frozen part of the model saves nothing, so there is nothing to plan
                 self._weights.fill(self._owned[path])
@@ -273,11 +273,11 @@ class Step:
             traced = forward
             if self._measure:
                 self._weights.fill(self._owned[path])
-                self._phase = Phase.MEASURING
+                self._state = StepState.MEASURING
                 try:
                     traced = measure_block(use, forward, args, kwargs, self._modules[path], self._weights)
                 finally:
-                    self._phase = Phase.FORWARD
+                    self._state = StepState.FORWARD
             self._switch(path)
             assert self._open is not None
             call, inputs = Call(path), tensors_in((args, kwargs))
@@ -307,14 +307,14 @@ class Step:
             # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor
             if call is not self._open_call:
                 self._switch(call.unit, call)
-            self._phase = Phase.RECOMPUTING
+            self._state = StepState.RECOMPUTING
             try:
                 return forward(*args, **kwargs)
             # the recomputation ends with the last saved tensor, as in the engine; torch stops it there by an exception
             finally:
                 assert self._open is not None
                 self._open.recomputed = time_stamp(self._device)
-                self._phase = Phase.BACKWARD
+                self._state = StepState.BACKWARD
 
         return run
 
@@ -348,7 +348,7 @@ class Step:
     @property
     def _nested(self) -> bool:
         """Whether a backward that runs now belongs to a forward and is not that of the step."""
-        return self._phase is not Phase.BACKWARD
+        return self._state is not StepState.BACKWARD
 
     def _watch_nested(self, operation: torch.autograd.graph.Node, unit: str) -> None:
         """Note when an inner backward comes to ``operation``, which computed what ``unit`` returned.
