@@ -27,7 +27,6 @@ from protrain.forward.module_state import BlockModules
 from protrain.forward.rng import BlockRandomState
 
 INPUTS = "its inputs, as it is recomputed"
-GIVEN = "parameters that it was given, as it is recomputed"
 
 _Form = tuple[torch.Size, torch.dtype]
 
@@ -85,7 +84,7 @@ class Recomputation:
         """MisuseError if the second run would find something that has changed since the first."""
         self._look_at_caches()
         if self.modules.given_changed():
-            raise written_over(self._label, GIVEN)
+            raise written_over(self._label, "parameters that it was given, as it is recomputed")
         if (name := self.modules.changed_table()) is not None:
             raise MisuseError(
                 f"backward through {self._label} needs its buffer {name} as it was in forward, but the buffer has "

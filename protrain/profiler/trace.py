@@ -224,7 +224,7 @@ def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None)
 def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The parameters that each unit uses. Units come in the order of their first calls, uncalled ones last."""
     known = dict.fromkeys((*step.calls, *owned))
-    used = {unit: tuple(dict.fromkeys((*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))))) for unit in known}
+    used = {unit: (*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))) for unit in known}
     return {unit: indexes for unit, indexes in used.items() if indexes}
 
 
@@ -238,12 +238,9 @@ def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
 
 def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
     """The fields of a segment's record on inputs that code outside the checkpoint holds for a while."""
-    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_until_backward}
     sizes = own.get(segment.block or "", {})
-    held = [key for key in until if key in sizes]
-    if not held:
-        return {}
-    return {"held_bytes": sum(sizes[key] for key in held), "held_until": max(until[key] for key in held)}
+    held = {key: end for key, end in segment.held_until.items() if key in sizes and key not in step.kept_until_backward}
+    return {"held_bytes": sum(sizes[key] for key in held), "held_until": max(held.values(), default=0)}
 
 
 def _blocks(

@@ -74,7 +74,7 @@ class Step:
         self.blocks: dict[str, BlockUse] = {}  # blocks in execution order
         # storages that code outside the blocks keeps until backward
         self.kept_until_backward: set[StorageWeakRef] = set()
-        self.active: list[str] = []  # units whose calls are active, innermost last
+        self._active: list[str] = []  # units whose calls are active, innermost last
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
         self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in modules)
@@ -127,7 +127,7 @@ class Step:
         with torch.enable_grad():
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
-            uses = Uses(self._weights.index, self.used, self._differentiates)
+            uses = Uses(self._weights.index, self._used, self._differentiates)
             # a forward may add tensors to its arguments, so they are listed before
             given = self._constants.union(storages_in((args, kwargs)))
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
@@ -208,8 +208,8 @@ class Step:
     def _enter_hook(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             if self._forward:
-                self.within.setdefault(path, set()).update(self.active)
-                self.active.append(path)
+                self.within.setdefault(path, set()).update(self._active)
+                self._active.append(path)
                 if self._state is not StepState.MEASURING:
                     self.calls.append(path)
             # its weights are not on the device
@@ -235,7 +235,7 @@ class Step:
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if not self._forward:
                 return
-            popped = self.active.pop()
+            popped = self._active.pop()
             assert popped == path, f"{popped} left as {path}"
             # Without gradients the engine offloads nothing when the unit is done.
             if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
@@ -259,7 +259,7 @@ class Step:
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             # If anything other than a call of the block leads here, the parameters count as used by the caller.
-            if self._state is not StepState.FORWARD or self.active[-1:] != [path]:
+            if self._state is not StepState.FORWARD or self._active[-1:] != [path]:
                 return forward(*args, **kwargs)
             if not torch.is_grad_enabled():  # a frozen part of the model saves nothing, so there is nothing to plan
                 self._weights.fill(self._owned[path])
@@ -300,7 +300,7 @@ class Step:
     def _recomputed(self, call: Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                filled = (*self.active, self._inner.filled_block)
+                filled = (*self._active, self._inner.filled_block)
                 if torch._C._current_graph_task_id() != -1 and call.unit not in filled:
                     self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
@@ -363,15 +363,15 @@ class Step:
         operation.register_prehook(run)
 
     def _reached(self, unit: str, *, lasting: bool) -> None:
-        self.within.setdefault(unit, set()).update(self.active)
-        self._inner.reached(unit, self.active, lasting=lasting)
+        self.within.setdefault(unit, set()).update(self._active)
+        self._inner.reached(unit, self._active, lasting=lasting)
 
     def _differentiates(self) -> None:
-        self.differentiating.update(path for path in self.active if path in self._modules)
+        self.differentiating.update(path for path in self._active if path in self._modules)
 
-    def used(self, index: int) -> None:
+    def _used(self, index: int) -> None:
         """Fill the parameter ``index``, which an operation is about to use, and note which unit uses it."""
-        unit = self.active[-1] if self.active else ""
+        unit = self._active[-1] if self._active else ""
         owned = index in self._owned.get(unit, ())
         # a block's own parameters are empty when a hook on the block uses them
         if not (owned and self._weights.filled(index)):
