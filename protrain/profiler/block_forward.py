@@ -102,9 +102,10 @@ def _measure(
     *,
     count: bool = True,
 ) -> None:
-    """Call ``forward`` with copies of the arguments and add what it uses to ``use``, operations if they ``count``.
+    """Call ``forward`` with copies of the arguments and add what it uses to ``use``.
 
-    Saved tensors are counted by storage, without the arguments, weights and buffers.
+    Saved tensors are counted by storage, without the arguments, weights and buffers. Operations are counted with
+    ``count`` only.
     """
     saved: dict[StorageWeakRef, int] = {}
     not_only_bools: set[StorageWeakRef] = set()
