@@ -28,7 +28,7 @@ from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan
-from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
+from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
 from protrain.validate import check_arguments
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -140,7 +140,7 @@ def wrap(
             when = "none" if example_batch is None else "given"
             ranks.agree("way to train", [*way.same_on_all_ranks(), f"example_batch={when}"])
             ranks.use(target)
-        say_switched_off(switch_off_checkpointing(checkpointing_switches(model)), stacklevel=2)
+        switch_off_checkpointing(checkpointing_switches(model), stacklevel=2)
         if target.type == "cuda":
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}

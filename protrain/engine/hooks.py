@@ -27,7 +27,7 @@ from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import GradientHook, PresentParameter, manage
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
-from protrain.profiler.blocks import checkpointing_switches, say_switched_off, switch_off_checkpointing
+from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
 
 
 def install(engine: Engine) -> None:
@@ -180,7 +180,7 @@ class _Root:
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
         if torch.is_grad_enabled():
-            say_switched_off(switch_off_checkpointing(self._switches), stacklevel=3)
+            switch_off_checkpointing(self._switches, stacklevel=3)
             self._compare_autocast()
             kwargs = {**self._extra, **kwargs}
             given = {_by_keyword(str(at), self._names): value for at, value in enumerate(args)} | kwargs

@@ -2,6 +2,11 @@
 
 Only the forward is compiled, not the module. So hooks stay outside the graph, and weights may lie at another address in
 every call without a new compilation.
+
+[Note: compilation on meta] On the meta device the graphs that would be compiled are run operator by operator. What a
+compiled block saves is decided when the compiler splits its graph into forward and backward, before any code is
+generated. What is alive between products depends on which operators are fused; ``inside_graph`` says where that would
+be.
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.forward.compilation_on_meta import graphs_alone
 from protrain.forward.replacing import replace_attributes
 
 # The modules of torch.compile take longer to import than the rest of torch, so functions import them when they compile.
+# A model whose profile is cached never needs them.
+
+_running = 0  # how many graphs are running on the meta device
 
 
 class CompiledForward:
@@ -60,7 +67,7 @@ def _leave_alone(package: str) -> None:
 def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Callable[[], None]:
     """Compile the forward of each of ``blocks``. Returns a function that undoes it.
 
-    With ``on_meta`` it compiles as far as the meta device can show; see ``protrain.forward.compilation_on_meta``.
+    With ``on_meta`` it compiles as far as the meta device can show: see [Note: compilation on meta].
     """
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
@@ -75,3 +82,47 @@ def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Cal
         return CompiledForward(forward, compiled(forward))
 
     return replace_attributes([(block, "forward", compiled_forward(block.forward)) for block in blocks])
+
+
+def graphs_alone(graph: Any, inputs: Any) -> Any:
+    """A backend for torch.compile that splits a block's graph as the default backend does, and compiles nothing."""
+    return _splitting()(graph, inputs)
+
+
+@functools.cache
+def _splitting() -> Any:
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_autograd(
+        fw_compiler=_marked,
+        bw_compiler=_marked,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+def inside_graph() -> bool:
+    """Whether a graph is running on the meta device that would be compiled elsewhere."""
+    return _running > 0
+
+
+def _marked(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    run = boxed_nop(graph, inputs)
+
+    def marked(args: Any) -> Any:
+        global _running
+        _running += 1
+        try:
+            results = run(args)
+        finally:
+            _running -= 1
+        # an operator outside the graph, so that a meter counts what is alive when the graph ends
+        torch.empty(0, device="meta")
+        return results
+
+    vars(marked)["_boxed_call"] = True
+    return marked

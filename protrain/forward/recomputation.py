@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from protrain.forward.module_state import BlockModules
 from protrain.forward.rng import BlockRandomState
 
 INPUTS = "its inputs, as it is recomputed"
-GIVEN = "parameters that it was given, as it is recomputed"
 
 _Form = tuple[torch.Size, torch.dtype]
 
@@ -85,7 +84,7 @@ class Recomputation:
         """MisuseError if the second run would find something that has changed since the first."""
         self._look_at_caches()
         if self.modules.given_changed():
-            raise written_over(self._label, GIVEN)
+            raise written_over(self._label, "parameters that it was given, as it is recomputed")
         if (name := self.modules.changed_table()) is not None:
             raise MisuseError(
                 f"backward through {self._label} needs its buffer {name} as it was in forward, but the buffer has "
@@ -99,7 +98,7 @@ class Recomputation:
         """The first run of ``function`` begins, which is given the arguments as they are."""
         self.function = function
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
-        self._autocast = _Autocast.of(self._on.type)
+        self._autocast = _autocast_now(self._on.type)
         self.modules = self._block.called()
         self._random_state = BlockRandomState(self._on, self._block.generators)
 
@@ -145,7 +144,7 @@ class Recomputation:
                 self.modules.again(),
                 torch.enable_grad(),
                 self._random_state,
-                self._autocast.again(),
+                self._autocast(),
                 saved_tensors_hooks(self._keep, unpack),
                 self.around_second_run(),
                 suppress(_Stop),  # the innermost, as contexts end sooner without an error
@@ -208,31 +207,17 @@ def _described(form: _Form) -> str:
     return f"a {form[1]} tensor of shape {tuple(form[0])}"
 
 
-class _Autocast(NamedTuple):
-    """What torch.autocast does to operators on one kind of device."""
+def _autocast_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that makes a context in which torch.autocast does to operators what it does now."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    cache_enabled = torch.is_autocast_cache_enabled()
 
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype | None  # None: there is no autocast on that kind of device
-    cache_enabled: bool
-
-    @classmethod
-    def of(cls, device_type: str) -> _Autocast:
-        """The state now."""
-        if not torch.amp.is_autocast_available(device_type):
-            return cls(device_type, False, None, False)
-        return cls(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def again(self) -> AbstractContextManager[Any]:
-        """A context in which the state is this one."""
+    def again() -> AbstractContextManager[Any]:
         # There is nearly always none, so this must be fast.
-        if self.dtype is None or not (self.enabled or torch.is_autocast_enabled(self.device_type)):
+        if not (enabled or torch.is_autocast_enabled(device_type)):
             return nullcontext()
-        return torch.autocast(
-            self.device_type, enabled=self.enabled, dtype=self.dtype, cache_enabled=self.cache_enabled
-        )
+        return torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+
+    return again

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from protrain.profiler.segments import elapsed_ms, finish, time_stamp
-from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
+from protrain.profiler.storages import storages_in
 
 _REPEATS = 3
 
@@ -57,8 +57,8 @@ class AttentionCall:
 def attention_call(operator: Any, args: Any, kwargs: Any, outputs: Any, *, flops: int) -> AttentionCall:
     """Record a call of ``operator`` with its arguments and outputs."""
     leaves, tree = tree_flatten((args, kwargs))
-    storages = {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(outputs)}
-    return AttentionCall(operator, tuple(map(_described, leaves)), tree, sum(storages.values()), flops)
+    output_bytes = sum(storages_in(outputs).values())
+    return AttentionCall(operator, tuple(map(_described, leaves)), tree, output_bytes, flops)
 
 
 def attention_times_ms(calls: Iterable[AttentionCall], device: torch.device) -> dict[AttentionCall, float]:

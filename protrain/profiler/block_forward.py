@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import _pop_mode_temporarily
 
 from protrain.common.caches import copied, is_cache, tensors_of
-from protrain.common.parameters import made_of
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall
-from protrain.profiler.memory_meter import Meter
 from protrain.profiler.operations import Operations
 from protrain.profiler.restored_model import snapshot
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
+from protrain.profiler.storages import allocated_bytes, memory_in, storage_key, storages_in
 
 
 @dataclass
@@ -44,16 +43,16 @@ class BlockUse:
 
 
 @contextmanager
-def run_apart(block: BlockModules, device: torch.device, weights: StandInWeights) -> Iterator[set[StorageWeakRef]]:
+def _run_apart(block: BlockModules, weights: StandInWeights) -> Iterator[set[StorageWeakRef]]:
     """A context for a run of ``block`` that leaves no trace in its modules and in random states.
 
     It gives the storages of weights and buffers, copies of which replace the buffers that the run may change.
     """
     with weights.unobserved():
         before, known = block.called(), weights.storages()
-    put_back = snapshot(block.module, device)
+    put_back = snapshot(block.module, weights.device)
     with before.again():
-        yield known.union(map(storage_key, memory_in([*block.module.buffers()])))
+        yield known.union(storages_in([*block.module.buffers()]))
     put_back()
     with weights.unobserved():  # the copies are freed
         del before
@@ -64,31 +63,29 @@ def measure_block(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    apart: Callable[[], AbstractContextManager[Set[StorageWeakRef]]],
-    meter: Meter,
-    device: torch.device,
-    without_modes: Callable[[], AbstractContextManager[None]],
+    block: BlockModules,
+    weights: StandInWeights,
 ) -> Callable[..., Any]:
-    """Add what ``forward`` takes to ``use``, and return the forward to trace.
+    """Add what ``forward`` of ``block`` takes to ``use``, and return the forward to trace.
 
     Dispatch modes see nothing inside a compiled forward, so the eager forward says what is computed and used. On the
     CPU, where the meter is such a mode, the eager forward is traced in place of the compiled one, which needs no more
-    memory. ``apart`` is the context of each run (``run_apart``). ``without_modes`` suspends the trace's function
-    modes.
+    memory. The trace's function mode is suspended around a compiled forward, as the compiler would trace it around
+    every operator.
     """
     eager = eager_of(forward)
-    if eager is forward or device.type == "cpu":
-        _measure(use, eager, args, kwargs, apart, meter)
+    if eager is forward or weights.device.type == "cpu":
+        _measure(use, eager, args, kwargs, block, weights)
         return eager
     computed = BlockUse()
-    _measure(computed, eager, args, kwargs, apart, meter)
+    _measure(computed, eager, args, kwargs, block, weights)
     use.flops += computed.flops
     use.traffic_bytes += computed.traffic_bytes
     use.fused_bytes += computed.fused_bytes
     use.attention += computed.attention
     known = graphs_compiled()
-    with without_modes():
-        _measure(use, forward, args, kwargs, apart, meter, count=False)
+    with _pop_mode_temporarily():
+        _measure(use, forward, args, kwargs, block, weights, count=False)
     if graphs_compiled() != known:
         # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
         gc.collect()
@@ -100,20 +97,21 @@ def _measure(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    apart: Callable[[], AbstractContextManager[Set[StorageWeakRef]]],
-    meter: Meter,
+    block: BlockModules,
+    weights: StandInWeights,
     *,
     count: bool = True,
 ) -> None:
     """Call ``forward`` with copies of the arguments and add what it uses to ``use``.
 
-    Saved tensors are counted by storage, without the arguments, weights and buffers.
+    Saved tensors are counted by storage, without the arguments, weights and buffers. Operations are counted with
+    ``count`` only.
     """
     saved: dict[StorageWeakRef, int] = {}
     not_only_bools: set[StorageWeakRef] = set()
     for tensor in tensors_in((args, kwargs)):
         if tensor.grad_fn is not None:  # leaves out masks, and tensors that the caller holds anyway
-            use.inputs |= {storage_key(part): allocated_bytes(part) for part in memory_in(tensor)}
+            use.inputs |= storages_in(tensor)
     given = memory_in((args, kwargs))
     cached: list[Tensor] = []
 
@@ -128,10 +126,10 @@ def _measure(
     copies = {
         storage_key(copy): storage_key(tensor) for copy, tensor in zip(memory_in((args, kwargs)), given, strict=True)
     }
-    known = {*copies, *map(storage_key, memory_in(cached))}
+    known = {*copies, *storages_in(cached)}
 
     def pack(tensor: Tensor) -> Tensor:
-        for part in made_of(tensor).values():
+        for part in memory_in(tensor):
             key = storage_key(part)
             if key in copies:
                 use.saved_inputs.add(copies[key])
@@ -141,7 +139,9 @@ def _measure(
                     not_only_bools.add(key)
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
-    with apart() as constants:
+    meter = weights.meter
+    assert meter is not None, "only a step that measures comes here"
+    with _run_apart(block, weights) as constants:
         known |= constants
         meter.reset_peak()
         before = meter.alive_bytes

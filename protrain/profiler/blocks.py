@@ -37,21 +37,19 @@ def find_blocks(model: nn.Module) -> list[str]:
     return [path for path, _ in model.named_modules() if path in chosen]
 
 
-def find_units(model: nn.Module, blocks: list[str]) -> list[str]:
-    """The paths of ``blocks``, and of every module outside them that directly owns floating-point parameters.
+def find_units(model: nn.Module, blocks: list[str]) -> dict[str, list[nn.Parameter]]:
+    """From the path of every unit to the floating-point parameters that it owns, in definition order.
 
-    The paths come in definition order.
+    A unit is one of ``blocks``, which owns all parameters in it, or a module outside them that owns some directly.
     """
     inside = tuple(f"{path}." for path in blocks)
     chosen = set(blocks)
-    return [
-        path
-        for path, module in model.named_modules()
-        if path in chosen
-        or (
-            not path.startswith(inside) and any(is_managed(parameter) for parameter in module.parameters(recurse=False))
-        )
-    ]
+    units = {}
+    for path, module in model.named_modules():
+        owned = [parameter for parameter in module.parameters(recurse=path in chosen) if is_managed(parameter)]
+        if path in chosen or (owned and not path.startswith(inside)):
+            units[path] = owned
+    return units
 
 
 def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -59,23 +57,17 @@ def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 
-def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]]) -> list[str]:
+def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]], *, stacklevel: int | None = None) -> None:
     """Turn off the modules' own gradient checkpointing, because the plan decides what is recomputed.
 
-    Returns:
-        The paths of the modules whose switch was on.
+    With a ``stacklevel``, counted from the caller as in ``warnings.warn``, it warns if a switch was on.
     """
     on = [(path, module) for path, module in switches if module.gradient_checkpointing is True]
     for _, module in on:
         vars(module)["gradient_checkpointing"] = False
-    return [path for path, _ in on]
-
-
-def say_switched_off(paths: list[str], *, stacklevel: int) -> None:
-    """Warn that the gradient checkpointing of the modules ``paths`` was switched off. Do nothing if there are none."""
-    if paths:
+    if on and stacklevel is not None:
         warnings.warn(
-            f"gradient checkpointing of {paths[0] or 'the model'} was switched off: ProTrain's plan decides what is "
+            f"gradient checkpointing of {on[0][0] or 'the model'} was switched off: ProTrain's plan decides what is "
             "recomputed, with the same results",
             stacklevel=stacklevel + 1,
         )
@@ -99,8 +91,7 @@ def _repeated(module: nn.Module) -> set[str]:
     if not _is_list(module):
         return set()
     # named_children() would skip a module that the list holds a second time, and that is repetition too.
-    children = {name: child for name, child in module._modules.items() if child is not None and _has_parameters(child)}
-    children = {name: child for name, child in children.items() if not _opens(child)}
+    children = {name: child for name, child in module._modules.items() if child is not None and _may_be_block(child)}
     counts = Counter(type(child) for child in children.values())
     taken = {name for name, child in children.items() if counts[type(child)] >= 2}
     # The model calls the modules of a ModuleList one by one. So an odd layer among them, such as the first dense layer
@@ -115,7 +106,7 @@ def _numbered(module: nn.Module) -> set[str]:
     families: dict[tuple[str, type], list[str]] = {}
     for name, child in module.named_children():
         match = _NUMBERED.fullmatch(name)
-        if match and not _is_list(module) and _has_parameters(child) and not _is_leaf(child) and not _opens(child):
+        if match and not _is_list(module) and not _is_leaf(child) and _may_be_block(child):
             families.setdefault((match.group(1), type(child)), []).append(name)
     return {name for names in families.values() if len(names) >= 2 for name in names}
 
@@ -125,18 +116,18 @@ def _single(module: nn.Module) -> set[str]:
     if not isinstance(module, nn.ModuleList) or len(module) != 1:
         return set()
     child = module[0]
-    return {"0"} if _has_parameters(child) and not _is_leaf(child) and not _opens(child) else set()
+    return {"0"} if not _is_leaf(child) and _may_be_block(child) else set()
 
 
-def _opens(module: nn.Module) -> bool:
-    """Whether ``module`` is a list to search and not a block.
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether ``module`` has floating-point parameters and is no list to search.
 
-    It cannot be called, or it is a stage of several blocks.
+    A list to search cannot be called, or is a stage of several blocks.
     """
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):
-        return True
-    return isinstance(module, nn.Sequential) and any(
-        not _is_leaf(child) for name, child in module.named_children() if name in _repeated(module)
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) or not any(map(is_managed, module.parameters())):
+        return False
+    return not isinstance(module, nn.Sequential) or all(
+        _is_leaf(child) for name, child in module.named_children() if name in _repeated(module)
     )
 
 
@@ -146,7 +137,3 @@ def _is_list(module: nn.Module) -> bool:
 
 def _is_leaf(module: nn.Module) -> bool:
     return next(module.children(), None) is None
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return any(is_managed(parameter) for parameter in module.parameters())

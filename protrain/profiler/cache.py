@@ -74,9 +74,7 @@ def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile
     facts = {
         "description": description,
         "code": _digest(Path(__file__).parents[1].rglob("*.py")),
-        "versions": {name: _installed(name) for name in ("torch", *_LIBRARIES)},
-        "python": platform.python_version(),
-        "settings": _settings(),
+        "versions": {name: _installed(name) for name in _LIBRARIES},
     }
     return _kept(_key(facts), make)
 
@@ -136,13 +134,16 @@ def fingerprint(
         "batch dtypes": [str(tensor.dtype) for _, tensor in batches.named_tensors(example_batch)],
         "dtype": str(dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": _versions(),
-        "settings": _settings(),
+        "versions": {name: _installed(name) for name in _LIBRARIES if name in sys.modules},
+        "cuda": torch.version.cuda,
+        "profiler": _own_code(),
     }
     return _key(facts)
 
 
 def _key(facts: dict[str, Any]) -> str:
+    """The digest of ``facts``, of the version of Python and of torch's switches."""
+    facts = {**facts, "python": platform.python_version(), "settings": _settings()}
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
 
 
@@ -188,17 +189,9 @@ def _digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _versions() -> dict[str, Any]:
-    """The versions of everything that runs in a step.
-
-    The profiler itself is identified by its source code, because two builds may share a version number.
-    """
-    others = {name: _installed(name) for name in _LIBRARIES if name in sys.modules}
-    return {"python": platform.python_version(), "cuda": torch.version.cuda, "profiler": _own_code(), **others}
-
-
 @functools.cache
 def _own_code() -> str:
+    """A digest of the profiler's source files, because two builds may share a version number."""
     return _digest(Path(__file__).parent.glob("*.py"))
 
 

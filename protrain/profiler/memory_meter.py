@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.forward.compilation_on_meta import inside_graph
+from protrain.forward.compilation import inside_graph
 from protrain.forward.dispatch import RuntimeMode, are_wrappers
 from protrain.profiler.operations import is_product
-from protrain.profiler.storages import allocated_bytes, memory_in, storage_key
+from protrain.profiler.storages import memory_in, storages_in
 
 
 class StorageMeter(RuntimeMode):
@@ -149,9 +149,7 @@ class CudaMeter:
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count ``tensors``, which were allocated before the meter."""
-        self._outside -= sum(
-            {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in([*tensors])}.values()
-        )
+        self._outside -= sum(storages_in([*tensors]).values())
 
     def hold(self, size_bytes: int) -> None:
         """Count ``size_bytes`` of managed weights until the end."""

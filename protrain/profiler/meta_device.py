@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.dispatch import RuntimeMode
-from protrain.profiler.storages import memory_in, storage_key
+from protrain.profiler.storages import storage_key, storages_in
 
 _USUAL = F.scaled_dot_product_attention
 
@@ -43,17 +43,7 @@ def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) 
             names[_USUAL.__name__] = _USUAL
 
 
-def _attention(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention as the fused kernel of GPUs, which saves q, k, v, the output and one fp32 value per row.
-
-    The meta device alone would use the plain formula, which saves sequence x sequence matrices. Grouped keys and values
-    stay as they are, because only shapes count here.
-    """
-    result = _fused(*args, **kwargs)
-    return _USUAL(*args, **kwargs) if result is None else result
-
-
-def _fused(
+def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,11 +52,16 @@ def _fused(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor | None:
-    """Attention of meta tensors [batch, heads, sequence, head size], or None where a GPU would run no fused kernel."""
+) -> Tensor:
+    """Attention of meta tensors [batch, heads, sequence, head size] as the fused kernel of GPUs.
+
+    That saves q, k, v, the output and one fp32 value per row. The meta device alone would use the plain formula, which
+    saves sequence x sequence matrices. Grouped keys and values stay as they are, because only shapes count here. Where
+    a GPU would run no fused kernel, this is torch's own function.
+    """
     learned_mask = attn_mask is not None and attn_mask.requires_grad
     if not query.is_meta or query.ndim != 4 or learned_mask or query.shape[-1] != value.shape[-1]:
-        return None
+        return _USUAL(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
@@ -199,7 +194,7 @@ def _is_plain(leaf: Any) -> bool:
 def _have_own_storages(made: tuple[Tensor, ...], args: Any, kwargs: Any) -> bool:
     """Whether each of ``made`` has a storage of its own, of just the size that it needs."""
     keys = [storage_key(part) for part in made]
-    if len({*keys}) < len(keys) or not {*keys}.isdisjoint(map(storage_key, memory_in((args, kwargs)))):
+    if len({*keys}) < len(keys) or not {*keys}.isdisjoint(storages_in((args, kwargs))):
         return False
     return all(
         part.untyped_storage().nbytes() == _empty(part.shape, part.stride(), part.dtype).untyped_storage().nbytes()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx.operator_schemas import normalize_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -39,9 +40,8 @@ class Operations(TorchDispatchMode):
         self.fused_bytes = 0
         # each with the storage that attention saves for its backward
         self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []
-        self._unwritten: dict[
-            StorageWeakRef, int
-        ] = {}  # results of fused operators that were not written to memory yet
+        # results of fused operators that were not written to memory yet
+        self._unwritten: dict[StorageWeakRef, int] = {}
         self._read: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(
@@ -97,7 +97,8 @@ def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
         return None
     packet = getattr(func, "_overloadpacket", func)
     if packet.__name__.startswith("_scaled_dot_product") and not packet.__name__.endswith("_backward"):
-        return _attention_flops(args[0], args[1], args[2], causal=bool(_argument(func, "is_causal", args, kwargs)))
+        given = normalize_function(func, args, kwargs, normalize_to_only_use_kwargs=True)
+        return _attention_flops(args[0], args[1], args[2], causal=bool(given and given.kwargs.get("is_causal")))
     if packet.__name__ == _FOUR_BIT:
         activations, _, (outputs, _), *_ = args
         return 2 * activations.numel() * int(outputs)
@@ -112,12 +113,3 @@ def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *, causal: bool)
     """
     whole = 2 * query[..., 0].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     return whole // 2 if causal else whole
-
-
-def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """The value of ``func``'s argument ``name``; None if it has no such argument."""
-    schema = getattr(func, "_schema", None)
-    for index, argument in enumerate(() if schema is None else schema.arguments):
-        if argument.name == name:
-            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
-    return None

@@ -1,13 +1,31 @@
-"""Segments of a traced step, and the time stamps at their boundaries."""
+"""What a traced step consists of: its states, calls and segments, and the time stamps at their boundaries."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+
+class StepState(Enum):
+    """What the step is doing."""
+
+    FORWARD = auto()
+    MEASURING = auto()  # within forward: a block runs apart, to be measured
+    BACKWARD = auto()
+    RECOMPUTING = auto()  # within backward: a block runs again
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a block, or of a unit between blocks."""
+
+    unit: str
+    reached: bool = False  # whether backward has reached it
 
 
 @dataclass

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,7 +23,7 @@ from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
-from protrain.profiler.storages import memory_in, storage_key
+from protrain.profiler.storages import storage_key, storages_in
 
 _STAGE_ELEMENTS = 16 * 1024**2
 
@@ -40,52 +40,54 @@ class StandInWeights:
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, spare_bytes: int = 0) -> None:
         self.originals = [parameter for parameter in model.parameters() if is_managed(parameter)]
-        self.resident: set[int] = set()  # indexes of parameters that stay filled until the end
+        self.device = device
+        self.meter: Meter | None = None  # what measures the memory of the step now
         self.random_values = False  # whether to fill with random values, as the timing pass does
         self._model = model
-        self._device = device
         self._dtype = dtype
         self._filled: set[int] = set()
-        self._spared: set[int] = set()
+        self._kept: set[int] = set()  # what stays filled until the end
+        self._held: set[int] = set()  # what the meter counts
         self._spare_bytes = spare_bytes
-        self._meter: Meter | None = None
         self.stand_ins = [self._stand_in_for(parameter) for parameter in self.originals]
         self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
-        self._index_of_original = {id(parameter): index for index, parameter in enumerate(self.originals)}
-        self.unmanaged: dict[int, Tensor] = {}
+        # from the id of each of the model's own tensors to what takes its place
+        self._replacements: dict[int, Tensor] = dict(zip(map(id, self.originals), self.stand_ins, strict=True))
+        self._unmanaged: list[Tensor] = []  # copies of buffers and of unmanaged parameters
         for tensor in (*model.parameters(), *model.buffers()):
-            if id(tensor) not in self._index_of_original and id(tensor) not in self.unmanaged:
-                self.unmanaged[id(tensor)] = self._copied(tensor)
-        self._buffers = [(b, self.unmanaged[id(b)], self.unmanaged[id(b)]._version) for b in model.buffers()]
+            if id(tensor) not in self._replacements:
+                self._replacements[id(tensor)] = self._copied(tensor)
+                self._unmanaged.append(self._replacements[id(tensor)])
+        pairs = [(buffer, self._replacements[id(buffer)]) for buffer in model.buffers()]
+        self._buffers = [(original, buffer, buffer._version) for original, buffer in pairs]
         # pinned staging memory, each piece with the event of its last copy
         self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
 
     def measured_by(self, meter: Meter | None) -> None:
         """Use ``meter`` from now on, which does not count the stand-ins."""
-        self._meter = meter
+        self.meter = meter
         if meter is not None:
             meter.ignore((*self.stand_ins, *self.originals, *self.unmanaged_memory()))
 
     def fill(self, indexes: Iterable[int]) -> None:
         """Fill the stand-ins of the parameters ``indexes``."""
         wanted = [index for index in indexes if index not in self._filled]
-        if not wanted or self._device.type == "meta":
+        if not wanted or self.device.type == "meta":
             return
         with self.unobserved():
             self._fill(wanted)
 
     def empty(self, indexes: Iterable[int]) -> None:
-        """Empty the stand-ins of the parameters ``indexes``, except resident ones and those that spare memory holds."""
-        kept = self.resident | self._spared
+        """Empty the stand-ins of the parameters ``indexes``, except those to keep and those that spare memory holds."""
         unwanted = []
         for index in indexes:
-            if index not in self._filled or index in kept:
+            if index not in self._filled or index in self._kept:
                 continue
             size_bytes = self.stand_ins[index].nbytes
             if size_bytes <= self._spare_bytes:
                 self._spare_bytes -= size_bytes
-                self._spared.add(index)
+                self._kept.add(index)
             else:
                 unwanted.append(index)
         if unwanted:
@@ -96,15 +98,17 @@ class StandInWeights:
         """Whether the stand-in of the parameter ``index`` is filled."""
         return index in self._filled
 
-    def keep(self, indexes: Iterable[int]) -> None:
+    def keep(self, indexes: Collection[int]) -> None:
         """Fill the parameters ``indexes`` and never empty them."""
-        self.resident.update(indexes)
-        self.fill(self.resident)
+        self._kept.update(indexes)
+        self.fill(indexes)
 
-    def count(self, indexes: Iterable[int]) -> None:
-        """Make the meter count the parameters ``indexes`` until the end."""
-        if self._meter is not None:
-            self._meter.hold(sum(self.stand_ins[index].nbytes for index in indexes))
+    def hold(self, indexes: Collection[int]) -> None:
+        """Keep the parameters ``indexes`` for a graph of gradients. The meter counts them, once each, until the end."""
+        self.keep(indexes)
+        if self.meter is not None:
+            self.meter.hold(sum(self.stand_ins[index].nbytes for index in {*indexes} - self._held))
+            self._held.update(indexes)
 
     def put_back_buffers(self) -> None:
         """Give buffers that a step has changed the values of the model's own again, for the next step to start alike.
@@ -119,7 +123,7 @@ class StandInWeights:
     @contextmanager
     def unobserved(self) -> Iterator[None]:
         """Inside, the meter counts nothing, and an operation is not taken for the model's use of a parameter."""
-        with torch._C.DisableTorchFunction(), nullcontext() if self._meter is None else self._meter.managed():
+        with torch._C.DisableTorchFunction(), nullcontext() if self.meter is None else self.meter.managed():
             yield
 
     def refuse_writes(self) -> None:
@@ -157,23 +161,21 @@ class StandInWeights:
 
     def unmanaged_memory(self) -> list[Tensor]:
         """The plain tensors that buffers and unmanaged parameters consist of."""
-        return plain_tensors(self.unmanaged.values())
+        return plain_tensors(self._unmanaged)
 
     def storages(self) -> set[StorageWeakRef]:
         """The storages of all stand-ins, buffers and unmanaged parameters."""
-        return set(map(storage_key, memory_in([*self.stand_ins, *self.unmanaged_memory()])))
+        return set(storages_in([*self.stand_ins, *self.unmanaged_memory()]))
 
     def __enter__(self) -> StandInWeights:
         for module in self._model.modules():
             self._before.append((module, dict(module._parameters), dict(module._buffers)))
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None:
-                    stand_in = self._index_of_original.get(id(parameter))
-                    new = self.unmanaged[id(parameter)] if stand_in is None else self.stand_ins[stand_in]
-                    _set_parameter(module, name, new)
+                    _set_parameter(module, name, self._replacements[id(parameter)])
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
-                    module._buffers[name] = self.unmanaged[id(buffer)]
+                    module._buffers[name] = self._replacements[id(buffer)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -192,9 +194,9 @@ class StandInWeights:
             # It writes to .data, because autograd must not take filling for a change of a saved tensor.
             if original.is_meta or self.random_values:
                 # Every fill gives the same values. Otherwise a router would choose other experts in the recomputation.
-                generator = torch.Generator(self._device).manual_seed(index)
+                generator = torch.Generator(self.device).manual_seed(index)
                 stand_in.data.normal_(0.0, 0.02, generator=generator)
-            elif self._device.type == "cuda" and original.device.type == "cpu":
+            elif self.device.type == "cuda" and original.device.type == "cpu":
                 self._upload(stand_in.data.view(-1), original.data)
             else:
                 stand_in.data.copy_(original.data)
@@ -221,8 +223,8 @@ class StandInWeights:
             self._filled.discard(index)
 
     def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
-        data = torch.empty(parameter.shape, dtype=self._dtype, device=self._device)
-        if self._device.type != "meta":
+        data = torch.empty(parameter.shape, dtype=self._dtype, device=self.device)
+        if self.device.type != "meta":
             data.untyped_storage().resize_(0)
         stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
         stand_in.__dict__.update(parameter.__dict__)
@@ -231,10 +233,10 @@ class StandInWeights:
     def _copied(self, tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter):  # nothing writes to it
             # Moving may change the objects that its attributes refer to, and the model must keep those.
-            return tensor if tensor.device == self._device else moved(_with_attributes(tensor), self._device)
-        if tensor.is_meta and self._device.type != "meta":
-            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self._device)
-        return tensor.detach().clone().to(self._device)
+            return tensor if tensor.device == self.device else moved(_with_attributes(tensor), self.device)
+        if tensor.is_meta and self.device.type != "meta":
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return tensor.detach().clone().to(self.device)
 
 
 def _with_attributes(parameter: nn.Parameter) -> nn.Parameter:

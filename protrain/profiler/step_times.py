@@ -31,7 +31,7 @@ def time_steps(
     *,
     expected_ms: float,
     compiled: bool,
-    sustained_ms: float = SUSTAINED_MS,
+    sustained_ms: float,
 ) -> list[Durations]:
     """The durations of the steps that count: of one step, or of a few if one takes less than ``sustained_ms``.
 
@@ -51,7 +51,7 @@ def time_steps(
     only = alone()
     if compiled and graphs_compiled() != known:
         only = alone()
-    lasted_ms = _whole_ms(only)
+    lasted_ms = sum(whole for whole, _ in only)
     if lasted_ms >= sustained_ms:
         return [only]
     n_steps = min(_MOST_STEPS, math.ceil((sustained_ms - lasted_ms) / lasted_ms)) if lasted_ms > 0 else _MOST_STEPS
@@ -88,10 +88,6 @@ def expected_ms(segments: list[Segment]) -> float:
         total_ms += sum(whole for block, whole in taken if block is None)
         total_ms += len(in_blocks) * median(in_blocks or [0.0])
     return total_ms
-
-
-def _whole_ms(step: Durations) -> float:
-    return sum(whole for whole, _ in step)
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from protrain.common.parameters import is_plain, made_of
+from protrain.common.parameters import made_of
 from protrain.common.trees import tensors_in
 
 _CUDA_GRAIN_BYTES = 512  # CUDA's caching allocator rounds every allocation up to a multiple of this
@@ -15,13 +15,7 @@ _CUDA_GRAIN_BYTES = 512  # CUDA's caching allocator rounds every allocation up t
 
 def memory_in(tree: Any) -> list[Tensor]:
     """The plain tensors that all tensors in ``tree`` consist of. Each of them has a storage."""
-    found: list[Tensor] = []
-    for tensor in tensors_in(tree):
-        if is_plain(tensor):
-            found.append(tensor)
-        else:
-            found += made_of(tensor).values()
-    return found
+    return [part for tensor in tensors_in(tree) for part in made_of(tensor).values()]
 
 
 def storage_key(tensor: Tensor) -> StorageWeakRef:
@@ -36,3 +30,8 @@ def allocated_bytes(tensor: Tensor) -> int:
     """The bytes that the storage of ``tensor`` occupies on its device."""
     size = tensor.untyped_storage().nbytes()
     return -(-size // _CUDA_GRAIN_BYTES) * _CUDA_GRAIN_BYTES if tensor.is_cuda else size
+
+
+def storages_in(tree: Any) -> dict[StorageWeakRef, int]:
+    """The storages of all tensors in ``tree``, each with the bytes that it occupies on its device."""
+    return {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(tree)}

@@ -109,9 +109,13 @@ def _traced(
     ):
         switch_off_checkpointing(checkpointing_switches(model))
         rewind = snapshot(model, device)
-        owned = _owned(model, find_units(model, blocks), blocks, weights)
+        # An unmanaged parameter may have become one that looks managed when it moved, but has no stand-in.
+        owned = {
+            path: tuple(weights.index[id(parameter)] for parameter in parameters if id(parameter) in weights.index)
+            for path, parameters in find_units(model, blocks).items()
+        }
         modules = {path: BlockModules(model.get_submodule(path), nn.Parameter) for path in blocks}
-        parts = (model, owned, modules, weights, device)
+        parts = (model, owned, modules, weights)
         known = KnownIntegers()
         moved = known.moved if device.type == "meta" else partial(torch.Tensor.to, device=device)
 
@@ -120,22 +124,23 @@ def _traced(
             args, kwargs = batches.arguments(batches.move(batches.own_copy(example_batch), device, moved))
             return batches.cast_inputs(args, batches.training_arguments(model, kwargs), dtype)
 
-        def tell(what: str) -> Callable[[str], None]:
-            return lambda part: show(f"{what}, {part}") if show is not None else None
+        def tell(what: str, part: str) -> None:
+            if show is not None:
+                show(f"measuring {what}, {part}")
 
-        step = Step(*parts, measure=True, show=tell("measuring memory"), known=known)
+        step = Step(*parts, measure=True, show=partial(tell, "memory"), known=known)
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
+        attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
-            weights.random_values = (
-                device.type == "cuda"
-            )  # filling them from the host again would take longer than the step
+            # to fill the weights from the host again would take longer than the step
+            weights.random_values = device.type == "cuda"
 
             def timed_step() -> list[Segment]:
                 rewind()
                 weights.put_back_buffers()
-                show = tell("measuring times")
+                show = partial(tell, "times")
                 once = Step(*parts, measure=False, show=show, differentiating=step.differentiating)
                 once.run(*inputs())
                 return once.segments
@@ -148,10 +153,8 @@ def _traced(
                 compiled=step.compiled,
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
             )
-        attention_ms: dict[AttentionCall, float] = {}
-        if device.type != "meta":
             calls = [call for use in step.blocks.values() for call in use.attention]
-            tell("measuring times")("attention alone")
+            tell("times", "attention alone")
             attention_ms = attention_times_ms(calls, device)
     if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(
@@ -199,24 +202,7 @@ def _traced(
     )
 
 
-def _owned(
-    model: nn.Module, units: list[str], blocks: list[str], weights: StandInWeights
-) -> dict[str, tuple[int, ...]]:
-    """For each unit, the indexes of the parameters it owns: in a block all, in other modules the direct ones."""
-    whole = set(blocks)
-    return {
-        path: tuple(
-            dict.fromkeys(
-                weights.index[id(parameter)]
-                for parameter in model.get_submodule(path).parameters(recurse=path in whole)
-                if id(parameter) in weights.index
-            )
-        )
-        for path in units
-    }
-
-
-def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> tuple[ParameterRecord, ...]:
+def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterRecord, ...]:
     """The floating-point parameters of ``model`` in definition order, with their optimizer groups.
 
     Frozen parameters, and those in no group of ``optimizer``, have the group -1. Without an optimizer there is one
@@ -238,7 +224,7 @@ def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None 
 def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The parameters that each unit uses. Units come in the order of their first calls, uncalled ones last."""
     known = dict.fromkeys((*step.calls, *owned))
-    used = {unit: tuple(dict.fromkeys((*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))))) for unit in known}
+    used = {unit: (*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))) for unit in known}
     return {unit: indexes for unit, indexes in used.items() if indexes}
 
 
@@ -252,12 +238,9 @@ def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
 
 def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
     """The fields of a segment's record on inputs that code outside the checkpoint holds for a while."""
-    until = {key: end for key, end in segment.held_until.items() if key not in step.kept_until_backward}
     sizes = own.get(segment.block or "", {})
-    held = [key for key in until if key in sizes]
-    if not held:
-        return {}
-    return {"held_bytes": sum(sizes[key] for key in held), "held_until": max(until[key] for key in held)}
+    held = {key: end for key, end in segment.held_until.items() if key in sizes and key not in step.kept_until_backward}
+    return {"held_bytes": sum(sizes[key] for key in held), "held_until": max(held.values(), default=0)}
 
 
 def _blocks(

@@ -15,9 +15,8 @@ In such a loop it stays until the next forward is over (``Step.output_bytes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,23 +31,14 @@ from protrain.common.trees import tensors_in
 from protrain.forward.compilation import CompiledForward, eager_of
 from protrain.forward.module_state import BlockModules, ModulesBefore
 from protrain.forward.replacing import replace_attributes
-from protrain.profiler.block_forward import BlockUse, measure_block, run_apart
+from protrain.profiler.block_forward import BlockUse, measure_block
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
-from protrain.profiler.inner_backwards import InnerBackwards
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
-from protrain.profiler.parameter_uses import Uses
-from protrain.profiler.segments import Segment, time_stamp
+from protrain.profiler.segments import Call, Segment, StepState, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import memory_in, storage_key
-
-
-@dataclass(eq=False)
-class _Call:
-    """One call of a block, or of a unit between blocks."""
-
-    unit: str
-    state: str = "pending"  # then "open" while its backward runs, then "closed"
+from protrain.profiler.storages import memory_in, storage_key, storages_in
+from protrain.profiler.weight_uses import InnerBackwards, Uses
 
 
 class Step:
@@ -58,8 +48,7 @@ class Step:
         model: the model, holding the stand-ins of ``weights``.
         owned: for each unit's path, the indexes of the parameters it owns.
         modules: for each unit that is a block, its modules. Steps share them, as later steps know what they change.
-        weights: the stand-ins.
-        device: where the step runs.
+        weights: the stand-ins, on the device where the step runs.
         measure: whether to count memory, parameter uses and operations. If not, only times are taken, undisturbed by
             the counting.
         show: called with a line on what is being done.
@@ -73,7 +62,6 @@ class Step:
         owned: dict[str, tuple[int, ...]],
         modules: dict[str, BlockModules],
         weights: StandInWeights,
-        device: torch.device,
         *,
         measure: bool,
         show: Callable[[str], None],
@@ -82,11 +70,11 @@ class Step:
     ) -> None:
         self.segments: list[Segment] = []
         self.calls: list[str] = []  # paths of units in the order in which one forward calls them
-        self.uses: dict[str, dict[int, None]] = {}  # from a unit to the parameters it used without owning them
+        self.uses: dict[str, set[int]] = {}  # from a unit to the parameters it used without owning them
         self.blocks: dict[str, BlockUse] = {}  # blocks in execution order
         # storages that code outside the blocks keeps until backward
         self.kept_until_backward: set[StorageWeakRef] = set()
-        self.active: list[str] = []  # units whose calls are active, innermost last
+        self._active: list[str] = []  # units whose calls are active, innermost last
         self.within: dict[str, set[str]] = {}  # from a unit to the units that were active when it was called
         self.differentiating = set(differentiating)  # blocks whose forward computes gradients with create_graph=True
         self.compiled = any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in modules)
@@ -95,44 +83,40 @@ class Step:
         self._owned = owned
         self._modules = modules
         self._weights = weights
-        self._device = device
+        self._device = weights.device
         self._measure = measure
         self._show = show
         self._outer = {index for unit, indexes in owned.items() if unit not in modules for index in indexes}
         self._inner = InnerBackwards({path: owned[path] for path in modules}, self._outer, weights)
         self._constants = weights.storages()
         self.output_bytes = 0  # of the tensors that the model returned and was not given
-        self._meter: Meter | None = None
         self._given = BlockInputs()
         self._before: list[ModulesBefore] = []  # with copies of buffers, which the meter must not see being freed
         self._open: Segment | None = None
-        self._open_call: _Call | None = None
+        self._open_call: Call | None = None
         self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
-        self._forward = True
-        self._recomputing = False
-        self._measuring_block = False
+        self._state = StepState.FORWARD
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
         with ExitStack() as stack:
-            stack.enter_context(self._hooks())
+            self._add_hooks(stack)
             if self._device.type == "meta":
                 stack.enter_context(as_if_on_gpu(self._known, compiled=self.compiled))
             if self._measure:
-                self._meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
-                self._weights.measured_by(self._meter)
+                meter: Meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
+                self._weights.measured_by(meter)
                 stack.callback(self._before.clear)
                 stack.callback(self._weights.measured_by, None)
-                self._meter.count(tensors_in((args, kwargs)))
-                stack.enter_context(self._meter)
+                meter.count(tensors_in((args, kwargs)))
+                stack.enter_context(meter)
             self._weights.keep(self._outer)
             try:
                 self._run(args, kwargs)
             except Exception as error:
                 where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
-                phase = "forward" if self._forward else "backward"
-                self._weights.refuse_use_of_absent(error, phase)
-                error.add_note(f"raised while profiling {type(self._model).__name__}, in the {phase} of {where}")
+                self._weights.refuse_use_of_absent(error, self._phase)
+                error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
                 if self._device.type == "meta":
                     error.add_note(
                         "a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU"
@@ -143,39 +127,49 @@ class Step:
         with torch.enable_grad():
             self._switch(None)
             saved = saved_tensors_hooks(self._note_saved, lambda tensor: tensor)
-            uses = Uses(self._weights.index, self.used, self._differentiates)
+            uses = Uses(self._weights.index, self._used, self._differentiates)
             # a forward may add tensors to its arguments, so they are listed before
-            given = self._constants | {storage_key(tensor) for tensor in memory_in((args, kwargs))}
+            given = self._constants.union(storages_in((args, kwargs)))
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
             sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in memory_in(output)}
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
-            self._forward = False
+            self._state = StepState.BACKWARD
             self._switch(None)
             self.kept_until_backward |= self._given.look(len(self.segments), returned=True)
             loss.backward()
             self._close()
 
     def _note_saved(self, tensor: Tensor) -> Tensor:
-        self.kept_until_backward.update(map(storage_key, memory_in(tensor)))
+        self.kept_until_backward.update(storages_in(tensor))
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     # -- segments
 
-    def _switch(self, block: str | None, call: _Call | None = None) -> None:
+    @property
+    def _forward(self) -> bool:
+        """Whether the model's forward is running and not the backward of the step."""
+        return self._state in (StepState.FORWARD, StepState.MEASURING)
+
+    @property
+    def _phase(self) -> str:
+        """The half of the step that is running, as records of segments name it."""
+        return "forward" if self._forward else "backward"
+
+    def _switch(self, block: str | None, call: Call | None = None) -> None:
         """End the open segment and start the next."""
         self._close()
-        self._show(f"{'forward' if self._forward else 'backward'} of {block or 'what lies between blocks'}")
+        self._show(f"{self._phase} of {block or 'what lies between blocks'}")
         if block is not None:
             self._weights.fill(self._owned[block])
-        self._open = Segment("forward" if self._forward else "backward", block)
+        self._open = Segment(self._phase, block)
         self._open_call = call
         if call is not None:
-            call.state = "open"
-        if self._meter is not None:
-            self._meter.reset_peak()
-            self._open.live_bytes = self._meter.alive_bytes
+            call.reached = True
+        if (meter := self._weights.meter) is not None:
+            meter.reset_peak()
+            self._open.live_bytes = meter.alive_bytes
             if self._forward:
                 self._given.look(len(self.segments))
         self._open.start = time_stamp(self._device)
@@ -184,11 +178,9 @@ class Step:
         if self._open is None:
             return
         self._open.end = time_stamp(self._device)
-        if self._meter is not None:
-            self._open.peak_bytes = max(0, self._meter.peak_bytes - self._open.live_bytes)
+        if (meter := self._weights.meter) is not None:
+            self._open.peak_bytes = max(0, meter.peak_bytes - self._open.live_bytes)
         self.segments.append(self._open)
-        if self._open_call is not None:
-            self._open_call.state = "closed"
         self._segment_gradients.clear()
         # On a GPU, autograd's own thread runs the operations of a graph of gradients. They may still come after all
         # operations of this thread, so these weights stay.
@@ -199,29 +191,26 @@ class Step:
 
     # -- hooks
 
-    @contextmanager
-    def _hooks(self) -> Iterator[None]:
-        """Track calls and blocks inside; afterwards the model has none of the hooks."""
-        with ExitStack() as stack:
-            for path in {"": None, **dict.fromkeys(self._owned)}:
-                module = self._model.get_submodule(path)
-                stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
-                stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
-            for path in self._modules:
-                block = self._model.get_submodule(path)
-                stack.callback(replace_attributes([(block, "forward", self._block_forward(path, block.forward))]))
-            for parameter in self._weights.stand_ins:
-                if parameter.requires_grad:
-                    stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
-                    stack.callback(setattr, parameter, "grad", None)
-            yield
+    def _add_hooks(self, stack: ExitStack) -> None:
+        """Track calls and blocks until ``stack`` ends. Then the model has none of the hooks."""
+        for path in {"": None, **dict.fromkeys(self._owned)}:
+            module = self._model.get_submodule(path)
+            stack.callback(module.register_forward_pre_hook(self._enter_hook(path), prepend=True).remove)
+            stack.callback(module.register_forward_hook(self._leave_hook(path), always_call=True).remove)
+        for path in self._modules:
+            block = self._model.get_submodule(path)
+            stack.callback(replace_attributes([(block, "forward", self._block_forward(path, block.forward))]))
+        for parameter in self._weights.stand_ins:
+            if parameter.requires_grad:
+                stack.callback(parameter.register_post_accumulate_grad_hook(self._take_gradient).remove)
+                stack.callback(setattr, parameter, "grad", None)
 
     def _enter_hook(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
             if self._forward:
-                self.within.setdefault(path, set()).update(self.active)
-                self.active.append(path)
-                if not self._measuring_block:
+                self.within.setdefault(path, set()).update(self._active)
+                self._active.append(path)
+                if self._state is not StepState.MEASURING:
                     self.calls.append(path)
             # its weights are not on the device
             elif path in self._modules and (self._open is None or self._open.block != path):
@@ -233,25 +222,26 @@ class Step:
         return enter
 
     def _leave_hook(self, path: str) -> Callable[..., None]:
-        inner = [block for block in self._modules if f"{block}.".startswith(f"{path}." if path else "")]
-        between = path in self._owned and not inner
+        around_blocks = any(f"{block}.".startswith(f"{path}." if path else "") for block in self._modules)
+        between = path in self._owned and not around_blocks
 
-        def start(_: Tensor, call: _Call) -> None:
+        def start(_: Tensor, call: Call) -> None:
             # The segment starts with the first output whose gradient arrives. The others arrive while all of the
             # block's gradients are still held.
-            if call.state != "open" and not self._nested and self._open is not None and self._open.block is None:
+            between_blocks = self._open is not None and self._open.block is None
+            if call is not self._open_call and not self._nested and between_blocks:
                 self._switch(None, call)
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
             if not self._forward:
                 return
-            popped = self.active.pop()
+            popped = self._active.pop()
             assert popped == path, f"{popped} left as {path}"
             # Without gradients the engine offloads nothing when the unit is done.
             if between and torch.is_grad_enabled() and self._open is not None and self._open.block is None:
                 self._switch(None)
-            call = _Call(path)
-            if path in self._owned and path not in self._modules and not self._measuring_block:
+            call = Call(path)
+            if path in self._owned and path not in self._modules and self._state is not StepState.MEASURING:
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:
                         self._watch_nested(tensor.grad_fn, path)
@@ -269,7 +259,7 @@ class Step:
     def _block_forward(self, path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             # If anything other than a call of the block leads here, the parameters count as used by the caller.
-            if not self._forward or self.active[-1:] != [path] or self._measuring_block:
+            if self._state is not StepState.FORWARD or self._active[-1:] != [path]:
                 return forward(*args, **kwargs)
             if not torch.is_grad_enabled():  # a frozen part of the model saves nothing, so there is nothing to plan
                 self._weights.fill(self._owned[path])
@@ -281,26 +271,25 @@ class Step:
             self._close()
             self._show(f"forward of {path}")
             traced = forward
-            if self._meter is not None:
+            if self._measure:
                 self._weights.fill(self._owned[path])
-                self._measuring_block = True
+                self._state = StepState.MEASURING
                 try:
-                    apart = partial(run_apart, self._modules[path], self._device, self._weights)
-                    traced = measure_block(
-                        use, forward, args, kwargs, apart, self._meter, self._device, self._as_compiled
-                    )
+                    traced = measure_block(use, forward, args, kwargs, self._modules[path], self._weights)
                 finally:
-                    self._measuring_block = False
+                    self._state = StepState.FORWARD
             self._switch(path)
             assert self._open is not None
-            call, inputs = _Call(path), tensors_in((args, kwargs))
+            call, inputs = Call(path), tensors_in((args, kwargs))
             checkpointed_call = CheckpointedCall(path, self._modules[path], self._device)
             with self._weights.unobserved():
                 checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
-            if self._meter is not None:
+            if self._measure:
                 self._before.append(checkpointed_call.modules)
                 self._open.held_until = self._given.add(len(self.segments), inputs)
-            with self._as_compiled() if traced is not eager_of(forward) else nullcontext():
+            # the compiler would trace the function mode of a step that measures around every operator
+            compiled = self._measure and traced is not eager_of(forward)
+            with _pop_mode_temporarily() if compiled else nullcontext():
                 output = checkpointed_call.run(args, kwargs)
             self._watch(call, inputs, tensors_in(output))
             self._switch(None)
@@ -308,36 +297,32 @@ class Step:
 
         return checkpointed
 
-    def _as_compiled(self) -> AbstractContextManager[Any]:
-        """Suspend the trace's function mode inside, because the compiler would trace it around every operator."""
-        return _pop_mode_temporarily() if self._measure else nullcontext()
-
-    def _recomputed(self, call: _Call, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _recomputed(self, call: Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._forward:
-                filled = (*self.active, self._inner.filled_block)
+                filled = (*self._active, self._inner.filled_block)
                 if torch._C._current_graph_task_id() != -1 and call.unit not in filled:
                     self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell
                 return forward(*args, **kwargs)
             # its outputs have no hook of their own, so its segment starts when backward needs the first saved tensor
-            if call.state != "open":
+            if call is not self._open_call:
                 self._switch(call.unit, call)
-            self._recomputing = True
+            self._state = StepState.RECOMPUTING
             try:
                 return forward(*args, **kwargs)
             # the recomputation ends with the last saved tensor, as in the engine; torch stops it there by an exception
             finally:
                 assert self._open is not None
                 self._open.recomputed = time_stamp(self._device)
-                self._recomputing = False
+                self._state = StepState.BACKWARD
 
         return run
 
-    def _watch(self, call: _Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+    def _watch(self, call: Call, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Start ``call``'s backward segment with the gradients of its outputs; end it with the last of its inputs'."""
 
         def start(_: Tensor) -> None:
-            if not self._nested and call.state == "pending":
+            if not self._nested and not call.reached:
                 self._switch(call.unit, call)
 
         passed = {id(tensor) for tensor in inputs}
@@ -348,7 +333,7 @@ class Step:
                 return
             # An input that enters late, such as a skip connection, has its gradient long before the block is done.
             waiting.discard(key)
-            if not waiting and call.state == "open":
+            if not waiting and call is self._open_call:
                 self._switch(None)
 
         for tensor in outputs:
@@ -363,7 +348,7 @@ class Step:
     @property
     def _nested(self) -> bool:
         """Whether a backward that runs now belongs to a forward and is not that of the step."""
-        return self._forward or self._recomputing
+        return self._state is not StepState.BACKWARD
 
     def _watch_nested(self, operation: torch.autograd.graph.Node, unit: str) -> None:
         """Note when an inner backward comes to ``operation``, which computed what ``unit`` returned.
@@ -378,18 +363,18 @@ class Step:
         operation.register_prehook(run)
 
     def _reached(self, unit: str, *, lasting: bool) -> None:
-        self.within.setdefault(unit, set()).update(self.active)
-        self._inner.reached(unit, self.active, lasting=lasting)
+        self.within.setdefault(unit, set()).update(self._active)
+        self._inner.reached(unit, self._active, lasting=lasting)
 
     def _differentiates(self) -> None:
-        self.differentiating.update(path for path in self.active if path in self._modules)
+        self.differentiating.update(path for path in self._active if path in self._modules)
 
-    def used(self, index: int) -> None:
+    def _used(self, index: int) -> None:
         """Fill the parameter ``index``, which an operation is about to use, and note which unit uses it."""
-        unit = self.active[-1] if self.active else ""
+        unit = self._active[-1] if self._active else ""
         owned = index in self._owned.get(unit, ())
         # a block's own parameters are empty when a hook on the block uses them
         if not (owned and self._weights.filled(index)):
             self._weights.keep((index,))
         if not owned:
-            self.uses.setdefault(unit, {})[index] = None
+            self.uses.setdefault(unit, set()).add(index)

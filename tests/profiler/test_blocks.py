@@ -101,7 +101,7 @@ def test_families(tiny_model: Callable[..., nn.Module], family: str, prefix: str
 def test_units_are_blocks_and_outer_owners(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model("gpt2")
     units = find_units(model, find_blocks(model))
-    assert units == [
+    assert list(units) == [
         "transformer.wte",
         "transformer.wpe",
         "transformer.h.0",
@@ -110,4 +110,8 @@ def test_units_are_blocks_and_outer_owners(tiny_model: Callable[..., nn.Module])
         "transformer.ln_f",
         "lm_head",
     ]
-    assert find_units(nn.Linear(2, 2), []) == [""]
+    inner = model.get_submodule("transformer.h.1")
+    assert [id(parameter) for parameter in units["transformer.h.1"]] == list(map(id, inner.parameters()))
+    alone = nn.Linear(2, 2)
+    [(path, owned)] = find_units(alone, []).items()
+    assert (path, list(map(id, owned))) == ("", [id(alone.weight), id(alone.bias)])

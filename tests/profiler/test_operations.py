@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.trees import tensors_in
-from protrain.forward.compilation import compile_blocks
-from protrain.forward.compilation_on_meta import graphs_alone
+from protrain.forward.compilation import compile_blocks, graphs_alone
 from protrain.profiler import find_blocks, profile
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.operations import Operations
