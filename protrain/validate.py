@@ -24,7 +24,7 @@ from protrain.optim.user_optimizer import check_supported
 from protrain.planning import Plan
 from protrain.planning.mismatch import refuse_other_parameters
 from protrain.planning.plan import MOMENT_DTYPES
-from protrain.profiler.blocks import find_blocks
+from protrain.profiler.blocks import find_blocks, refuse_scripted
 from protrain.profiler.trace import parameter_records
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
@@ -149,13 +149,9 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
                 f"parameter {name} has a gradient already, which the first step would add to its own: call "
                 "optimizer.zero_grad() before protrain.wrap"
             )
+    refuse_scripted(model)
     for name, module in model.named_modules():
         what = f"module {name or type(model).__name__!r}"
-        if isinstance(module, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{what} is a ScriptModule, whose weights cannot be moved: use the module that it was made from, and "
-                "compile=True"
-            )
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ValueError(
                 f"{what} is compiled by torch.compile, which would also compile the code that moves its weights: give "

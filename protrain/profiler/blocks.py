@@ -14,11 +14,22 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import nn
 
 from protrain.common.parameters import is_managed
 
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """ValueError if a module of ``model`` is a ScriptModule: others can neither take its weights nor put them back."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"module {name or type(model).__name__!r} is a ScriptModule, whose weights cannot be moved: use the "
+                "module that it was made from, and compile=True"
+            )
 
 
 def find_blocks(model: nn.Module) -> list[str]:

@@ -22,7 +22,13 @@ from protrain.common.parameters import DTYPES, is_managed
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
-from protrain.profiler.blocks import checkpointing_switches, find_blocks, find_units, switch_off_checkpointing
+from protrain.profiler.blocks import (
+    checkpointing_switches,
+    find_blocks,
+    find_units,
+    refuse_scripted,
+    switch_off_checkpointing,
+)
 from protrain.profiler.meta_device import KnownIntegers
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from protrain.profiler.restored_model import restored, snapshot
@@ -61,10 +67,11 @@ def profile(
             what is free.
 
     Raises:
-        ValueError: the batch is no mapping or tuple, nothing is trainable, or the model changes its parameters in
-            place in forward.
+        ValueError: the batch is no mapping or tuple, nothing is trainable, a module is a ScriptModule, or the model
+            changes its parameters in place in forward.
     """
     batches.check(example_batch)
+    refuse_scripted(model)
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())

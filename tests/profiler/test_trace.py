@@ -322,6 +322,14 @@ def test_a_checkpointing_model_is_profiled_as_without_and_comes_out_as_it_was(
     assert model.is_gradient_checkpointing
 
 
+def test_a_scripted_model_is_refused_with_its_weights_in_place() -> None:
+    model = nn.Sequential(*(torch.jit.script(nn.Linear(4, 4)) for _ in range(2)))
+    before = model(torch.ones(1, 4))
+    with pytest.raises(ValueError, match="module '0' is a ScriptModule, whose weights cannot be moved"):
+        profile(model, (torch.ones(1, 4),), device="cpu")
+    assert torch.equal(model(torch.ones(1, 4)), before)
+
+
 def test_a_model_with_nothing_to_train_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
