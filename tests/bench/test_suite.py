@@ -60,6 +60,7 @@ def test_json_alone_is_on_standard_output(capfd: pytest.CaptureFixture[str], tmp
     assert "no CUDA device on this machine: correctness was checked, nothing was timed" in captured.err
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.xdist_group("ranks")
 def test_quick_leaves_shapes_and_compilation_out(tmp_path: Path) -> None:

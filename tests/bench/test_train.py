@@ -160,6 +160,7 @@ def test_what_a_worker_had_done_when_it_was_ended_is_kept(
     assert outcome.host_available_bytes > 0
 
 
+@pytest.mark.slow
 def test_a_contestant_that_fails_in_a_step_leaves_the_steps_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

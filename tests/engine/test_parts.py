@@ -238,6 +238,7 @@ def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_the_interpreters_exit_waits_for_queued_work(tmp_path: Path) -> None:
     """Also for that of a worker that nobody refers to any more."""
     program = f"""
@@ -256,6 +257,7 @@ del worker, dropped
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "dropped"}
 
 
+@pytest.mark.slow
 def test_work_after_the_end_of_all_threads_is_done_at_once(tmp_path: Path) -> None:
     """A handler of the user's for the interpreter's exit may come after ours, and save a checkpoint."""
     program = f"""

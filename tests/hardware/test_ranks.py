@@ -105,6 +105,7 @@ def the_profile_of_two(rank: int, cache: str) -> tuple[HardwareProfile, Hardware
     return found[0], found[1]
 
 
+@pytest.mark.slow
 def test_a_wrap_takes_what_as_many_ranks_have_measured_and_halves_what_one_has(tmp_path: Path) -> None:
     for one, two in on_ranks(2, the_profile_of_two, str(tmp_path)):
         assert (one.host_adam_gparams, one.host_dram_gbps, one.all_gather_gbps) == (0.25, 10.0, None)
