@@ -122,7 +122,7 @@ def wrap(
         target = checked.device
         node = detect(target, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
         if target.type == "cuda":
-            torch.cuda.set_device(target)  # or else whoever leaves a stream goes back to GPU 0, and takes memory there
+            torch.cuda.set_device(target)  # see [Note: the current GPU] in engine/updates/worker.py
         warn_of_copies(model, ranks, host_bytes=node.host_bytes, is_limit=host_memory is not None)
         way = Way(
             checked=checked,

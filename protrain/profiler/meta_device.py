@@ -55,9 +55,9 @@ def _attention(
 ) -> Tensor:
     """Attention of meta tensors [batch, heads, sequence, head size] as the fused kernel of GPUs.
 
-    That saves q, k, v, the output and one fp32 value per row. The meta device alone would use the plain formula, which
-    saves sequence x sequence matrices. Grouped keys and values stay as they are, because only shapes count here. Where
-    a GPU would run no fused kernel, this is torch's own function.
+    The fused kernel saves q, k, v, the output and one fp32 value per row. The meta device alone would use the plain
+    formula, which saves sequence x sequence matrices. Grouped keys and values stay as they are, because only shapes
+    count here. Where a GPU would run no fused kernel, this function calls torch's own.
     """
     learned_mask = attn_mask is not None and attn_mask.requires_grad
     if not query.is_meta or query.ndim != 4 or learned_mask or query.shape[-1] != value.shape[-1]:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from protrain.common.trees import tensors_in
 from protrain.profiler.stand_in_weights import StandInWeights
 
-# These need only the place of a parameter in the graph, not its values.
+# Functions that need only the place of a parameter in the graph, not its values.
 _PLACES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 # Attributes that are tensors made of the values. All others, such as the shape, describe the parameter.
 _VALUES = frozenset([getattr(Tensor, name).__get__ for name in ("data", "T", "H", "mT", "mH", "real", "imag")])
@@ -31,7 +31,7 @@ _DATA: Any = Tensor.data
 class Uses(TorchFunctionMode):
     """Calls ``used`` for every parameter in ``index`` (by id) that an operation takes, whoever calls the operation.
 
-    It also calls ``differentiated`` when gradients are computed with ``create_graph=True``.
+    ``Uses`` also calls ``differentiated`` when gradients are computed with ``create_graph=True``.
     """
 
     def __init__(self, index: dict[int, int], used: Callable[[int], None], differentiated: Callable[[], None]) -> None:

@@ -4,9 +4,10 @@ A worker thread takes jobs from a queue. Updates are queued in the order in whic
 The kernels that a job calls are multi-threaded and release the GIL, so the main thread goes on launching. A second
 worker may begin a job before its turn, to have the device do the update.
 
-[Note: the current GPU] A new thread has GPU 0 as its current one. When it leaves a stream, torch makes that GPU current
-again, and CUDA makes a context there: for the process of another GPU that takes half a GiB of GPU 0, and a second or
-more in which no other thread runs Python. So a worker makes its own GPU the current one before it does anything.
+[Note: the current GPU] A new thread has GPU 0 as its current one. When the thread leaves a stream, torch makes GPU 0
+current again, and CUDA makes a context there. The context takes memory of GPU 0 that no plan counts, and no other
+thread runs Python meanwhile (bench/results/h200/NOTES.md). So a worker makes its own GPU the current one before
+anything else.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class OnStream:
 
     def __call__(self) -> None:
         """Queue a unit and wait for the one before."""
-        torch.cuda.set_device(self._device)  # a new thread has GPU 0, and would go back there from the stream
+        torch.cuda.set_device(self._device)  # see [Note: the current GPU] in engine/updates/worker.py
         with torch.cuda.stream(self._stream):
             self._queue()
             self._events[self._units % 2].record()

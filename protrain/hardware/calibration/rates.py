@@ -1,6 +1,6 @@
 """The rates of device and host by themselves: matrix products, device memory, host memory, and the kernels of a step.
 
-These kernels move the gradients of a transformer block into a chunk, and its activations into a buffer.
+The kernels move the gradients of a transformer block into a chunk, and its activations into a buffer.
 """
 
 from __future__ import annotations
