@@ -19,7 +19,7 @@ from protrain.engine.updates.rates import Rate
 from protrain.planning.sharing import Waiting
 from protrain_kernels import adam_scalars
 from tests.engine import residual
-from tests.engine.harness import Loop, adamw, wrap_under
+from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, wrap_under
 from tests.engine.test_streamed_updates import SPEC, looping, noted_updates, trained
 
 
@@ -104,6 +104,33 @@ def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
     Loop(max_norm=0.5).run(wrapped, optimizer, data)
     optimizer._engine.wait_for_updates()
     assert optimizer.report().streamed_updates > 1
+
+
+def test_the_device_leaves_the_host_the_update_that_it_is_at(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm comes while the host does a speculative update. Nobody does that update a second time."""
+    speculate = Chunk.step_speculatively
+
+    def slowly(*args: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        speculate(*args, **options)
+
+    monkeypatch.setattr(Chunk, "step_speculatively", slowly)
+    monkeypatch.setattr(Rate, "add", lambda *_: None)
+    slow_down(monkeypatch, seconds=0.02)
+    data, model = residual.batches(4), residual.make()
+    spec = Spec("none", "least", (NONE, CKPT), small=True, speculate=True, stream=True)
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    streamer = optimizer._engine.step.updates.streamer
+    assert streamer is not None
+    monkeypatch.setattr(streamer, "_needed_ms", [0.0] * optimizer.plan.n_chunks)
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
+    Loop(max_norm=1e9).run(wrapped, optimizer, data)
+    optimizer._engine.wait_for_updates()
+    report = optimizer.report()
+    assert report.streamed_updates > 0 < report.speculative_updates
+    assert report.redone_updates == 0
 
 
 def test_a_rate_follows_what_is_measured() -> None:

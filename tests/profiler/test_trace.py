@@ -403,11 +403,12 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_no_pinned_memory_is_left_that_nobody_uses() -> None:
-    torch.empty(1 << 26, pin_memory=True)  # as the compiler pins copies while it tunes a kernel
-    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] >= 1 << 26
+    unused_bytes = 1 << 26
+    torch.empty(unused_bytes, pin_memory=True)  # as the compiler pins copies while it tunes a kernel
+    before = torch.cuda.host_memory_stats()["allocated_bytes.current"]
+    assert before >= unused_bytes
     profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
-    stats = torch.cuda.host_memory_stats()
-    assert stats["allocated_bytes.current"] == stats["active_bytes.current"]
+    assert torch.cuda.host_memory_stats()["allocated_bytes.current"] <= before - unused_bytes
 
 
 def test_user_checkpoints_inside_a_block_work() -> None:

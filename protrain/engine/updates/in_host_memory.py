@@ -122,6 +122,7 @@ class Speculation:
     summing: Job | None  # adds to the gradient
     window: Window
     host: HostUpdates
+    job: Job = field(init=False)  # in which the host worker does it
     done: bool = False
     dropped: bool = False  # its gradient was forgotten
     version: int = -1  # of the weight from which it was computed
@@ -157,6 +158,11 @@ class ChunkUpdate:
     host: HostUpdates
     job: Job = field(init=False)  # after which the weight is that of the step
     deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
+
+    def host_job(self) -> Job | None:
+        """The job in which the host works on this update now, be it speculatively; None: it does not."""
+        jobs = [self.job] if self.speculation is None else [self.speculation.job, self.job]
+        return next((job for job in jobs if job.begun and not job.done), None)
 
     def can_commit(self) -> bool:
         """Whether the work is done already. It waits for the factor on the gradients."""

@@ -68,15 +68,16 @@ class Streamer:
     def _share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
         norm.wait()
         begin = time.perf_counter()
-        while left := [update for update in updates if not update.job.begun]:
+        while True:
+            at_work = {update: job for update in updates if (job := update.host_job()) is not None}
+            left = [update for update in updates if not update.job.begun and update not in at_work]
             if all(update.can_commit() for update in left):
                 return
             now_ms = (time.perf_counter() - begin) * 1e3
-            running = [update for update in updates if update.job.begun and not update.job.done]  # by the host
-            free_ms = now_ms + sum(self._host_ms(update) for update in running)
+            free_ms = now_ms + sum(map(self._host_ms, at_work))
             index = first_late([self._waiting(update) for update in left], now_ms, free_ms, self._host_kept)
             if index is None:
-                (running or left)[0].job.end()  # then the host's rate and what it has done are known anew
+                next(iter(at_work.values()), left[0].job).end()  # then the host's rate and what is left are known anew
                 continue
             update = left[index]
             streamed = functools.partial(update.run_with, self.update)

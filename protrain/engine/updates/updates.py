@@ -146,9 +146,9 @@ class Updates:
             host=self.host,
         )
         what = "weight" if chunk.speculates_weight_only else "update"
-        job = self.worker.job(speculation.run, f"speculative {what} {chunk.index}")
-        chunk.begin(ChunkState.SPECULATED, job)
-        self.worker.queue(job)
+        speculation.job = self.worker.job(speculation.run, f"speculative {what} {chunk.index}")
+        chunk.begin(ChunkState.SPECULATED, speculation.job)
+        self.worker.queue(speculation.job)
 
     def forget(self) -> None:
         """All gradients are forgotten, and so are the speculative updates."""
