@@ -200,6 +200,36 @@ def test_modules_without_shapes_yet(make: Callable[[int], nn.Module]) -> None:
     protrain.wrap(model, torch.optim.AdamW(model.parameters()), **options)
 
 
+def batch_norm(dtype: torch.dtype, statistics: torch.dtype, device: torch.device, **options: bool) -> nn.Module:
+    norm = nn.BatchNorm1d(4, **options).to(device, statistics)
+    for parameter in norm.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return norm
+
+
+@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
+@pytest.mark.parametrize("statistics", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_batch_norm_is_refused_where_torch_does_not_run_it(
+    dtype: torch.dtype, statistics: torch.dtype, options: dict[str, bool], device: torch.device
+) -> None:
+    norm = batch_norm(dtype, statistics, device, **options)
+    works = True
+    try:
+        norm(torch.randn(8, 4, device=device, dtype=dtype, requires_grad=True)).sum().backward()
+    except RuntimeError:
+        works = False
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **options).to(statistics))
+    optimizer, batch = torch.optim.AdamW(model.parameters()), (torch.ones(8, 4),)
+    how: dict[str, Any] = {"example_batch": batch, "device": device, "dtype": dtype, "progress": False}
+    if works:
+        model, _ = protrain.wrap(model, optimizer, **how)
+        model(*batch).float().sum().backward()
+        return
+    with pytest.raises(ValueError, match=r"module '1' keeps running statistics in .*dtype='float32'.*\.to\("):
+        protrain.wrap(model, optimizer, **how)
+
+
 def test_scripted_modules(batch: Batch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     refused(
