@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from protrain.cli.options import Parser, add_gpus_option, add_output_options, number
+from protrain.cli.job import TrainJob
+from protrain.cli.options import Parser, add_gpus_option, add_options, add_output_options, number
 
 _EXAMPLE = """example:
   protrain calibrate --out machine.json
@@ -23,7 +24,7 @@ def add_command(commands: Any, summary: str) -> None:
     """Add `calibrate` to the subparsers ``commands``, whose help has the line ``summary``."""
     parser: Parser = commands.add_parser("calibrate", help=summary, description=_DESCRIPTION, epilog=_EXAMPLE)
     add_gpus_option(parser, "measure")
-    parser.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
+    add_options(parser, TrainJob, "device")
     parser.add_argument(
         "--seconds",
         type=number(0, 600, open_ended=True),

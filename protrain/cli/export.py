@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.lora import lora_text
-from protrain.cli.options import DTYPES, Parser, new_folder
+from protrain.cli.job import TrainJob
+from protrain.cli.options import Parser, add_options, new_folder
 
 _EXAMPLE = """example:
   protrain export runs/mine exported
@@ -25,11 +25,12 @@ def add_command(commands: Any, summary: str) -> None:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a run or of checkpoints")
     parser.add_argument("folder", metavar="FOLDER", type=new_folder, help="a new or empty folder for the model")
     parser.add_argument("--model", help="the model that was trained (default: that of the run)")
-    parser.add_argument("--dtype", choices=DTYPES, help="the type of the weights (default: that of the run)")
-    parser.add_argument(
-        "--lora", type=lora_text, metavar="NAME=VALUE,...", help="the --lora of the training (default: that of the run)"
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="of a run with --lora: write the whole model with the adapter added"
+    add_options(
+        parser,
+        TrainJob,
+        *("dtype", "lora", "merge"),
+        dtype="the type of the weights (default: that of the run)",
+        lora="the --lora of the training (default: that of the run)",
+        merge="of a run with --lora: write the whole model with the adapter added",
     )
     parser.set_defaults(module="protrain.cli.export_run")

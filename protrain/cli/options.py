@@ -8,7 +8,8 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import Field, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -19,8 +20,6 @@ from protrain.common.records import Record
 from protrain.common.tables import wrapped
 
 Number = TypeVar("Number", int, float)
-
-LEAST_SEQUENCE = 2  # each token is learnt from the tokens before it
 
 # What weights and moments may be. The library's own tables need torch, which `--help` is not to wait for.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -100,18 +99,6 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def out_of_range(value: float, least: float, most: float) -> str:
-    """The message for a ``value`` outside [least, most]. It is empty if the value lies inside."""
-    if least <= value <= most:
-        return ""
-    range_text = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
-    return f"must be {range_text}, not {_plain(value)}"
-
-
-def _plain(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
     """An argparse type: a whole number in [least, most]."""
     return _number(int, least, most)
@@ -130,13 +117,18 @@ def _number(kind: type[Number], least: float, most: float, *, open_ended: bool =
             raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number, not {text!r}") from None
         if value == math.inf:
             raise argparse.ArgumentTypeError("must be finite")
-        if wrong := out_of_range(value, least, most):
-            raise argparse.ArgumentTypeError(wrong)
+        if not least <= value <= most:
+            limits = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, not {_plain(value)}")
         if open_ended and value in (least, most):
             raise argparse.ArgumentTypeError(f"must lie between {least:g} and {most:g}, not at {text}")
         return value
 
     return parse
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
@@ -146,13 +138,13 @@ def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
         try:
             parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(str(error).strip()) from None
         return text
 
     return check
 
 
-memory = text_for(partial(parse_memory, name="size"))  # an argparse type: a number of bytes, or like 24GiB
+memory = text_for(partial(parse_memory, name=""))  # an argparse type: a number of bytes, or like 24GiB
 
 
 def writable_file(text: str) -> Path:
@@ -190,6 +182,74 @@ def _writable(path: Path) -> Path:
     return path
 
 
+def option(default: Any, help: str, *, spellings: Sequence[str] = (), may_differ: bool = False, **how: Any) -> Any:
+    """A field of a record that is an option of the command line too.
+
+    Args:
+        default: the default of the field.
+        help: the help text, to which a default that is a number is added.
+        spellings: of the option, if they are not the name of the field alone.
+        may_differ: whether the option may be another when a run is resumed, as it never changes the weights.
+        how: other arguments of argparse's ``add_argument``. Its ``type`` and ``choices`` also hold for a file.
+    """
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        help += f" (default: {default:g})"
+    told = {"help": help, **how}
+    return field(default=default, metadata={"told": told, "spellings": spellings, "may_differ": may_differ})
+
+
+def whole_option(default: int | None, help: str, least: int, most: float = math.inf, **how: Any) -> Any:
+    """An ``option`` for a whole number in [least, most]."""
+    return option(default, help, **{"type": whole(least, most), "metavar": "N", **how})
+
+
+def number_option(default: float | None, help: str, least: float, most: float, **how: Any) -> Any:
+    """An ``option`` for a number in [least, most]."""
+    return option(default, help, type=number(least, most), metavar="X", **how)
+
+
+def switch(help: str, **how: Any) -> Any:
+    """An ``option`` that is False unless it is given."""
+    return option(False, help, action="store_true", **how)
+
+
+def spellings(of: Field[Any]) -> Sequence[str]:
+    """How the command line spells the field ``of`` a record."""
+    return of.metadata.get("spellings") or (f"--{of.name.replace('_', '-')}",)
+
+
+def add_options(
+    group: argparse.ArgumentParser | argparse._ArgumentGroup, record: type[Any], *names: str, **texts: str
+) -> None:
+    """Add the options for the fields ``names`` of ``record``, where ``texts`` have another help text for some.
+
+    What is not given has the default of the field, or no value at all if that is the ``argument_default``.
+    """
+    by_name = {each.name: each for each in fields(record)}
+    for name in names:
+        own = by_name[name]
+        how = {"dest": name, **own.metadata["told"]}
+        if name in texts:
+            how["help"] = texts[name]
+        if group.argument_default != argparse.SUPPRESS:
+            how["default"] = [] if own.default == () else own.default  # argparse appends to a list
+        group.add_argument(*spellings(own), **how)
+
+
+def check_options(record: Any) -> None:
+    """Raise a ValueError for a value of ``record`` that the command line would refuse, as a file may hold it."""
+    for own in fields(record):
+        value, told = getattr(record, own.name), own.metadata.get("told", {})
+        if value is None:
+            continue
+        try:
+            told.get("type", str)(str(value))
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{spellings(own)[0]} {error}") from None
+        if value not in told.get("choices", [value]):
+            raise ValueError(f"{spellings(own)[0]} must be one of {', '.join(told['choices'])}, not {value}")
+
+
 def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
     """Add --gpus to the parser of a command that does ``what`` on one GPU, for ``protrain.cli.launch.launched``."""
     parser.add_argument(
@@ -205,58 +265,6 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON on standard output instead of the table")
     output.add_argument("--out", type=writable_file, metavar="FILE", help="also write the JSON to FILE")
-
-
-def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
-    """Add --sequence. ``default`` says in words what is used without it."""
-    parser.add_argument(
-        "--sequence",
-        "--seq",
-        type=whole(LEAST_SEQUENCE),
-        metavar="TOKENS",
-        help=f"tokens in a sequence (default: {default})",
-    )
-
-
-def add_type_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --dtype and --moment-dtype."""
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"
-    )
-    parser.add_argument(
-        "--moment-dtype",
-        choices=MOMENT_DTYPES,
-        help="the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
-    )
-
-
-def add_forward_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --compile, --chunked-loss and their opposites. ``protrain.cli.prepare`` knows the defaults."""
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the blocks with torch.compile, by which losses differ in their last digits (default: on a GPU)",
-    )
-    parser.add_argument(
-        "--chunked-loss",
-        action=argparse.BooleanOptionalAction,
-        help="compute the loss in pieces, so that logits never exist whole, by which losses differ in their last "
-        "digits (default: on a GPU where liger-kernel is installed)",
-    )
-
-
-def add_memory_options(parser: argparse._ArgumentGroup) -> None:
-    """Add --device-memory and --host-memory."""
-    parser.add_argument(
-        "--device-memory",
-        type=memory,
-        metavar="SIZE",
-        help="the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the memory "
-        "of a simulated GPU",
-    )
-    parser.add_argument(
-        "--host-memory", type=memory, metavar="SIZE", help="the host memory to stay within (default: what is free)"
-    )
 
 
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:

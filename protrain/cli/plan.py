@@ -7,18 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import protrain
-from protrain.cli.lora import add_training_options
-from protrain.cli.options import (
-    Parser,
-    add_forward_options,
-    add_memory_options,
-    add_output_options,
-    add_sequence_option,
-    add_type_options,
-    number,
-    whole,
-    writable_file,
-)
+from protrain.cli.job import TrainJob
+from protrain.cli.options import Parser, add_options, add_output_options, number, whole, writable_file
 from protrain.cli.shapes import SHAPES
 
 # Their names are read here, because the package that loads them needs torch.
@@ -50,27 +40,16 @@ def add_command(commands: Any, summary: str) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help=f"a folder with a Hugging Face config.json, or one of {', '.join(SHAPES)}"
     )
-    parser.add_argument(
-        "--batch", type=whole(1), metavar="N", default=8, help="sequences in a batch, on each GPU (default: 8)"
-    )
-    add_sequence_option(parser, default="of the model")
-    parser.add_argument(
-        "--data",
-        metavar="PATH",
-        help="the data that is to be trained on: if it is rows and no text, the plan has room for the attention mask "
+    add_options(
+        parser,
+        TrainJob,
+        *("batch", "sequence", "data", "accumulation", "dtype", "moment_dtype", "lora", "load_in_4bit", "freeze"),
+        *("compile", "chunked_loss", "step_during_backward"),
+        sequence="tokens in a sequence (default: of the model)",
+        data="the data that is to be trained on: if it is rows and no text, the plan has room for the attention mask "
         "that packed rows need",
-    )
-    parser.add_argument(
-        "--accumulation", type=whole(1), metavar="N", default=1, help="batches in a step, on each GPU (default: 1)"
-    )
-    add_type_options(parser)
-    add_training_options(parser)
-    parser.set_defaults(moment_dtype="float32", freeze=[])
-    add_forward_options(parser)
-    parser.add_argument(
-        "--step-during-backward",
-        action="store_true",
-        help="plan for updates inside backward, which take less host memory and exclude clipping",
+        accumulation="batches in a step, on each GPU (default: 1)",
+        step_during_backward="plan for updates inside backward, which take less host memory and exclude clipping",
     )
     _add_machine_options(parser)
     shown = parser.add_argument_group("what is shown")
@@ -114,7 +93,8 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|NAME",
         help=f"the file that `protrain calibrate --out` wrote, or one of {', '.join(_SHIPPED)} (default: this machine)",
     )
-    machine.add_argument("--device", help="cuda or cpu (default: that of --hardware, or cuda if there is a GPU)")
+    on_device = "cuda or cpu (default: that of --hardware, or cuda if there is a GPU)"
+    add_options(machine, TrainJob, "device", device=on_device)
     machine.add_argument(
         "--gpus",
         type=whole(1),
@@ -132,4 +112,4 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
         help="gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual for "
         "the GPU)",
     )
-    add_memory_options(machine)
+    add_options(machine, TrainJob, "device_memory", "host_memory")

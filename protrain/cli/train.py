@@ -5,24 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from protrain.cli import job as jobs
-from protrain.cli.job import RANGES, TrainJob
-from protrain.cli.loggers import LOGGERS
-from protrain.cli.lora import add_training_options
+from protrain.cli.job import MAY_DIFFER, TrainJob
 from protrain.cli.options import (
     Parser,
-    add_forward_options,
     add_gpus_option,
-    add_memory_options,
+    add_options,
     add_output_options,
-    add_sequence_option,
-    add_type_options,
-    number,
-    whole,
     writable_file,
     writable_folder,
 )
-from protrain.cli.shapes import SHAPES
 from protrain.common.tables import wrapped
 
 _EXAMPLE = """example, about two minutes on two CPU cores:
@@ -61,31 +52,7 @@ def add_command(commands: Any, summary: str) -> None:
         metavar="FILE",
         help="a YAML file of options, like 'learning-rate: 1e-4' and 'compile: false'; options given here win",
     )
-    what.add_argument("--model", metavar="MODEL", help=f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
-    what.add_argument(
-        "--from-scratch",
-        action="store_true",
-        help="begin with random weights, so that a --model folder needs only its config.json and perhaps a tokenizer",
-    )
-    what.add_argument(
-        "--data",
-        metavar="PATH",
-        help="text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets "
-        "wrote (default: the sources of Python's library)",
-    )
-    what.add_argument(
-        "--column",
-        metavar="NAME",
-        help="the column of --data with text or messages (default: the first that there is of messages, conversations, "
-        "prompt with completion, instruction with output, and text)",
-    )
-    what.add_argument("--chat-template", metavar="FILE", help="a Jinja template (default: that of the tokenizer)")
-    what.add_argument(
-        "--loss-on",
-        choices=jobs.LOSS_ON,
-        help="whether the loss counts only answers, in conversations and after prompts, or all tokens (default: "
-        "answers)",
-    )
+    add_options(what, TrainJob, "model", "from_scratch", "data", "column", "chat_template", "loss_on")
     what.add_argument(
         "--folder", type=writable_folder, metavar="FOLDER", help="where the run is kept (default: runs/MODEL-TIME)"
     )
@@ -94,74 +61,27 @@ def add_command(commands: Any, summary: str) -> None:
         action="store_true",
         help="continue the run in --folder with its options, as --folder without --model does too. More --steps train "
         "it longer. Of other options only those may be given that never change the weights: "
-        + ", ".join(sorted(map(jobs.option, jobs.MAY_DIFFER))),
+        + ", ".join(sorted(MAY_DIFFER.values())),
     )
-    _add_number(what, "seed", "the seed of random weights, batches and the sample")
-    add_training_options(what)
+    add_options(what, TrainJob, "seed", "lora", "load_in_4bit", "freeze")
 
     steps = parser.add_argument_group("training")
-    _add_number(steps, "batch", "sequences in a batch, on each GPU")
-    add_sequence_option(steps, default="256 for tiny, else 1024")
-    _add_number(
-        steps,
-        "accumulation",
-        "batches in a step, on each GPU; resumed on another number of GPUs, a run keeps their number on all together",
-    )
-    _add_number(steps, "steps", "optimizer steps")
-    _add_number(
-        steps,
-        "learning_rate",
-        "the peak learning rate (default: 2e-4 with --lora, 3e-5 for other weights of a folder, 3e-4 for random ones, "
-        "and 3e-3 for tiny)",
-    )
-    _add_number(
-        steps,
-        "warmup",
-        "steps in which the learning rate rises to its peak, before it falls as a cosine (default: 20, or a fifth of "
-        "--steps if that is less)",
-    )
-    _add_number(steps, "min_learning_rate", "the learning rate of the last step, as a share of the peak")
-    _add_number(steps, "weight_decay", "the weight decay of matrices; biases and norms have none")
-    _add_number(steps, "clip", "the largest norm of the gradient; a larger one is scaled down; 0: no clipping")
-    add_type_options(steps)
-    add_forward_options(steps)
+    add_options(steps, TrainJob, "batch", "sequence", "accumulation", "steps", "learning_rate", "warmup")
+    add_options(steps, TrainJob, "min_learning_rate", "weight_decay", "clip")
+    add_options(steps, TrainJob, "dtype", "moment_dtype", "compile", "chunked_loss")
 
     placement = parser.add_argument_group(
         "where it runs",
         wrapped("These change no weights, on one kind of device and with as many threads, and batches in a step.", 78),
     )
     add_gpus_option(placement, "train")
-    placement.add_argument("--device", help="cuda or cpu (default: cuda if there is a GPU)")
-    add_memory_options(placement)
-    placement.add_argument(
-        "--plan", metavar="FILE", help="use the plan that `protrain plan --out FILE` wrote, and search none"
+    add_options(
+        placement, TrainJob, "device", "device_memory", "host_memory", "plan", "step_during_backward", "threads"
     )
-    placement.add_argument(
-        "--step-during-backward",
-        action="store_true",
-        help="update each part of the model inside backward, which takes less host memory; needs --clip 0",
-    )
-    _add_number(placement, "threads", "CPU threads (default: torch's choice)")
 
     keeping = parser.add_argument_group("keeping and reporting")
-    _add_number(keeping, "checkpoint_every", "steps between checkpoints; 0: none")
-    _add_number(keeping, "keep", "the number of newest checkpoints to keep")
-    keeping.add_argument(
-        "--no-model", dest="save_model", action="store_false", help="do not write the trained model at the end"
-    )
-    keeping.add_argument(
-        "--merge",
-        action="store_true",
-        help="with --lora: write the whole model with the adapter added, not the adapter alone",
-    )
-    _add_number(keeping, "held_out", "the share of the text or rows that is kept for evaluation")
-    _add_number(keeping, "evaluate_every", "steps between evaluations; 0: only at the end")
-    _add_number(keeping, "evaluation_batches", "batches of an evaluation")
-    _add_number(keeping, "sample_tokens", "tokens to generate at the end; 0: none")
-    keeping.add_argument(
-        "--logger", choices=LOGGERS, help="log every step there as well; a resumed run continues its curve"
-    )
-    _add_number(keeping, "log_every", "steps between lines of progress where the output is no terminal")
+    add_options(keeping, TrainJob, "checkpoint_every", "keep", "save_model", "merge", "held_out")
+    add_options(keeping, TrainJob, "evaluate_every", "evaluation_batches", "sample_tokens", "logger", "log_every")
     keeping.add_argument(
         "--trace",
         type=writable_file,
@@ -171,14 +91,3 @@ def add_command(commands: Any, summary: str) -> None:
     add_output_options(parser)
     parser.set_defaults(folder=None, resume=False, gpus=None, trace=None, json=False, out=None)
     parser.set_defaults(module="protrain.cli.train_run")
-
-
-def _add_number(group: argparse._ArgumentGroup, name: str, text: str) -> None:
-    """Add the option for the number ``name`` of a job, with its limits and, unless it is None, its default."""
-    least, most = RANGES[name]
-    kind = number(least, most) if isinstance(least, float) else whole(least, most)
-    default = getattr(TrainJob, name, None)
-    shown = "" if default is None else f" (default: {default:g})"
-    names = [jobs.option(name)] + ["--lr"] * (name == "learning_rate")
-    metavar = "X" if isinstance(least, float) else "N"
-    group.add_argument(*names, type=kind, metavar=metavar, help=f"{text}{shown}")
