@@ -8,12 +8,12 @@ are loaded, needs only their shapes, which ``shape_in_4bit`` makes at no cost.
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from protrain.cli.models import LoadedModel
+from protrain.cli.options import need
 from protrain.common.parameters import is_managed, unmanaged_memory
 from protrain.common.quantities import format_bytes
 
@@ -67,11 +67,10 @@ def loaded_in_4bit(loaded: LoadedModel, device: torch.device, dtype: torch.dtype
 
 def _config(dtype: torch.dtype) -> Any:
     """What transformers is to do, with layers that compute in ``dtype``."""
+    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
+        need(package, "--load-in-4bit", extra="qlora")
     import transformers
 
-    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
-        if find_spec(package) is None:
-            raise ValueError(f"--load-in-4bit needs the package {package}: pip install 'protrain[qlora]'")
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )

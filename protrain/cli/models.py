@@ -12,6 +12,7 @@ from torch import nn
 import protrain
 from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Batch
+from protrain.cli.options import need
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
 from protrain.common.errors import not_downloaded
@@ -212,9 +213,8 @@ def _kind_and_message(error: Exception) -> str:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("models need the package transformers: pip install 'protrain[hf]'") from None
+    need("transformers", "--model", extra="hf")
+    import transformers
+
     transformers.logging.set_verbosity_error()
     return transformers

@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from protrain.cli.config import with_config
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 from protrain.common.tables import wrapped
@@ -51,6 +51,16 @@ def in_options(message: str) -> str:
     return re.sub(r"^weights: ", "--model: ", message)
 
 
+def need(module: str, what: str, *, extra: str | None = None, package: str | None = None) -> None:
+    """Raise a ValueError that says what to install, unless ``module`` is installed, which ``what`` needs.
+
+    An ``extra`` of ProTrain brings the ``package``, or it is installed by its name, which is that of the module.
+    """
+    if find_spec(module) is None:
+        remedy = f"'protrain[{extra}]'" if extra else module
+        raise ValueError(f"{what} needs the package {package or module}: pip install {remedy}")
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Breaks no line within the name of an option."""
 
@@ -75,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         """
         if "--config" in self._option_string_actions:
             try:
-                args = with_config(args, self._option_string_actions)
+                args = _with_config(args, self._option_string_actions)
             except ValueError as error:
                 self.error(str(error))
         found, unknown = super().parse_known_args(args, namespace)
@@ -97,6 +107,61 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _with_config(words: Sequence[str], options: dict[str, argparse.Action]) -> list[str]:
+    """The command line ``words``, with what the file of its --config says put before them as words too.
+
+    Options that ``words`` have are left out of the file, so they win. ``options`` are those of the parser, by spelling.
+
+    Raises:
+        ValueError: the file is missing or no mapping of options, or PyYAML is not installed.
+    """
+    given = {word.partition("=")[0] for word in words}
+    if "--config" not in given:
+        return list(words)
+    last = max(index for index, word in enumerate(words) if word.partition("=")[0] == "--config")
+    inline, following = words[last].partition("=")[2], words[last + 1 : last + 2]
+    path = Path(inline or (following[0] if following else ""))
+    added: list[str] = []
+    for key, value in _read_config(path).items():
+        option = f"--{key}"
+        if option not in options or key in ("config", "help"):
+            near = difflib.get_close_matches(str(key).replace("_", "-"), [name.lstrip("-") for name in options], n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"--config {path}: {key!r} is no option{meant}")
+        if given.isdisjoint(options[option].option_strings):
+            added += _words(path, option, value, options[option])
+    return [*added, *words]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    need("yaml", "--config", extra="hf", package="PyYAML")
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ValueError(f"--config: {path} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config: {path} must have a line for each option, like 'steps: 1000'")
+    return found
+
+
+def _words(path: Path, option: str, value: Any, action: argparse.Action) -> list[str]:
+    """``value`` of ``option`` as words of a command line."""
+    if action.nargs == 0:  # a switch
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {path}: {option[2:]} must be true or false, not {value!r}")
+        if value:
+            return [option]
+        return [f"--no-{option[2:]}"] if f"--no-{option[2:]}" in action.option_strings else []
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(each, dict | list | bool | None) for each in values):
+        raise ValueError(f"--config {path}: {option[2:]} must be a number or text, not {value!r}")
+    return [f"{option}={each}" for each in values]
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:

@@ -13,6 +13,7 @@ from torch import nn
 import protrain
 from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.models import Architecture
+from protrain.cli.options import need
 from protrain.common.adapters import adapted_layers
 
 AnyArchitecture = TypeVar("AnyArchitecture", bound=Architecture)
@@ -46,10 +47,8 @@ def choose_trained(loaded: AnyArchitecture, lora: str | None, freeze: Sequence[s
 
 
 def _add_adapter(loaded: Architecture, lora: Lora) -> None:
-    try:
-        import peft
-    except ImportError:
-        raise ValueError("--lora needs the package peft: pip install 'protrain[peft]'") from None
+    need("peft", "--lora", extra="peft")
+    import peft
     from transformers.pytorch_utils import Conv1D
 
     model: Any = loaded.model

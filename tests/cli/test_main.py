@@ -266,7 +266,7 @@ def test_all_that_a_job_says_can_be_said_on_the_command_line(capsys: pytest.Capt
 def test_what_the_end_of_a_run_needs_is_asked_for_at_its_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protrain.cli.prepare.find_spec", lambda name: None)
+    monkeypatch.setattr("protrain.cli.options.find_spec", lambda name: None)
     status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu", "--folder", str(tmp_path / "run"))
     assert (status, len(err.splitlines())) == (2, 1), err
     assert "the loss curve needs the package matplotlib: pip install 'protrain[hf]'" in err
