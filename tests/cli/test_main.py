@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from protrain.cli.commands import COMMANDS, build_parser
 from protrain.cli.job import MAY_DIFFER, TrainJob
-from protrain.cli.main import COMMANDS, build_parser, main
+from protrain.cli.main import main
 from protrain.cli.options import DTYPES, MOMENT_DTYPES, in_options
 from protrain.common import parameters
 from protrain.hardware import HardwareProfile, load
