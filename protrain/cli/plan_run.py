@@ -15,7 +15,7 @@ import protrain
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.four_bit import shape_in_4bit
 from protrain.cli.lora import refuse_4bit_alone
-from protrain.cli.models import Architecture, describe, fit_positions, read_architecture
+from protrain.cli.models import LoadedModel, describe, fit_positions, read_architecture
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
 from protrain.cli.plan_machine import machine_of, machines_of
@@ -169,7 +169,7 @@ def _traced(
 
 
 def profile_of(
-    architecture: Architecture,
+    architecture: LoadedModel,
     *,
     batch: int,
     sequence: int,

@@ -6,22 +6,20 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import nn
 
 import protrain
 from protrain.cli.lora import Lora, parse_lora
-from protrain.cli.models import Architecture
+from protrain.cli.models import LoadedModel
 from protrain.cli.options import need
 from protrain.common.adapters import adapted_layers
-
-AnyArchitecture = TypeVar("AnyArchitecture", bound=Architecture)
 
 _LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps than weights that were trained before
 
 
-def choose_trained(loaded: AnyArchitecture, lora: str | None, freeze: Sequence[str]) -> AnyArchitecture:
+def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str]) -> LoadedModel:
     """``loaded`` with the adapter that ``lora`` asks for, and with what matches ``freeze`` frozen.
 
     Raises:
@@ -46,7 +44,7 @@ def choose_trained(loaded: AnyArchitecture, lora: str | None, freeze: Sequence[s
     return loaded
 
 
-def _add_adapter(loaded: Architecture, lora: Lora) -> None:
+def _add_adapter(loaded: LoadedModel, lora: Lora) -> None:
     need("peft", "--lora", extra="peft")
     import peft
     from transformers.pytorch_utils import Conv1D
