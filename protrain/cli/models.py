@@ -208,7 +208,7 @@ def _kind_and_message(error: Exception) -> str:
 
 
 def _transformers() -> Any:
-    need("transformers", "--model", extra="hf")
+    need("transformers", "a model", extra="hf")
     import transformers
 
     transformers.logging.set_verbosity_error()
