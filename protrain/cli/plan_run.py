@@ -13,7 +13,6 @@ import torch
 
 import protrain
 from protrain.cli.data import example_batch, stand_in
-from protrain.cli.four_bit import shape_in_4bit
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.models import LoadedModel, describe, fit_positions, read_architecture
 from protrain.cli.options import emit, in_options, write_record
@@ -24,7 +23,7 @@ from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
 from protrain.cli.sources import find_source
-from protrain.cli.trained import choose_trained
+from protrain.cli.trained import choose_trained, shape_in_4bit
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, Progress
 from protrain.common.quantities import format_bytes

@@ -21,14 +21,13 @@ from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
 from protrain.cli.examples import set_chat_template
-from protrain.cli.four_bit import loaded_in_4bit, shape_in_4bit
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import logger
 from protrain.cli.metrics import MetricsFile, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.options import need
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
-from protrain.cli.trained import choose_trained
+from protrain.cli.trained import choose_trained, loaded_in_4bit, shape_in_4bit
 from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.progress import Progress
