@@ -9,11 +9,10 @@ from pathlib import Path
 
 import protrain
 from protrain.cli.bench import add_bench
-from protrain.cli.job import MAY_DIFFER, TrainJob
+from protrain.cli.job import MAY_DIFFER, add_options
 from protrain.cli.options import (
     Parser,
     add_gpus_option,
-    add_options,
     add_output_options,
     new_folder,
     number,
@@ -83,7 +82,7 @@ _CONVERT_EXAMPLE = """example:
 def _add_calibrate(add_parser: AddParser) -> None:
     parser = add_parser(description=_CALIBRATE_DESCRIPTION, epilog=_CALIBRATE_EXAMPLE)
     add_gpus_option(parser, "measure")
-    add_options(parser, TrainJob, "device")
+    add_options(parser, "device")
     parser.add_argument(
         "--seconds",
         type=number(0, 600, open_ended=True),
@@ -108,7 +107,6 @@ def _add_plan(add_parser: AddParser) -> None:
     )
     add_options(
         parser,
-        TrainJob,
         *("batch", "sequence", "data", "accumulation", "dtype", "moment_dtype", "lora", "load_in_4bit", "freeze"),
         *("compile", "chunked_loss", "step_during_backward"),
         sequence="tokens in a sequence (default: of the model)",
@@ -160,7 +158,7 @@ def _add_machine_options(parser: Parser) -> None:
         help=f"the file that `protrain calibrate --out` wrote, or one of {', '.join(_SHIPPED)} (default: this machine)",
     )
     on_device = "cuda or cpu (default: that of --hardware, or cuda if there is a GPU)"
-    add_options(machine, TrainJob, "device", device=on_device)
+    add_options(machine, "device", device=on_device)
     machine.add_argument(
         "--gpus",
         type=whole(1),
@@ -178,7 +176,7 @@ def _add_machine_options(parser: Parser) -> None:
         help="gigabytes a second that the GPUs of a node together receive from other nodes (default: what is usual for "
         "the GPU)",
     )
-    add_options(machine, TrainJob, "device_memory", "host_memory")
+    add_options(machine, "device_memory", "host_memory")
 
 
 def _add_train(add_parser: AddParser) -> None:
@@ -195,7 +193,7 @@ def _add_train(add_parser: AddParser) -> None:
         metavar="FILE",
         help="a YAML file of options, like 'learning-rate: 1e-4' and 'compile: false'; options given here win",
     )
-    add_options(what, TrainJob, "model", "from_scratch", "data", "column", "chat_template", "loss_on")
+    add_options(what, "model", "from_scratch", "data", "column", "chat_template", "loss_on")
     what.add_argument(
         "--folder", type=writable_folder, metavar="FOLDER", help="where the run is kept (default: runs/MODEL-TIME)"
     )
@@ -206,25 +204,23 @@ def _add_train(add_parser: AddParser) -> None:
         "it longer. Of other options only those may be given that never change the weights: "
         + ", ".join(sorted(MAY_DIFFER.values())),
     )
-    add_options(what, TrainJob, "seed", "lora", "load_in_4bit", "freeze")
+    add_options(what, "seed", "lora", "load_in_4bit", "freeze")
 
     steps = parser.add_argument_group("training")
-    add_options(steps, TrainJob, "batch", "sequence", "accumulation", "steps", "learning_rate", "warmup")
-    add_options(steps, TrainJob, "min_learning_rate", "weight_decay", "clip")
-    add_options(steps, TrainJob, "dtype", "moment_dtype", "compile", "chunked_loss")
+    add_options(steps, "batch", "sequence", "accumulation", "steps", "learning_rate", "warmup")
+    add_options(steps, "min_learning_rate", "weight_decay", "clip")
+    add_options(steps, "dtype", "moment_dtype", "compile", "chunked_loss")
 
     placement = parser.add_argument_group(
         "where it runs",
         wrapped("These change no weights, on one kind of device and with as many threads, and batches in a step.", 78),
     )
     add_gpus_option(placement, "train")
-    add_options(
-        placement, TrainJob, "device", "device_memory", "host_memory", "plan", "step_during_backward", "threads"
-    )
+    add_options(placement, "device", "device_memory", "host_memory", "plan", "step_during_backward", "threads")
 
     keeping = parser.add_argument_group("keeping and reporting")
-    add_options(keeping, TrainJob, "checkpoint_every", "keep", "save_model", "merge", "held_out")
-    add_options(keeping, TrainJob, "evaluate_every", "evaluation_batches", "sample_tokens", "logger", "log_every")
+    add_options(keeping, "checkpoint_every", "keep", "save_model", "merge", "held_out")
+    add_options(keeping, "evaluate_every", "evaluation_batches", "sample_tokens", "logger", "log_every")
     keeping.add_argument(
         "--trace",
         type=writable_file,
@@ -246,7 +242,6 @@ def _add_export(add_parser: AddParser) -> None:
     parser.add_argument("--model", help="the model that was trained (default: that of the run)")
     add_options(
         parser,
-        TrainJob,
         *("dtype", "lora", "merge"),
         dtype="the type of the weights (default: that of the run)",
         lora="the --lora of the training (default: that of the run)",

@@ -4,27 +4,54 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import lora_text, refuse_4bit_alone
-from protrain.cli.options import (
-    DTYPES,
-    MOMENT_DTYPES,
-    check_options,
-    memory,
-    number_option,
-    option,
-    spellings,
-    switch,
-    whole_option,
-)
+from protrain.cli.options import DTYPES, MOMENT_DTYPES, memory, number, whole
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
 from protrain.common.records import Record
+
+
+def _option(default: Any, help: str, *, spellings: Sequence[str] = (), may_differ: bool = False, **how: Any) -> Any:
+    """A field of a TrainJob, which is an option of the command line too.
+
+    Args:
+        default: the default of the field.
+        help: the help text, to which a default that is a number is added.
+        spellings: of the option, if they are not the name of the field alone.
+        may_differ: whether the option may be another when a run is resumed, as it never changes the weights.
+        how: other arguments of argparse's ``add_argument``. Its ``type`` and ``choices`` also hold for a file.
+    """
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        help += f" (default: {default:g})"
+    told = {"help": help, **how}
+    return field(default=default, metadata={"told": told, "spellings": spellings, "may_differ": may_differ})
+
+
+def _whole(default: int | None, help: str, least: int, most: float = math.inf, **how: Any) -> Any:
+    """An ``_option`` for a whole number in [least, most]."""
+    return _option(default, help, **{"type": whole(least, most), "metavar": "N", **how})
+
+
+def _number(default: float | None, help: str, least: float, most: float, **how: Any) -> Any:
+    """An ``_option`` for a number in [least, most]."""
+    return _option(default, help, type=number(least, most), metavar="X", **how)
+
+
+def _switch(help: str, **how: Any) -> Any:
+    """An ``_option`` that is False unless it is given."""
+    return _option(False, help, action="store_true", **how)
+
+
+def _spellings(of: Field[Any]) -> Sequence[str]:
+    return of.metadata["spellings"] or (f"--{of.name.replace('_', '-')}",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,61 +63,61 @@ class TrainJob(Record):
 
     file_kind = "the options of a run of `protrain train`"
 
-    model: str = option(MISSING, f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
-    from_scratch: bool = switch(
+    model: str = _option(MISSING, f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
+    from_scratch: bool = _switch(
         "begin with random weights, so that a --model folder needs only its config.json and perhaps a tokenizer"
     )
-    data: str | None = option(
+    data: str | None = _option(
         None,
         "text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets wrote "
         "(default: the sources of Python's library)",
         metavar="PATH",
     )
-    column: str | None = option(
+    column: str | None = _option(
         None,
         "the column of --data with text or messages (default: the first that there is of messages, conversations, "
         "prompt with completion, instruction with output, and text)",
         metavar="NAME",
     )
-    chat_template: str | None = option(None, "a Jinja template (default: that of the tokenizer)", metavar="FILE")
-    loss_on: str = option(
+    chat_template: str | None = _option(None, "a Jinja template (default: that of the tokenizer)", metavar="FILE")
+    loss_on: str = _option(
         "answers",
         "whether the loss counts only answers, in conversations and after prompts, or all tokens (default: answers)",
         choices=("answers", "all"),
     )
-    seed: int = whole_option(0, "the seed of random weights, batches and the sample", 0, 2**64 - 1)
-    lora: str | None = option(
+    seed: int = _whole(0, "the seed of random weights, batches and the sample", 0, 2**64 - 1)
+    lora: str | None = _option(
         None,
         "train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or part of "
         "that; other targets are names of layers, like q_proj+v_proj",
         type=lora_text,
         metavar="NAME=VALUE,...",
     )
-    load_in_4bit: bool = switch("with --lora: hold the weights of the model in 4 bits (QLoRA: NF4 by bitsandbytes)")
-    freeze: tuple[str, ...] = option(
+    load_in_4bit: bool = _switch("with --lora: hold the weights of the model in 4 bits (QLoRA: NF4 by bitsandbytes)")
+    freeze: tuple[str, ...] = _option(
         (),
         "do not train the parameters whose names match, like 'model.embed_tokens.*'; may be given several times",
         action="append",
         metavar="PATTERN",
     )
 
-    batch: int = whole_option(8, "sequences in a batch, on each GPU", 1)
-    sequence: int | None = whole_option(  # each token is learnt from the tokens before it
+    batch: int = _whole(8, "sequences in a batch, on each GPU", 1)
+    sequence: int | None = _whole(  # each token is learnt from the tokens before it
         None,
         "tokens in a sequence (default: 256 for tiny, else 1024)",
         2,
         metavar="TOKENS",
         spellings=("--sequence", "--seq"),
     )
-    accumulation: int = whole_option(
+    accumulation: int = _whole(
         1,
         "batches in a step, on each GPU; resumed on another number of GPUs, a run keeps their number on all together",
         1,
     )
     # Batches of a step on all GPUs, which a run keeps on any number of them. None: it has not begun.
-    micro_batches: int | None = whole_option(None, "", 1)
-    steps: int = whole_option(400, "optimizer steps", 1)
-    learning_rate: float | None = number_option(
+    micro_batches: int | None = _whole(None, "", 1)
+    steps: int = _whole(400, "optimizer steps", 1)
+    learning_rate: float | None = _number(
         None,
         "the peak learning rate (default: 2e-4 with --lora, 3e-5 for other weights of a folder, 3e-4 for random ones, "
         "and 3e-3 for tiny)",
@@ -98,41 +125,39 @@ class TrainJob(Record):
         10.0,
         spellings=("--learning-rate", "--lr"),
     )
-    warmup: int | None = whole_option(
+    warmup: int | None = _whole(
         None,
         "steps in which the learning rate rises to its peak, before it falls as a cosine (default: 20, or a fifth of "
         "--steps if that is less)",
         0,
     )
-    min_learning_rate: float = number_option(
-        0.1, "the learning rate of the last step, as a share of the peak", 0.0, 1.0
-    )
-    weight_decay: float = number_option(0.1, "the weight decay of matrices; biases and norms have none", 0.0, 10.0)
-    clip: float = number_option(
+    min_learning_rate: float = _number(0.1, "the learning rate of the last step, as a share of the peak", 0.0, 1.0)
+    weight_decay: float = _number(0.1, "the weight decay of matrices; biases and norms have none", 0.0, 10.0)
+    clip: float = _number(
         1.0, "the largest norm of the gradient; a larger one is scaled down; 0: no clipping", 0.0, 1e9
     )
-    dtype: str | None = option(
+    dtype: str | None = _option(
         None, "the type of weights (default: bfloat16 on a GPU, float32 on a CPU)", choices=DTYPES
     )
-    moment_dtype: str = option(
+    moment_dtype: str = _option(
         "float32",
         "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
         choices=MOMENT_DTYPES,
     )
-    compile: bool | None = option(
+    compile: bool | None = _option(
         None,
         "compile the blocks with torch.compile, by which losses differ in their last digits (default: on a GPU)",
         action=argparse.BooleanOptionalAction,
     )
-    chunked_loss: bool | None = option(
+    chunked_loss: bool | None = _option(
         None,
         "compute the loss in pieces, so that logits never exist whole, by which losses differ in their last digits "
         "(default: on a GPU where liger-kernel is installed)",
         action=argparse.BooleanOptionalAction,
     )
 
-    device: str | None = option(None, "cuda or cpu (default: cuda if there is a GPU)", may_differ=True)
-    device_memory: str | None = option(
+    device: str | None = _option(None, "cuda or cpu (default: cuda if there is a GPU)", may_differ=True)
+    device_memory: str | None = _option(
         None,
         "the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the memory of "
         "a simulated GPU",
@@ -140,42 +165,49 @@ class TrainJob(Record):
         metavar="SIZE",
         may_differ=True,
     )
-    host_memory: str | None = option(
+    host_memory: str | None = _option(
         None, "the host memory to stay within (default: what is free)", type=memory, metavar="SIZE", may_differ=True
     )
-    plan: str | None = option(
+    plan: str | None = _option(
         None, "use the plan that `protrain plan --out FILE` wrote, and search none", metavar="FILE", may_differ=True
     )
-    step_during_backward: bool = switch(
+    step_during_backward: bool = _switch(
         "update each part of the model inside backward, which takes less host memory; needs --clip 0", may_differ=True
     )
-    threads: int | None = whole_option(None, "CPU threads (default: torch's choice)", 1, may_differ=True)
+    threads: int | None = _whole(None, "CPU threads (default: torch's choice)", 1, may_differ=True)
 
-    checkpoint_every: int = whole_option(500, "steps between checkpoints; 0: none", 0, may_differ=True)
-    keep: int = whole_option(2, "the number of newest checkpoints to keep", 1, may_differ=True)
-    save_model: bool = option(
+    checkpoint_every: int = _whole(500, "steps between checkpoints; 0: none", 0, may_differ=True)
+    keep: int = _whole(2, "the number of newest checkpoints to keep", 1, may_differ=True)
+    save_model: bool = _option(
         True,
         "do not write the trained model at the end",
         action="store_false",
         spellings=("--no-model",),
         may_differ=True,
     )
-    merge: bool = switch(
+    merge: bool = _switch(
         "with --lora: write the whole model with the adapter added, not the adapter alone", may_differ=True
     )
-    held_out: float = number_option(0.05, "the share of the text or rows that is kept for evaluation", 0.0, 0.5)
-    evaluate_every: int = whole_option(100, "steps between evaluations; 0: only at the end", 0, may_differ=True)
-    evaluation_batches: int = whole_option(8, "batches of an evaluation", 1, may_differ=True)
-    sample_tokens: int = whole_option(200, "tokens to generate at the end; 0: none", 0, may_differ=True)
-    logger: str | None = option(
+    held_out: float = _number(0.05, "the share of the text or rows that is kept for evaluation", 0.0, 0.5)
+    evaluate_every: int = _whole(100, "steps between evaluations; 0: only at the end", 0, may_differ=True)
+    evaluation_batches: int = _whole(8, "batches of an evaluation", 1, may_differ=True)
+    sample_tokens: int = _whole(200, "tokens to generate at the end; 0: none", 0, may_differ=True)
+    logger: str | None = _option(
         None, "log every step there as well; a resumed run continues its curve", choices=LOGGERS, may_differ=True
     )
-    log_every: int = whole_option(
-        10, "steps between lines of progress where the output is no terminal", 1, may_differ=True
-    )
+    log_every: int = _whole(10, "steps between lines of progress where the output is no terminal", 1, may_differ=True)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        for own in fields(self):
+            value, told = getattr(self, own.name), own.metadata["told"]
+            if value is None:
+                continue
+            try:
+                told.get("type", str)(str(value))
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{_spellings(own)[0]} {error}") from None
+            if value not in told.get("choices", [value]):
+                raise ValueError(f"{_spellings(own)[0]} must be one of {', '.join(told['choices'])}, not {value}")
         is_random = self.model in SHAPES or self.from_scratch
         refuse_4bit_alone(self.lora, load_in_4bit=self.load_in_4bit)
         if self.load_in_4bit and is_random:
@@ -218,8 +250,24 @@ class TrainJob(Record):
         return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
 
+_FIELDS = {each.name: each for each in fields(TrainJob)}
 # The options that a resumed run may change, by their fields. They change where things live and what is reported.
-MAY_DIFFER = {each.name: spellings(each)[0] for each in fields(TrainJob) if each.metadata["may_differ"]}
+MAY_DIFFER = {name: _spellings(own)[0] for name, own in _FIELDS.items() if own.metadata["may_differ"]}
+
+
+def add_options(group: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **texts: str) -> None:
+    """Add the options for the fields ``names`` of a TrainJob, where ``texts`` have another help text for some.
+
+    What is not given has the default of the field, or no value at all if that is the ``argument_default``.
+    """
+    for name in names:
+        own = _FIELDS[name]
+        how = {"dest": name, **own.metadata["told"]}
+        if name in texts:
+            how["help"] = texts[name]
+        if group.argument_default != argparse.SUPPRESS:
+            how["default"] = [] if own.default == () else own.default  # argparse appends to a list
+        group.add_argument(*_spellings(own), **how)
 
 
 def is_run(folder: Path) -> bool:
@@ -231,8 +279,7 @@ def is_run(folder: Path) -> bool:
         options = json.loads((folder / JOB_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    own = {field.name for field in fields(TrainJob)}
-    return isinstance(options, dict) and 2 * len(own & options.keys()) > len(own)
+    return isinstance(options, dict) and 2 * len(_FIELDS.keys() & options.keys()) > len(_FIELDS)
 
 
 def start(folder: Path, given: dict[str, Any]) -> TrainJob:
@@ -279,9 +326,8 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
             continue
         if name not in MAY_DIFFER and value != own:
             own = "the default" if own is None else own
-            spelling = next(spellings(each)[0] for each in fields(TrainJob) if each.name == name)
             raise ValueError(
-                f"{spelling} {value} differs from {own} of the run in {folder}; "
+                f"{_spellings(_FIELDS[name])[0]} {value} differs from {own} of the run in {folder}; "
                 f"leave it out to resume, or start another --folder"
             )
     return replace(job, **given)

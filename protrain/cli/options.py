@@ -9,7 +9,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import Field, field, fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -245,74 +244,6 @@ def _writable(path: Path) -> Path:
     if not os.access(path if path.exists() else existing, os.W_OK):
         raise argparse.ArgumentTypeError(f"no permission to write {path}")
     return path
-
-
-def option(default: Any, help: str, *, spellings: Sequence[str] = (), may_differ: bool = False, **how: Any) -> Any:
-    """A field of a record that is an option of the command line too.
-
-    Args:
-        default: the default of the field.
-        help: the help text, to which a default that is a number is added.
-        spellings: of the option, if they are not the name of the field alone.
-        may_differ: whether the option may be another when a run is resumed, as it never changes the weights.
-        how: other arguments of argparse's ``add_argument``. Its ``type`` and ``choices`` also hold for a file.
-    """
-    if isinstance(default, int | float) and not isinstance(default, bool):
-        help += f" (default: {default:g})"
-    told = {"help": help, **how}
-    return field(default=default, metadata={"told": told, "spellings": spellings, "may_differ": may_differ})
-
-
-def whole_option(default: int | None, help: str, least: int, most: float = math.inf, **how: Any) -> Any:
-    """An ``option`` for a whole number in [least, most]."""
-    return option(default, help, **{"type": whole(least, most), "metavar": "N", **how})
-
-
-def number_option(default: float | None, help: str, least: float, most: float, **how: Any) -> Any:
-    """An ``option`` for a number in [least, most]."""
-    return option(default, help, type=number(least, most), metavar="X", **how)
-
-
-def switch(help: str, **how: Any) -> Any:
-    """An ``option`` that is False unless it is given."""
-    return option(False, help, action="store_true", **how)
-
-
-def spellings(of: Field[Any]) -> Sequence[str]:
-    """How the command line spells the field ``of`` a record."""
-    return of.metadata.get("spellings") or (f"--{of.name.replace('_', '-')}",)
-
-
-def add_options(
-    group: argparse.ArgumentParser | argparse._ArgumentGroup, record: type[Any], *names: str, **texts: str
-) -> None:
-    """Add the options for the fields ``names`` of ``record``, where ``texts`` have another help text for some.
-
-    What is not given has the default of the field, or no value at all if that is the ``argument_default``.
-    """
-    by_name = {each.name: each for each in fields(record)}
-    for name in names:
-        own = by_name[name]
-        how = {"dest": name, **own.metadata["told"]}
-        if name in texts:
-            how["help"] = texts[name]
-        if group.argument_default != argparse.SUPPRESS:
-            how["default"] = [] if own.default == () else own.default  # argparse appends to a list
-        group.add_argument(*spellings(own), **how)
-
-
-def check_options(record: Any) -> None:
-    """Raise a ValueError for a value of ``record`` that the command line would refuse, as a file may hold it."""
-    for own in fields(record):
-        value, told = getattr(record, own.name), own.metadata.get("told", {})
-        if value is None:
-            continue
-        try:
-            told.get("type", str)(str(value))
-        except argparse.ArgumentTypeError as error:
-            raise ValueError(f"{spellings(own)[0]} {error}") from None
-        if value not in told.get("choices", [value]):
-            raise ValueError(f"{spellings(own)[0]} must be one of {', '.join(told['choices'])}, not {value}")
 
 
 def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
