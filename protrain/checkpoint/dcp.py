@@ -17,7 +17,6 @@ parameter when that is written.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,7 +36,7 @@ from protrain.checkpoint.json_values import decode
 from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes
 from protrain.checkpoint.parameter_files import saved_parameters, write_parameters
 from protrain.checkpoint.saving import MODULES, new_save, publish, write_others
-from protrain.checkpoint.tensor_files import open_tensors, sync
+from protrain.checkpoint.tensor_files import complete_folder, open_tensors
 from protrain.checkpoint.unmanaged_tensors import BESIDE, BUFFERS
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
@@ -72,8 +71,6 @@ def _to_dcp(save: Path, target: Path) -> Path:
     files = manifest.pop("files")
     check_files(save, {"files": files})
     verify_bytes(save, files)
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"{target} is not empty: give a folder of its own for the converted checkpoint")
     parameters, others = saved_parameters(save, files), dict[str, list[str]]()
     state, reads = dict[str, Any](), dict[str, Callable[[], Tensor]]()
     dtype = DTYPES.get(manifest.get("dtype", "float32"), torch.float32)
@@ -95,19 +92,9 @@ def _to_dcp(save: Path, target: Path) -> Path:
     kinds = {name: list(states) for name, states in parameters.items()}
     state[_OWN] = json.dumps({"manifest": manifest, "parameters": kinds, "others": others})
 
-    scratch = target.absolute().with_name(f".{target.absolute().name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        scratch.mkdir(parents=True)
-        with _alone():
-            writer = dcp.FileSystemWriter(scratch, thread_count=1)
-            dcp.save(state, storage_writer=writer, planner=_Reading(reads), no_dist=True)
-        sync(scratch)
-        os.rename(scratch, target)
-        sync(scratch.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    with complete_folder(target, "converted checkpoint") as scratch, _alone():
+        writer = dcp.FileSystemWriter(scratch, thread_count=1)
+        dcp.save(state, storage_writer=writer, planner=_Reading(reads), no_dist=True)
     return target
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from protrain.checkpoint.adapters import (
 )
 from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
-from protrain.checkpoint.tensor_files import TensorWriter, open_tensors, sync
+from protrain.checkpoint.tensor_files import TensorWriter, complete_folder, open_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
 from protrain.common.adapters import base_name, within_peft
 from protrain.common.errors import CheckpointError
@@ -159,16 +158,11 @@ def _write(
     else:
         weights = ((name, read(name)) for name in names)
     stem = ADAPTER_FILE if alone else "model"
-    folder = folder.absolute()
-    scratch = folder.with_name(f".{folder.name}.tmp")
-    first = ranks.rank == 0
-    try:
+    first, scratch = ranks.rank == 0, folder
+    with ExitStack() as unfinished:
         with raised_on_all(ranks):
             if first:
-                if folder.exists() and any(folder.iterdir()):
-                    raise ValueError(f"{folder} is not empty: give a folder of its own for the exported model")
-                shutil.rmtree(scratch, ignore_errors=True)
-                scratch.mkdir(parents=True)
+                scratch = unfinished.enter_context(complete_folder(folder, "exported model"))
                 _write_configs(scratch, model, dtype, tokenizer, alone)
         writer = TensorWriter(scratch, stem)
         if alone:
@@ -183,14 +177,7 @@ def _write(
                     writer.add(name, {name: tensor.detach().cpu().clone()})
                 writer.flush()
                 _write_index(scratch, writer, stem)
-                for path in (*scratch.iterdir(), scratch):
-                    sync(path)
-                os.rename(scratch, folder)
-                sync(folder.parent)
-    except BaseException:
-        if first:
-            shutil.rmtree(scratch, ignore_errors=True)
-        raise
+                unfinished.close()
 
 
 def _write_configs(folder: Path, model: Any, dtype: torch.dtype, tokenizer: Any, alone: bool) -> None:

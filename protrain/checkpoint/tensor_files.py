@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import zlib
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -117,6 +119,29 @@ def file_crc32(path: Path) -> int:
         while piece := file.read(16 * 1024**2):
             crc32 = zlib.crc32(piece, crc32)
     return crc32
+
+
+@contextmanager
+def complete_folder(folder: Path, what: str) -> Iterator[Path]:
+    """A hidden folder that becomes ``folder`` when the body has ended and all of it is on the disk.
+
+    After an error neither of them is there. ``what`` the folder is for is named in the ValueError if it is not empty.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty: give a folder of its own for the {what}")
+    folder = folder.absolute()
+    scratch = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        for path in (*scratch.iterdir(), scratch):
+            sync(path)
+        os.rename(scratch, folder)
+        sync(folder.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,11 +108,9 @@ class _ForwardingParser(Parser):
         return found, []
 
 
-def add_command(commands: Any, summary: str) -> None:
-    """Add `bench` to the subparsers ``commands``, whose help has the line ``summary``."""
-    parser: Parser = commands.add_parser(
-        "bench",
-        help=summary,
+def add_bench(add_parser: Callable[..., Parser]) -> None:
+    """Add `bench`, whose parser ``add_parser`` makes, with a parser for each benchmark."""
+    parser = add_parser(
         description="Measure parts of ProTrain against their peers. Needs a checkout of the repository.",
         epilog="example:\n  protrain bench kernels --quick --out results\n",
     )
@@ -128,7 +127,7 @@ def add_command(commands: Any, summary: str) -> None:
         own.add_argument(
             "--json", action="store_true", help="print JSON on standard output and everything else on standard error"
         )
-        own.set_defaults(module=__name__, chosen=benchmark)
+        own.set_defaults(run=f"{__name__}.run", chosen=benchmark)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,11 +8,10 @@ from functools import partial
 import torch
 
 import protrain
-from protrain.cli.launch import launched
+from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
 from protrain.cli.prepare import own_device
 from protrain.cli.signals import stop_requests
-from protrain.cli.together import together
 from protrain.common.progress import Progress, say
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report

@@ -1,4 +1,4 @@
-"""What `protrain export` does: a checkpoint becomes a Hugging Face folder."""
+"""What `protrain export` and `protrain convert` do: a checkpoint becomes a Hugging Face folder, or one of DCP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from protrain.common.progress import Progress
 from protrain.distributed.ranks import Ranks
 
 
-def run(args: argparse.Namespace) -> None:
+def export(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
     source, name, lora = args.checkpoint, args.model, args.lora
     if (source / JOB_FILE).exists():
@@ -52,3 +52,12 @@ def _base(manifest: dict[str, Any], folder: Path | None, *, merge: bool) -> Base
     if "base" not in manifest or (merge and folder is None):
         return None
     return Base.of(folder, Ranks(None)) if merge and folder else Base.from_dict(manifest["base"])
+
+
+def convert(args: argparse.Namespace) -> None:
+    """Run `protrain convert`."""
+    import protrain.checkpoint.dcp as dcp  # no other command should wait for torch's checkpoints to be imported
+
+    with Progress(enabled=True).stage(f"converting {args.source}"):
+        written = dcp.convert(saves_of(args.source), args.target)
+    print(written)

@@ -2,123 +2,215 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import math
 import os
-from dataclasses import dataclass, fields, replace
-from math import inf
+from collections.abc import Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.lora import parse_lora, refuse_4bit_alone
-from protrain.cli.options import DTYPES, LEAST_SEQUENCE, MOMENT_DTYPES, out_of_range
+from protrain.cli.loggers import LOGGERS
+from protrain.cli.lora import lora_text, refuse_4bit_alone
+from protrain.cli.options import DTYPES, MOMENT_DTYPES, memory, number, whole
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
-from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 
-# The least and the most value of each option. Options with float limits need not be whole numbers. The limits also hold
-# for a job.json that was edited.
-RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("batch", "accumulation", "micro_batches", "steps", "threads", "keep"), (1, inf)),
-    **dict.fromkeys(("evaluation_batches", "log_every"), (1, inf)),
-    **dict.fromkeys(("warmup", "checkpoint_every", "evaluate_every", "sample_tokens"), (0, inf)),
-    "sequence": (LEAST_SEQUENCE, inf),
-    "seed": (0, 2**64 - 1),  # what random generators take
-    "learning_rate": (0.0, 10.0),
-    "min_learning_rate": (0.0, 1.0),
-    "weight_decay": (0.0, 10.0),
-    "clip": (0.0, 1e9),
-    "held_out": (0.0, 0.5),
-}
 
-LOSS_ON = ("answers", "all")
+def _option(default: Any, help: str, *, spellings: Sequence[str] = (), may_differ: bool = False, **how: Any) -> Any:
+    """A field of a TrainJob, which is an option of the command line too.
 
-# Options that may differ when a run is resumed. They change where things live and what is reported, not the training.
-MAY_DIFFER = frozenset(
-    {
-        "device",
-        "device_memory",
-        "host_memory",
-        "plan",
-        "step_during_backward",
-        "threads",
-        "checkpoint_every",
-        "keep",
-        "evaluate_every",
-        "evaluation_batches",
-        "sample_tokens",
-        "log_every",
-        "logger",
-        "save_model",
-        "merge",
-    }
-)
+    Args:
+        default: the default of the field.
+        help: the help text, to which a default that is a number is added.
+        spellings: of the option, if they are not the name of the field alone.
+        may_differ: whether the option may be another when a run is resumed, as it never changes the weights.
+        how: other arguments of argparse's ``add_argument``. Its ``type`` and ``choices`` also hold for a file.
+    """
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        help += f" (default: {default:g})"
+    told = {"help": help, **how}
+    return field(default=default, metadata={"told": told, "spellings": spellings, "may_differ": may_differ})
+
+
+def _whole(default: int | None, help: str, least: int, most: float = math.inf, **how: Any) -> Any:
+    """An ``_option`` for a whole number in [least, most]."""
+    return _option(default, help, **{"type": whole(least, most), "metavar": "N", **how})
+
+
+def _number(default: float | None, help: str, least: float, most: float, **how: Any) -> Any:
+    """An ``_option`` for a number in [least, most]."""
+    return _option(default, help, type=number(least, most), metavar="X", **how)
+
+
+def _switch(help: str, **how: Any) -> Any:
+    """An ``_option`` that is False unless it is given."""
+    return _option(False, help, action="store_true", **how)
+
+
+def _spellings(of: Field[Any]) -> Sequence[str]:
+    return of.metadata["spellings"] or (f"--{of.name.replace('_', '-')}",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainJob(Record):
-    """The options of one training run. None means that a default depends on the model or the machine."""
+    """The options of one training run. None means that a default depends on the model or the machine.
+
+    Limits and choices also hold for a job.json that was edited.
+    """
 
     file_kind = "the options of a run of `protrain train`"
 
-    model: str
-    from_scratch: bool = False
-    data: str | None = None
-    column: str | None = None  # of rows; None goes by the names of columns
-    chat_template: str | None = None  # a file; None takes that of the tokenizer
-    loss_on: str = "answers"  # of rows; text has no questions, so all of it counts
-    lora: str | None = None
-    load_in_4bit: bool = False
-    freeze: tuple[str, ...] = ()
-    batch: int = 8
-    sequence: int | None = None
-    accumulation: int = 1  # batches of a step on each of the GPUs with which the run began
+    model: str = _option(MISSING, f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
+    from_scratch: bool = _switch(
+        "begin with random weights, so that a --model folder needs only its config.json and perhaps a tokenizer"
+    )
+    data: str | None = _option(
+        None,
+        "text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets wrote "
+        "(default: the sources of Python's library)",
+        metavar="PATH",
+    )
+    column: str | None = _option(
+        None,
+        "the column of --data with text or messages (default: the first that there is of messages, conversations, "
+        "prompt with completion, instruction with output, and text)",
+        metavar="NAME",
+    )
+    chat_template: str | None = _option(None, "a Jinja template (default: that of the tokenizer)", metavar="FILE")
+    loss_on: str = _option(
+        "answers",
+        "whether the loss counts only answers, in conversations and after prompts, or all tokens (default: answers)",
+        choices=("answers", "all"),
+    )
+    seed: int = _whole(0, "the seed of random weights, batches and the sample", 0, 2**64 - 1)
+    lora: str | None = _option(
+        None,
+        "train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or part of "
+        "that; other targets are names of layers, like q_proj+v_proj",
+        type=lora_text,
+        metavar="NAME=VALUE,...",
+    )
+    load_in_4bit: bool = _switch("with --lora: hold the weights of the model in 4 bits (QLoRA: NF4 by bitsandbytes)")
+    freeze: tuple[str, ...] = _option(
+        (),
+        "do not train the parameters whose names match, like 'model.embed_tokens.*'; may be given several times",
+        action="append",
+        metavar="PATTERN",
+    )
+
+    batch: int = _whole(8, "sequences in a batch, on each GPU", 1)
+    sequence: int | None = _whole(  # each token is learnt from the tokens before it
+        None,
+        "tokens in a sequence (default: 256 for tiny, else 1024)",
+        2,
+        metavar="TOKENS",
+        spellings=("--sequence", "--seq"),
+    )
+    accumulation: int = _whole(
+        1,
+        "batches in a step, on each GPU; resumed on another number of GPUs, a run keeps their number on all together",
+        1,
+    )
     # Batches of a step on all GPUs, which a run keeps on any number of them. None: it has not begun.
-    micro_batches: int | None = None
-    steps: int = 400
-    learning_rate: float | None = None
-    warmup: int | None = None
-    min_learning_rate: float = 0.1  # the share of learning_rate at the last step
-    weight_decay: float = 0.1  # for matrices; vectors (norms, biases) do not decay
-    clip: float = 1.0  # 0 turns clipping off
-    dtype: str | None = None
-    moment_dtype: str = "float32"
-    seed: int = 0
-    compile: bool | None = None
-    chunked_loss: bool | None = None
-    held_out: float = 0.05
-    device: str | None = None
-    device_memory: str | None = None
-    host_memory: str | None = None
-    plan: str | None = None
-    step_during_backward: bool = False
-    threads: int | None = None
-    checkpoint_every: int = 500  # 0 means never
-    keep: int = 2
-    evaluate_every: int = 100  # 0 means only at the end
-    evaluation_batches: int = 8
-    sample_tokens: int = 200  # 0 means none
-    log_every: int = 10
-    logger: str | None = None
-    save_model: bool = True
-    merge: bool = False  # the adapter into the trained model
+    micro_batches: int | None = _whole(None, "", 1)
+    steps: int = _whole(400, "optimizer steps", 1)
+    learning_rate: float | None = _number(
+        None,
+        "the peak learning rate (default: 2e-4 with --lora, 3e-5 for other weights of a folder, 3e-4 for random ones, "
+        "and 3e-3 for tiny)",
+        0.0,
+        10.0,
+        spellings=("--learning-rate", "--lr"),
+    )
+    warmup: int | None = _whole(
+        None,
+        "steps in which the learning rate rises to its peak, before it falls as a cosine (default: 20, or a fifth of "
+        "--steps if that is less)",
+        0,
+    )
+    min_learning_rate: float = _number(0.1, "the learning rate of the last step, as a share of the peak", 0.0, 1.0)
+    weight_decay: float = _number(0.1, "the weight decay of matrices; biases and norms have none", 0.0, 10.0)
+    clip: float = _number(
+        1.0, "the largest norm of the gradient; a larger one is scaled down; 0: no clipping", 0.0, 1e9
+    )
+    dtype: str | None = _option(
+        None, "the type of weights (default: bfloat16 on a GPU, float32 on a CPU)", choices=DTYPES
+    )
+    moment_dtype: str = _option(
+        "float32",
+        "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
+        choices=MOMENT_DTYPES,
+    )
+    compile: bool | None = _option(
+        None,
+        "compile the blocks with torch.compile, by which losses differ in their last digits (default: on a GPU)",
+        action=argparse.BooleanOptionalAction,
+    )
+    chunked_loss: bool | None = _option(
+        None,
+        "compute the loss in pieces, so that logits never exist whole, by which losses differ in their last digits "
+        "(default: on a GPU where liger-kernel is installed)",
+        action=argparse.BooleanOptionalAction,
+    )
+
+    device: str | None = _option(None, "cuda or cpu (default: cuda if there is a GPU)", may_differ=True)
+    device_memory: str | None = _option(
+        None,
+        "the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the memory of "
+        "a simulated GPU",
+        type=memory,
+        metavar="SIZE",
+        may_differ=True,
+    )
+    host_memory: str | None = _option(
+        None, "the host memory to stay within (default: what is free)", type=memory, metavar="SIZE", may_differ=True
+    )
+    plan: str | None = _option(
+        None, "use the plan that `protrain plan --out FILE` wrote, and search none", metavar="FILE", may_differ=True
+    )
+    step_during_backward: bool = _switch(
+        "update each part of the model inside backward, which takes less host memory; needs --clip 0", may_differ=True
+    )
+    threads: int | None = _whole(None, "CPU threads (default: torch's choice)", 1, may_differ=True)
+
+    checkpoint_every: int = _whole(500, "steps between checkpoints; 0: none", 0, may_differ=True)
+    keep: int = _whole(2, "the number of newest checkpoints to keep", 1, may_differ=True)
+    save_model: bool = _option(
+        True,
+        "do not write the trained model at the end",
+        action="store_false",
+        spellings=("--no-model",),
+        may_differ=True,
+    )
+    merge: bool = _switch(
+        "with --lora: write the whole model with the adapter added, not the adapter alone", may_differ=True
+    )
+    held_out: float = _number(0.05, "the share of the text or rows that is kept for evaluation", 0.0, 0.5)
+    evaluate_every: int = _whole(100, "steps between evaluations; 0: only at the end", 0, may_differ=True)
+    evaluation_batches: int = _whole(8, "batches of an evaluation", 1, may_differ=True)
+    sample_tokens: int = _whole(200, "tokens to generate at the end; 0: none", 0, may_differ=True)
+    logger: str | None = _option(
+        None, "log every step there as well; a resumed run continues its curve", choices=LOGGERS, may_differ=True
+    )
+    log_every: int = _whole(10, "steps between lines of progress where the output is no terminal", 1, may_differ=True)
 
     def __post_init__(self) -> None:
-        for name, (least, most) in RANGES.items():
-            value = getattr(self, name)
-            if value is not None and (wrong := out_of_range(value, least, most)):
-                raise ValueError(f"{option(name)} {wrong}")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
-        if self.moment_dtype not in MOMENT_DTYPES:
-            raise ValueError(f"--moment-dtype must be {' or '.join(MOMENT_DTYPES)}, not {self.moment_dtype}")
-        if self.loss_on not in LOSS_ON:
-            raise ValueError(f"--loss-on must be {' or '.join(LOSS_ON)}, not {self.loss_on}")
-        for name in ("device_memory", "host_memory"):
-            if getattr(self, name) is not None:
-                parse_memory(getattr(self, name), name=option(name))
+        for own in fields(self):
+            value, told = getattr(self, own.name), own.metadata["told"]
+            if value is None:
+                continue
+            try:
+                told.get("type", str)(str(value))
+            except argparse.ArgumentTypeError as error:
+                raise ValueError(f"{_spellings(own)[0]} {error}") from None
+            if value not in told.get("choices", [value]):
+                raise ValueError(f"{_spellings(own)[0]} must be one of {', '.join(told['choices'])}, not {value}")
+        is_random = self.model in SHAPES or self.from_scratch
         refuse_4bit_alone(self.lora, load_in_4bit=self.load_in_4bit)
-        if self.load_in_4bit and (self.model in SHAPES or self.from_scratch):
+        if self.load_in_4bit and is_random:
             raise ValueError(
                 f"--load-in-4bit quantises the weights of a folder, and those of {self.model} are random: leave it out"
             )
@@ -127,14 +219,12 @@ class TrainJob(Record):
                 "--merge cannot add the adapter to 4-bit weights: leave it out, and `protrain export FOLDER MERGED "
                 "--merge` adds the adapter of the run in FOLDER to the weights of --model, which have 16 bits or more"
             )
-        if self.lora is not None:
-            parse_lora(self.lora)
-            if (self.model in SHAPES or self.from_scratch) and self.save_model and not self.merge:
-                raise ValueError(
-                    f"--lora trains an adapter for the weights of a folder, and those of {self.model} are random and "
-                    "kept nowhere: give --merge to write the whole model, or --no-model"
-                )
-        elif self.merge:
+        if self.lora is not None and is_random and self.save_model and not self.merge:
+            raise ValueError(
+                f"--lora trains an adapter for the weights of a folder, and those of {self.model} are random and kept "
+                "nowhere: give --merge to write the whole model, or --no-model"
+            )
+        if self.lora is None and self.merge:
             raise ValueError("--merge adds an adapter to the model, and there is none without --lora: leave it out")
         if self.clip and self.step_during_backward:
             raise ValueError(
@@ -160,6 +250,26 @@ class TrainJob(Record):
         return min(20, self.steps // 5) if self.warmup is None else self.warmup
 
 
+_FIELDS = {each.name: each for each in fields(TrainJob)}
+# The options that a resumed run may change, by their fields. They change where things live and what is reported.
+MAY_DIFFER = {name: _spellings(own)[0] for name, own in _FIELDS.items() if own.metadata["may_differ"]}
+
+
+def add_options(group: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **texts: str) -> None:
+    """Add the options for the fields ``names`` of a TrainJob, where ``texts`` have another help text for some.
+
+    What is not given has the default of the field, or no value at all if that is the ``argument_default``.
+    """
+    for name in names:
+        own = _FIELDS[name]
+        how = {"dest": name, **own.metadata["told"]}
+        if name in texts:
+            how["help"] = texts[name]
+        if group.argument_default != argparse.SUPPRESS:
+            how["default"] = [] if own.default == () else own.default  # argparse appends to a list
+        group.add_argument(*_spellings(own), **how)
+
+
 def is_run(folder: Path) -> bool:
     """Whether ``folder`` holds a run.
 
@@ -169,13 +279,7 @@ def is_run(folder: Path) -> bool:
         options = json.loads((folder / JOB_FILE).read_bytes())
     except (OSError, ValueError, RecursionError):
         return False
-    own = {field.name for field in fields(TrainJob)}
-    return isinstance(options, dict) and 2 * len(own & options.keys()) > len(own)
-
-
-def option(name: str) -> str:
-    """The command-line spelling of a field."""
-    return "--no-model" if name == "save_model" else "--" + name.replace("_", "-")
+    return isinstance(options, dict) and 2 * len(_FIELDS.keys() & options.keys()) > len(_FIELDS)
 
 
 def start(folder: Path, given: dict[str, Any]) -> TrainJob:
@@ -223,7 +327,7 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
         if name not in MAY_DIFFER and value != own:
             own = "the default" if own is None else own
             raise ValueError(
-                f"{option(name)} {value} differs from {own} of the run in {folder}; "
+                f"{_spellings(_FIELDS[name])[0]} {value} differs from {own} of the run in {folder}; "
                 f"leave it out to resume, or start another --folder"
             )
     return replace(job, **given)

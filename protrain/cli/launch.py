@@ -1,31 +1,37 @@
-"""Starts the processes of `--gpus N`: N of the same command, one for each GPU, which end together.
+"""The processes of a command, one for each GPU: `--gpus N` starts N of it, of which one speaks, and they end together.
 
 torchrun would do, but it kills processes that need more than 30 s to save when they are told to stop, and it prints a
 report of its own beside the error of a process. What the processes see is the same: torchrun's variables, and a store
-in the launcher by which they find each other.
+in the launcher by which they find each other. So torchrun or srun may start them as well. Without a launcher there is
+one process.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch.distributed as dist
 
-from protrain.cli.signals import StopRequests, stop_requests
-from protrain.common.progress import say
+from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
+from protrain.common.progress import say, unheard
+from protrain.distributed.joining import start_group
 from protrain.distributed.processes import announced_by_slurm, announced_processes
 
 _LOOK_S = 0.05  # the time between two looks at the processes
 _GRACE_S = 15.0  # the time that the others have to end by themselves once one has failed
 _GRACE_AT_ONCE_S = 3.0  # the same after a second request to stop
 _HOST = "127.0.0.1"
+_runs = itertools.count()  # of this process: all ranks count alike, so that each run has a key of its own
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl: the signal that a process gets when its parent ends
 
 
@@ -129,3 +135,44 @@ def _end_with_parent() -> Callable[[], None] | None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
     return end_with_parent
+
+
+@contextmanager
+def together() -> Iterator[int]:
+    """Join the processes that a launcher has started. The context is the number of this one, its rank.
+
+    Only the first one speaks inside: progress and warnings of the others would be the same. If the body raises on some
+    of them, the exception leaves on the first that fails, whichever it is. The others end without a word, as they fail
+    by the same error or because that one is gone.
+    """
+    if announced_processes() == 1:
+        yield 0
+        return
+    starts = not dist.is_initialized()
+    if starts:
+        start_group()
+    rank = dist.get_rank()
+    failures = f"protrain {next(_runs)}: failures"
+    try:
+        with ExitStack() as silence:
+            if rank:
+                silence.enter_context(warnings.catch_warnings(action="ignore"))
+                silence.enter_context(unheard())
+            yield rank
+    except (Exception, KeyboardInterrupt) as error:
+        if _fails_first(failures):
+            raise
+        raise SystemExit(128 + error.signal_number if isinstance(error, InterruptedRun) else 1) from None
+    finally:
+        if starts:
+            with suppress(Exception):  # after an error others may be gone
+                dist.destroy_process_group()
+
+
+def _fails_first(key: str) -> bool:
+    """Whether no process has called this before, in the run that ``key`` stands for."""
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    try:
+        return store.add(key, 1) == 1
+    except dist.DistError:  # who has the store is gone: the launcher, or the first process where no launcher has one
+        return dist.get_rank() == 0

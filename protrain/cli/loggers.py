@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,7 @@ from protrain.cli.run_files import TENSORBOARD_FOLDER, WANDB_FILE
 
 Log = Callable[[dict[str, Any]], None]
 
-_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}
-LOGGERS = tuple(_PACKAGES)
-
-
-def check_logger(name: str | None) -> None:
-    """Raise a ValueError if the library of the logger ``name`` is not installed."""
-    if name is not None and find_spec(_PACKAGES[name]) is None:
-        raise ValueError(f"--logger {name} needs the package {_PACKAGES[name]}: pip install {_PACKAGES[name]}")
+LOGGERS = ("tensorboard", "wandb")  # each is the name of its package
 
 
 def logger(name: str | None, folder: Path, *, resumed_step: int, options: dict[str, Any]) -> Log:

@@ -1,12 +1,11 @@
-"""The options `--lora`, `--load-in-4bit` and `--freeze`, which say what parameters of a model are trained."""
+"""The values of `--lora`, which says that an adapter of a model is trained."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Any
 
-from protrain.cli.options import Parser, text_for
+from protrain.cli.options import text_for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,28 +16,6 @@ class Lora:
     alpha: int = 32  # what an adapter adds counts alpha / r times
     targets: str = "all-linear"  # or names of layers, joined by "+"
     dropout: float = 0.0  # of what an adapter reads
-
-
-def add_training_options(group: Parser | argparse._ArgumentGroup) -> None:
-    """Add `--lora`, `--load-in-4bit` and `--freeze`."""
-    group.add_argument(
-        "--lora",
-        type=lora_text,
-        metavar="NAME=VALUE,...",
-        help="train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or part "
-        "of that; other targets are names of layers, like q_proj+v_proj",
-    )
-    group.add_argument(
-        "--load-in-4bit",
-        action="store_true",
-        help="with --lora: hold the weights of the model in 4 bits (QLoRA: NF4 by bitsandbytes)",
-    )
-    group.add_argument(
-        "--freeze",
-        action="append",
-        metavar="PATTERN",
-        help="do not train the parameters whose names match, like 'model.embed_tokens.*'; may be given several times",
-    )
 
 
 def refuse_4bit_alone(lora: str | None, *, load_in_4bit: bool) -> None:

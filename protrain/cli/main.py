@@ -9,37 +9,16 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import protrain
-from protrain.cli.options import Parser, in_options
+from protrain.cli.commands import build_parser
+from protrain.cli.options import in_options
 from protrain.cli.signals import InterruptedRun
 from protrain.common.errors import MisuseError
 from protrain.common.progress import StandardError, say, silence
-
-COMMANDS = {
-    "calibrate": "measure this machine",
-    "plan": "show the plan for a model",
-    "train": "train a causal language model",
-    "export": "write a checkpoint as a Hugging Face folder",
-    "convert": "write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
-    "bench": "measure parts of ProTrain against their peers",
-}
-
-
-def build_parser(command: str) -> Parser:
-    """The parser of `protrain`, with the options of ``command``, whose module alone is imported."""
-    parser = Parser(prog="protrain", description="Train models larger than the GPU, placed by one automatic plan.")
-    parser.add_argument("--version", action="version", version=f"protrain {protrain.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, summary in COMMANDS.items():
-        if name == command:
-            import_module(f"protrain.cli.{name}").add_command(commands, summary)
-        else:
-            commands.add_parser(name, help=summary)
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(argv)
         name = f"protrain {args.command}"
         with own_warnings_as_lines():
-            import_module(args.module).run(args)  # only now, so that --help needs no torch
+            resolve_name(args.run)(args)  # imported only now, so that --help needs no torch
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:

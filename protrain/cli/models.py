@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import nn
 import protrain
 from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Batch
+from protrain.cli.options import need
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
 from protrain.common.errors import not_downloaded
@@ -21,13 +22,15 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "to
 
 
 @dataclass(frozen=True, kw_only=True)
-class Architecture:
-    """A model whose parameters are on the meta device, which is all that planning needs."""
+class LoadedModel:
+    """A model whose parameters are on the meta device. Planning needs no weights and no codec, and has none."""
 
     model: nn.Module
     folder: Path | None  # the folder of a Hugging Face model; None for a named shape, whose weights are random
     sequence: int  # the default length of a sequence
     learning_rate: float  # the default peak
+    weights: Path | None = None  # the folder that wrap reads; None if they are random, or in the model already
+    codec: Codec = field(default_factory=Codec)
 
     @property
     def config(self) -> Any:
@@ -46,15 +49,7 @@ class Architecture:
         return {name: value for name, value in batch.items() if name != "position_ids"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadedModel(Architecture):
-    """A model that can be trained: its weights are known, and text can become its tokens."""
-
-    weights: Path | None  # the folder that wrap reads; None if they are random, or in the model already
-    codec: Codec
-
-
-def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
+def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     """The architecture that MODEL names: a shape, perhaps with another number of ``layers``, or a folder's config.json.
 
     Raises:
@@ -66,7 +61,7 @@ def read_architecture(name: str, *, layers: int | None = None) -> Architecture:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
-        return Architecture(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
+        return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
     if layers is not None:
         raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
     return _from_folder(folder, transformers)
@@ -90,26 +85,27 @@ def load_model(name: str, *, layers: int | None = None, from_scratch: bool = Fal
     Raises:
         ValueError: As ``read_architecture``; or the folder lacks weights, or its tokenizer does not fit.
     """
-    architecture = read_architecture(name, layers=layers)
-    folder = architecture.folder
-    if folder is not None and from_scratch:
-        architecture = replace(architecture, learning_rate=SCRATCH_LEARNING_RATE)
-    elif folder is not None and not any(folder.glob("*.safetensors")):
+    loaded = read_architecture(name, layers=layers)
+    folder = loaded.folder
+    if folder is None:
+        return loaded
+    if from_scratch:
+        loaded = replace(loaded, learning_rate=SCRATCH_LEARNING_RATE)
+    elif not any(folder.glob("*.safetensors")):
         raise ValueError(
             f"{folder} holds no safetensors: save the weights with save_pretrained first, or give --from-scratch for "
             "random ones"
         )
-    codec = Codec() if folder is None else read_codec(folder)
-    if folder is not None and codec.vocabulary > architecture.config.vocab_size:
+    codec = read_codec(folder)
+    if codec.vocabulary > loaded.config.vocab_size:
         raise ValueError(
-            f"{folder} has {architecture.config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
+            f"{folder} has {loaded.config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
             + (": it has no tokenizer, so text is read as bytes" if codec.tokenizer is None else "")
         )
-    parts = {field.name: getattr(architecture, field.name) for field in fields(architecture)}
-    return LoadedModel(**parts, weights=None if from_scratch else folder, codec=codec)
+    return replace(loaded, weights=None if from_scratch else folder, codec=codec)
 
 
-def fit_positions(loaded: Architecture, sequence: int) -> None:
+def fit_positions(loaded: LoadedModel, sequence: int) -> None:
     """Let the model train on ``sequence`` tokens, if it has that many positions or can compute them.
 
     Unscaled rotary positions are computed, and need no table that ends. The configuration's number of positions is then
@@ -158,7 +154,7 @@ def _folder_of(name: str) -> Path:
     return folder
 
 
-def _from_folder(folder: Path, transformers: Any) -> Architecture:
+def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -171,7 +167,7 @@ def _from_folder(folder: Path, transformers: Any) -> Architecture:
     positions = getattr(config, "max_position_embeddings", None) or 1024
     if positions < 2:  # each token is learnt from the tokens before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
-    return Architecture(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
+    return LoadedModel(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
 
 
 def read_codec(folder: Path) -> Codec:
@@ -212,9 +208,8 @@ def _kind_and_message(error: Exception) -> str:
 
 
 def _transformers() -> Any:
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("models need the package transformers: pip install 'protrain[hf]'") from None
+    need("transformers", "a model", extra="hf")
+    import transformers
+
     transformers.logging.set_verbosity_error()
     return transformers

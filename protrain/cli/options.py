@@ -8,19 +8,17 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from protrain.cli.config import with_config
 from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
 from protrain.common.tables import wrapped
 
 Number = TypeVar("Number", int, float)
-
-LEAST_SEQUENCE = 2  # each token is learnt from the tokens before it
 
 # What weights and moments may be. The library's own tables need torch, which `--help` is not to wait for.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -52,6 +50,16 @@ def in_options(message: str) -> str:
     return re.sub(r"^weights: ", "--model: ", message)
 
 
+def need(module: str, what: str, *, extra: str | None = None, package: str | None = None) -> None:
+    """Raise a ValueError that says what to install, unless ``module`` is installed, which ``what`` needs.
+
+    An ``extra`` of ProTrain brings the ``package``, or it is installed by its name, which is that of the module.
+    """
+    if find_spec(module) is None:
+        remedy = f"'protrain[{extra}]'" if extra else module
+        raise ValueError(f"{what} needs the package {package or module}: pip install {remedy}")
+
+
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Breaks no line within the name of an option."""
 
@@ -76,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         """
         if "--config" in self._option_string_actions:
             try:
-                args = with_config(args, self._option_string_actions)
+                args = _with_config(args, self._option_string_actions)
             except ValueError as error:
                 self.error(str(error))
         found, unknown = super().parse_known_args(args, namespace)
@@ -100,16 +108,59 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-def out_of_range(value: float, least: float, most: float) -> str:
-    """The message for a ``value`` outside [least, most]. It is empty if the value lies inside."""
-    if least <= value <= most:
-        return ""
-    range_text = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
-    return f"must be {range_text}, not {_plain(value)}"
+def _with_config(words: Sequence[str], options: dict[str, argparse.Action]) -> list[str]:
+    """The command line ``words``, with what the file of its --config says put before them as words too.
+
+    Options that ``words`` have are left out of the file, so they win. ``options`` are those of the parser, by spelling.
+
+    Raises:
+        ValueError: the file is missing or no mapping of options, or PyYAML is not installed.
+    """
+    given = {word.partition("=")[0] for word in words}
+    if "--config" not in given:
+        return list(words)
+    last = max(index for index, word in enumerate(words) if word.partition("=")[0] == "--config")
+    inline, following = words[last].partition("=")[2], words[last + 1 : last + 2]
+    path = Path(inline or (following[0] if following else ""))
+    added: list[str] = []
+    for key, value in _read_config(path).items():
+        option = f"--{key}"
+        if option not in options or key in ("config", "help"):
+            near = difflib.get_close_matches(str(key).replace("_", "-"), [name.lstrip("-") for name in options], n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"--config {path}: {key!r} is no option{meant}")
+        if given.isdisjoint(options[option].option_strings):
+            added += _words(path, option, value, options[option])
+    return [*added, *words]
 
 
-def _plain(value: float) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _read_config(path: Path) -> dict[str, Any]:
+    need("yaml", "--config", extra="hf", package="PyYAML")
+    import yaml
+
+    try:
+        found = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ValueError(f"--config: {path} is no YAML: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--config: {path} must have a line for each option, like 'steps: 1000'")
+    return found
+
+
+def _words(path: Path, option: str, value: Any, action: argparse.Action) -> list[str]:
+    """``value`` of ``option`` as words of a command line."""
+    if action.nargs == 0:  # a switch
+        if not isinstance(value, bool):
+            raise ValueError(f"--config {path}: {option[2:]} must be true or false, not {value!r}")
+        if value:
+            return [option]
+        return [f"--no-{option[2:]}"] if f"--no-{option[2:]}" in action.option_strings else []
+    values = value if isinstance(value, list) else [value]
+    if any(isinstance(each, dict | list | bool | None) for each in values):
+        raise ValueError(f"--config {path}: {option[2:]} must be a number or text, not {value!r}")
+    return [f"{option}={each}" for each in values]
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -130,13 +181,18 @@ def _number(kind: type[Number], least: float, most: float, *, open_ended: bool =
             raise argparse.ArgumentTypeError(f"must be a {'whole ' * (kind is int)}number, not {text!r}") from None
         if value == math.inf:
             raise argparse.ArgumentTypeError("must be finite")
-        if wrong := out_of_range(value, least, most):
-            raise argparse.ArgumentTypeError(wrong)
+        if not least <= value <= most:
+            limits = f"at least {_plain(least)}" if most == math.inf else f"between {_plain(least)} and {_plain(most)}"
+            raise argparse.ArgumentTypeError(f"must be {limits}, not {_plain(value)}")
         if open_ended and value in (least, most):
             raise argparse.ArgumentTypeError(f"must lie between {least:g} and {most:g}, not at {text}")
         return value
 
     return parse
+
+
+def _plain(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
@@ -146,13 +202,13 @@ def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
         try:
             parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise argparse.ArgumentTypeError(str(error).strip()) from None
         return text
 
     return check
 
 
-memory = text_for(partial(parse_memory, name="size"))  # an argparse type: a number of bytes, or like 24GiB
+memory = text_for(partial(parse_memory, name=""))  # an argparse type: a number of bytes, or like 24GiB
 
 
 def writable_file(text: str) -> Path:
@@ -205,58 +261,6 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print JSON on standard output instead of the table")
     output.add_argument("--out", type=writable_file, metavar="FILE", help="also write the JSON to FILE")
-
-
-def add_sequence_option(parser: argparse.ArgumentParser | argparse._ArgumentGroup, *, default: str) -> None:
-    """Add --sequence. ``default`` says in words what is used without it."""
-    parser.add_argument(
-        "--sequence",
-        "--seq",
-        type=whole(LEAST_SEQUENCE),
-        metavar="TOKENS",
-        help=f"tokens in a sequence (default: {default})",
-    )
-
-
-def add_type_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --dtype and --moment-dtype."""
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"
-    )
-    parser.add_argument(
-        "--moment-dtype",
-        choices=MOMENT_DTYPES,
-        help="the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
-    )
-
-
-def add_forward_options(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --compile, --chunked-loss and their opposites. ``protrain.cli.prepare`` knows the defaults."""
-    parser.add_argument(
-        "--compile",
-        action=argparse.BooleanOptionalAction,
-        help="compile the blocks with torch.compile, by which losses differ in their last digits (default: on a GPU)",
-    )
-    parser.add_argument(
-        "--chunked-loss",
-        action=argparse.BooleanOptionalAction,
-        help="compute the loss in pieces, so that logits never exist whole, by which losses differ in their last "
-        "digits (default: on a GPU where liger-kernel is installed)",
-    )
-
-
-def add_memory_options(parser: argparse._ArgumentGroup) -> None:
-    """Add --device-memory and --host-memory."""
-    parser.add_argument(
-        "--device-memory",
-        type=memory,
-        metavar="SIZE",
-        help="the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the memory "
-        "of a simulated GPU",
-    )
-    parser.add_argument(
-        "--host-memory", type=memory, metavar="SIZE", help="the host memory to stay within (default: what is free)"
-    )
 
 
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from protrain.cli.options import need
 from protrain.planning.frontier import Frontier
 from protrain.planning.timeline import Timeline
 
@@ -28,10 +29,9 @@ _COLORS = {
 
 def check_picture(path: Path) -> None:
     """ValueError when ``path`` can be no picture, before anything is worked out for it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--picture needs the package matplotlib: pip install 'protrain[hf]'") from None
+    need("matplotlib", "--picture", extra="hf")
+    from matplotlib.figure import Figure
+
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in known:
         raise ValueError(f"--picture: {path} must end in one of {', '.join(f'.{kind}' for kind in sorted(known))}")

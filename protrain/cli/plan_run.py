@@ -13,9 +13,8 @@ import torch
 
 import protrain
 from protrain.cli.data import example_batch, stand_in
-from protrain.cli.four_bit import shape_in_4bit
 from protrain.cli.lora import refuse_4bit_alone
-from protrain.cli.models import Architecture, describe, fit_positions, read_architecture
+from protrain.cli.models import LoadedModel, describe, fit_positions, read_architecture
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
 from protrain.cli.plan_machine import machine_of, machines_of
@@ -24,14 +23,14 @@ from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
 from protrain.cli.sources import find_source
-from protrain.cli.trained import choose_trained
+from protrain.cli.trained import choose_trained, shape_in_4bit
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, Progress
 from protrain.common.quantities import format_bytes
 from protrain.common.tables import format_ms, wrapped
 from protrain.forwards import change_forwards
 from protrain.hardware import HardwareProfile
-from protrain.planning import Explanation, compare, frontier, largest
+from protrain.planning import Explanation, Plan, compare, frontier, largest
 from protrain.planning.explain.explanation import explain
 from protrain.planning.predict import predict
 from protrain.planning.timeline import Timeline
@@ -108,68 +107,46 @@ def _profile(
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
     refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
-    profile = None
-    if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
-        with suppress(torch.OutOfMemoryError):
-            profile = _traced(args, hardware, layers, elsewhere=False, show=show)
-        if profile is None:
-            Progress(enabled=True).note(COUNTED)
-    if profile is None:
-        make = partial(_traced, args, hardware, layers, elsewhere=True, show=show)
-        profile = counted_profile(_description(args, hardware, layers), make)
-    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
-
-
-def _description(args: argparse.Namespace, hardware: HardwareProfile, layers: int | None) -> dict[str, Any]:
-    """All that decides what is counted. Building the model would take longer than planning for it."""
     device = torch.device(hardware.device_type)
-    return {
-        "model": describe(args.model, layers=layers),
-        "batch": (args.batch, args.sequence, _rows(args)),
-        "dtype": str(choose_dtype(args.dtype, device)),
-        "trained": (args.lora, args.load_in_4bit, args.freeze),
-        "compiled": choose_compile(args.compile, device),
+    step: dict[str, Any] = {
+        "batch": args.batch,
+        "rows": args.data is not None and find_source(args.data).kind == "rows",
+        "dtype": choose_dtype(args.dtype, device),
+        "compile": choose_compile(args.compile, device),
         "chunked_loss": choose_loss(args.chunked_loss, device),
     }
 
+    def traced(*, elsewhere: bool) -> ModelProfile:
+        # Nothing is computed for a machine that is elsewhere, so there is no need for a record of how values are made.
+        with torch.device("meta") if elsewhere else nullcontext():
+            loaded = read_architecture(args.model, layers=layers)
+            if args.load_in_4bit:
+                shape_in_4bit(loaded.model)
+            loaded = choose_trained(loaded, args.lora, args.freeze)
+        where: dict[str, Any] = {"device": device, "elsewhere": elsewhere, "device_bytes": hardware.device_bytes}
+        return profile_of(loaded, **step, sequence=args.sequence or loaded.sequence, **where, show=show)
 
-def _rows(args: argparse.Namespace) -> bool:
-    """Whether --data is rows, which are packed into sequences."""
-    return args.data is not None and find_source(args.data).kind == "rows"
-
-
-def _traced(
-    args: argparse.Namespace,
-    hardware: HardwareProfile,
-    layers: int | None,
-    *,
-    elsewhere: bool,
-    show: Callable[[str], None],
-) -> ModelProfile:
-    # Nothing is computed for a machine that is elsewhere, so there is no need for a record of how values are made.
-    with torch.device("meta") if elsewhere else nullcontext():
-        architecture = read_architecture(args.model, layers=layers)
-        if args.load_in_4bit:
-            shape_in_4bit(architecture.model)
-        architecture = choose_trained(architecture, args.lora, args.freeze)
-    device = torch.device(hardware.device_type)
-    return profile_of(
-        architecture,
-        batch=args.batch,
-        sequence=args.sequence or architecture.sequence,
-        rows=_rows(args),
-        device=device,
-        dtype=choose_dtype(args.dtype, device),
-        compile=choose_compile(args.compile, device),
-        chunked_loss=choose_loss(args.chunked_loss, device),
-        elsewhere=elsewhere,
-        show=show,
-        device_bytes=hardware.device_bytes,
-    )
+    profile = None
+    if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
+        with suppress(torch.OutOfMemoryError):
+            profile = traced(elsewhere=False)
+        if profile is None:
+            Progress(enabled=True).note(COUNTED)
+    if profile is None:
+        # All that decides what is counted. Building the model would take longer than planning for it.
+        decides = {
+            **step,
+            "dtype": str(step["dtype"]),
+            "model": describe(args.model, layers=layers),
+            "sequence": args.sequence,
+            "trained": (args.lora, args.load_in_4bit, args.freeze),
+        }
+        profile = counted_profile(decides, partial(traced, elsewhere=True))
+    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
 
 
 def profile_of(
-    architecture: Architecture,
+    architecture: LoadedModel,
     *,
     batch: int,
     sequence: int,
@@ -211,8 +188,8 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
             hardware,
             step_during_backward=args.step_during_backward,
         )
-    how = f"{_loss(found.plan.chunked_loss)}{_moments(found.plan.moment_dtype)}"
-    title = wrapped(f"{Machine.of(hardware)}\nthe largest model of the width of {args.model}, {how}", indent="  ")
+    largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}"
+    title = wrapped(f"{Machine.of(hardware)}\n{largest_model}", indent="  ")
     emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
 
 
@@ -226,29 +203,22 @@ def _compare(args: argparse.Namespace) -> None:
         found = compare(profile, machines, step_during_backward=args.step_during_backward)
     lines = [_title(args, profile, 1, " and GPU")]
     lines += [f"{name}: {Machine.of(machine)}" for name, machine in machines.items()]
-    title = "\n".join(wrapped(line, indent="  ") for line in lines)
+    title = wrapped("\n".join(lines), indent="  ")
     emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, first)}")
 
 
 def _title(args: argparse.Namespace, profile: ModelProfile, n_gpus: int, each: str = "") -> str:
     tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step{each}"
-    blocks = "compiled" if profile.compiled else "eager"
-    how = f"blocks {blocks}, {_loss(profile.chunked_loss)}{_moments(profile.moment_dtype)}"
+    how = f"blocks {'compiled' if profile.compiled else 'eager'}, {_computed(profile)}"
+    trained = "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
     quantised = f" and {format_bytes(profile.buffer_bytes)} of 4-bit weights" if args.load_in_4bit else ""
-    return f"{profile.model}, {profile.n_parameters:,} parameters{_trained(profile)}{quantised}, {tokens}, {how}"
+    return f"{profile.model}, {profile.n_parameters:,} parameters{trained}{quantised}, {tokens}, {how}"
 
 
-def _trained(profile: ModelProfile) -> str:
-    """How many parameters are trained, if not all are."""
-    return "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
-
-
-def _loss(chunked: bool) -> str:
-    return "chunked loss" if chunked else "whole logits"
-
-
-def _moments(dtype: str) -> str:
-    return f", moments in {dtype}" if dtype != "float32" else ""
+def _computed(what: ModelProfile | Plan) -> str:
+    """How the loss and the moments are computed."""
+    moments = f", moments in {what.moment_dtype}" if what.moment_dtype != "float32" else ""
+    return ("chunked loss" if what.chunked_loss else "whole logits") + moments
 
 
 def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:

@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,13 @@ from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
 from protrain.cli.examples import set_chat_template
-from protrain.cli.four_bit import loaded_in_4bit, shape_in_4bit
 from protrain.cli.job import TrainJob
-from protrain.cli.loggers import check_logger, logger
+from protrain.cli.loggers import logger
 from protrain.cli.metrics import MetricsFile, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
+from protrain.cli.options import need
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
-from protrain.cli.trained import choose_trained
+from protrain.cli.trained import choose_trained, loaded_in_4bit, shape_in_4bit
 from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.progress import Progress
@@ -46,9 +45,9 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
 
     A ValueError says which of model, data, memory, device or checkpoint is wrong, and what to change.
     """
-    if find_spec("matplotlib") is None:  # after hours of training it would be too late
-        raise ValueError("the loss curve needs the package matplotlib: pip install 'protrain[hf]'")
-    check_logger(job.logger)
+    need("matplotlib", "the loss curve", extra="hf")  # after hours of training it would be too late
+    if job.logger is not None:
+        need(job.logger, f"--logger {job.logger}")
     device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     ranks = join(None)

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from protrain.cli.options import need
+
 _PIECE_CHARACTERS = 1024**2  # of a JSON list, which are read at once
 _PARQUET_ROWS = 256
 
@@ -103,11 +105,10 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import ParquetFile
-    except ImportError:
-        raise _no_datasets(path) from None
+    need("pyarrow", f"--data: reading {path}", extra="data", package="datasets")
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
     number = 0
     try:
         file = ParquetFile(path)
@@ -120,10 +121,9 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _saved(path: Path) -> Iterator[Row]:
-    try:
-        import datasets
-    except ImportError:
-        raise _no_datasets(path) from None
+    need("datasets", f"--data: reading {path}", extra="data")
+    import datasets
+
     try:
         found = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
     except Exception as error:
@@ -147,7 +147,3 @@ def _row(place: str, values: Any, share: float) -> Row:
     if not isinstance(values, dict):
         raise ValueError(f"--data: {place} is no object with columns, but {type(values).__name__}")
     return Row(place, values, share)
-
-
-def _no_datasets(path: Path) -> ValueError:
-    return ValueError(f"--data: to read {path} takes the package datasets: pip install 'protrain[data]'")

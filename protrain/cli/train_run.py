@@ -12,13 +12,12 @@ from typing import Any
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
 from protrain.cli.job import TrainJob
-from protrain.cli.launch import launched
+from protrain.cli.launch import launched, together
 from protrain.cli.loop import train
 from protrain.cli.options import emit
 from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
-from protrain.cli.together import together
 from protrain.common.progress import Progress
 from protrain.common.tables import wrapped
 from protrain.distributed.joining import join

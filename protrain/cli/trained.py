@@ -1,4 +1,9 @@
-"""Adds the adapter of `--lora` to a model, and freezes what `--freeze` names."""
+"""What of a model is trained: `--lora` adds an adapter, `--freeze` freezes parameters, `--load-in-4bit` all weights.
+
+transformers quantises with bitsandbytes while it loads: to NF4, with statistics that are quantised too, as the paper of
+QLoRA does (arXiv 2305.14314). Such weights are whole on every device. Planning, and all that is checked before weights
+are loaded, needs only their shapes, which ``shape_in_4bit`` makes at no cost.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,23 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from torch import nn
 
 import protrain
 from protrain.cli.lora import Lora, parse_lora
-from protrain.cli.models import Architecture
+from protrain.cli.models import LoadedModel
+from protrain.cli.options import need
 from protrain.common.adapters import adapted_layers
-
-AnyArchitecture = TypeVar("AnyArchitecture", bound=Architecture)
+from protrain.common.parameters import is_managed, unmanaged_memory
+from protrain.common.quantities import format_bytes
 
 _LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps than weights that were trained before
 
 
-def choose_trained(loaded: AnyArchitecture, lora: str | None, freeze: Sequence[str]) -> AnyArchitecture:
+def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str]) -> LoadedModel:
     """``loaded`` with the adapter that ``lora`` asks for, and with what matches ``freeze`` frozen.
 
     Raises:
@@ -45,11 +52,9 @@ def choose_trained(loaded: AnyArchitecture, lora: str | None, freeze: Sequence[s
     return loaded
 
 
-def _add_adapter(loaded: Architecture, lora: Lora) -> None:
-    try:
-        import peft
-    except ImportError:
-        raise ValueError("--lora needs the package peft: pip install 'protrain[peft]'") from None
+def _add_adapter(loaded: LoadedModel, lora: Lora) -> None:
+    need("peft", "--lora", extra="peft")
+    import peft
     from transformers.pytorch_utils import Conv1D
 
     model: Any = loaded.model
@@ -84,3 +89,76 @@ def _refuse_other_than_linear(model: nn.Module) -> None:
                 f"--lora: {path} is no linear layer, and only such get adapters: give targets that leave it out, like "
                 "targets=q_proj+k_proj+v_proj+o_proj"
             )
+
+
+def shape_in_4bit(model: Any) -> None:
+    """Give ``model``, which has no adapter yet, 4-bit weights on the meta device.
+
+    Raises:
+        ValueError: bitsandbytes or accelerate is not installed.
+    """
+    config = _config(torch.bfloat16)
+    from bitsandbytes.functional import quantize_4bit
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
+    quantizer.preprocess_model(model, device_map={"": "meta"})
+    quantizer.postprocess_model(model)
+    with torch.device("cpu"):  # bitsandbytes keeps the table of its first call, which is to have values
+        quantize_4bit(torch.zeros(64), compress_statistics=True)
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            numbers, state = quantize_4bit(layer.weight.data, compress_statistics=True, quant_type="nf4")
+            layer.weight = Params4bit(
+                numbers, quant_type="nf4", compress_statistics=True, quant_state=state, module=layer, bnb_quantized=True
+            )
+
+
+def loaded_in_4bit(loaded: LoadedModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
+    """``loaded``, whose model has 4-bit shapes, with the weights of its folder on ``device`` and without an adapter.
+
+    Weights that are not quantised are in ``dtype``, in which 4-bit layers also compute.
+
+    Raises:
+        ValueError: the weights do not fit the free memory of the GPU.
+    """
+    import transformers
+    from bitsandbytes.nn import Linear4bit
+
+    _refuse_too_large(loaded, device, dtype)
+    transformers.logging.disable_progress_bar()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        loaded.folder, quantization_config=_config(dtype), device_map={"": device}, dtype=dtype, local_files_only=True
+    )
+    for layer in model.modules():
+        if isinstance(layer, Linear4bit):
+            # Otherwise an evaluation on some CPUs packs the weights for good, so that no training could follow it.
+            layer.support_avx512bf16_for_cpu = False
+    return replace(loaded, model=model)
+
+
+def _config(dtype: torch.dtype) -> Any:
+    """What transformers is to do, with layers that compute in ``dtype``."""
+    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
+        need(package, "--load-in-4bit", extra="qlora")
+    import transformers
+
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
+    )
+
+
+def _refuse_too_large(loaded: LoadedModel, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise a ValueError if the weights cannot be on the GPU at once, as they are while they are loaded."""
+    if device.type != "cuda":
+        return
+    others = {id(p): p.numel() for p in loaded.model.parameters() if is_managed(p) and not p.requires_grad}
+    needed_bytes = sum(tensor.nbytes for tensor in unmanaged_memory(loaded.model))
+    needed_bytes += sum(others.values()) * dtype.itemsize
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    if needed_bytes > free_bytes:
+        raise ValueError(
+            f"--load-in-4bit: the weights of {loaded.folder} take {format_bytes(needed_bytes)} on the GPU, which has "
+            f"{format_bytes(free_bytes)} free: leave the option out, and the weights wait in host memory in 16 bits"
+        )

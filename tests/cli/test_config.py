@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from protrain.cli.main import build_parser
+from protrain.cli.commands import build_parser
 
 pytest.importorskip("yaml")
 

@@ -98,7 +98,7 @@ def test_it_ends_the_imports(program: tuple[str, ...], run: Callable[..., subpro
 def test_it_ends_a_profile_though_a_finalizer_swallows_what_is_raised(
     run: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    ended = run(*PLAN, pressed="at_import('protrain.cli.plan', before_profile)")
+    ended = run(*PLAN, pressed="at_import('protrain.cli.plan_run', before_profile)")
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr.splitlines()[-1] == "protrain plan: interrupted"
     assert "KeyboardInterrupt" not in ended.stderr

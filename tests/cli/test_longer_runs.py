@@ -129,6 +129,6 @@ def test_a_logger_that_is_not_installed_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr("protrain.cli.loggers.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     assert main(arguments(workplace, tmp_path / "run", "--logger", "wandb")) == 2
     assert "--logger wandb needs the package wandb: pip install wandb" in capsys.readouterr().err

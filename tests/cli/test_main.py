@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.cli.job import MAY_DIFFER, option
-from protrain.cli.main import COMMANDS, build_parser, main
+from protrain.cli.commands import COMMANDS, build_parser
+from protrain.cli.job import MAY_DIFFER, TrainJob
+from protrain.cli.main import main
 from protrain.cli.options import DTYPES, MOMENT_DTYPES, in_options
 from protrain.common import parameters
 from protrain.hardware import HardwareProfile, load
@@ -116,14 +117,14 @@ def test_options_offer_the_types_of_the_library() -> None:
             ["train", "--model", "tiny", "--learning-rate", "-1"],
             "--learning-rate/--lr: must be between 0 and 10",
         ),
-        (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: size must be a number of bytes"),
+        (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: must be a number of bytes"),
         (
             ["train", "--model", "tiny", "--device-memory", "0.5"],
-            "--device-memory: size '0.5' is bytes: write '0.5GiB'",
+            "--device-memory: '0.5' is bytes: write '0.5GiB'",
         ),
         (
             ["train", "--model", "tiny", "--host-memory", "0"],
-            "--host-memory: size must be more than 0 bytes, like '24GiB'",
+            "--host-memory: must be more than 0 bytes, like '24GiB'",
         ),
         (["train", "--model", "tiny", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["train"], "--model is missing"),
@@ -247,16 +248,26 @@ def test_a_cache_that_cannot_be_written_is_named(
 def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     help_text = " ".join(run(capsys, "train", "--help")[1].split())
     listed = help_text.partition("that never change the weights: ")[2].partition(" --seed")[0]
-    assert sorted(listed.replace(" ", "").split(",")) == sorted(map(option, MAY_DIFFER))
+    assert sorted(listed.replace(" ", "").split(",")) == sorted(MAY_DIFFER.values())
     guide = (Path(__file__).resolve().parents[2] / "docs" / "user-guide.md").read_text()
     listed = guide.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
-    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(map(option, MAY_DIFFER))
+    assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(MAY_DIFFER.values())
+
+
+def test_all_that_a_job_says_can_be_said_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    job = TrainJob(model="tiny").to_dict()
+    args = build_parser("train").parse_args(["train", "--model", "tiny"])
+    assert vars(args).keys() & job.keys() == {"model"}, "only what is given is said: the job has the defaults"
+    offered = set(re.findall(r"--[\w-]+", run(capsys, "train", "--help")[1]))
+    missing = {f"--{name.replace('_', '-')}" for name in job} - offered
+    assert missing == {"--micro-batches", "--save-model"}
+    assert "--no-model" in offered
 
 
 def test_what_the_end_of_a_run_needs_is_asked_for_at_its_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protrain.cli.prepare.find_spec", lambda name: None)
+    monkeypatch.setattr("protrain.cli.options.find_spec", lambda name: None)
     status, _, err = run(capsys, "train", "--model", "tiny", "--device", "cpu", "--folder", str(tmp_path / "run"))
     assert (status, len(err.splitlines())) == (2, 1), err
     assert "the loss curve needs the package matplotlib: pip install 'protrain[hf]'" in err

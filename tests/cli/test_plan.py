@@ -16,7 +16,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from protrain.cli.main import build_parser, main
+from protrain.cli.commands import build_parser
+from protrain.cli.main import main
 from protrain.cli.models import load_model
 from protrain.cli.plan_text import summary_text
 from protrain.cli.prepare import choose_loss

@@ -43,4 +43,4 @@ def test_a_repeated_plan_is_the_same_without_transformers_and_another_model_is_c
     config.write_text(config.read_text().replace('"n_layer": 2', '"n_layer": 3'))
     for words in ([str(folder), *PLAN], [str(folder), *PLAN, "--dtype", "float32"], ["tiny", *PLAN]):
         assert main(["plan", *words]) == 2
-        assert "models need the package transformers" in capsys.readouterr().err
+        assert "a model needs the package transformers" in capsys.readouterr().err

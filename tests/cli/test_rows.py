@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
 import csv
 import json
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -111,15 +111,9 @@ def test_a_missing_package_is_named_with_its_remedy(name: str, tmp_path: Path, m
     (tmp_path / "saved").mkdir()
     (tmp_path / "a.parquet").touch()
     (tmp_path / "a.arrow").touch()
-    plain = builtins.__import__
-
-    def without(module: str, *args: Any, **more: Any) -> Any:
-        if module.partition(".")[0] in ("datasets", "pyarrow"):
-            raise ImportError(module)
-        return plain(module, *args, **more)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ValueError, match=rf"{name} takes the package datasets: pip install 'protrain\[data\]'"):
+    for module in ("datasets", "pyarrow"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ValueError, match=rf"{name} needs the package datasets: pip install 'protrain\[data\]'"):
         list(read_rows(tmp_path / name))
 
 

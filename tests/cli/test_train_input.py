@@ -12,7 +12,7 @@ import pytest
 
 from protrain.cli.codec import Codec
 from protrain.cli.data import training_batch
-from protrain.cli.job import RANGES, TrainJob
+from protrain.cli.job import TrainJob
 from protrain.cli.main import main
 from protrain.cli.run_files import JOB_FILE
 from protrain.cli.sources import find_source
@@ -20,7 +20,7 @@ from protrain.cli.text import tokenize
 
 
 def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    most = RANGES["seed"][1]
+    most = 2**64 - 1  # what the generators take
     with pytest.raises(SystemExit) as stop:
         main(["train", "--model", "tiny", "--folder", str(tmp_path / "run"), "--seed", str(most + 1)])
     assert stop.value.code == 2
@@ -60,6 +60,10 @@ def test_text_that_is_no_regular_file_is_named_so(tmp_path: Path) -> None:
         ("learning_rate", -0.1, "must be between 0 and 10, not -0.1"),
         ("min_learning_rate", 2.0, "must be between 0 and 1, not 2"),
         ("weight_decay", -1.0, "must be between 0 and 10, not -1"),
+        ("micro_batches", 0, "must be at least 1, not 0"),
+        ("logger", "paper", "must be one of tensorboard, wandb, not paper"),
+        ("loss_on", "nothing", "must be one of answers, all, not nothing"),
+        ("lora", "rank=16", "'rank=16' is none of r=N"),
         ("device_memory", "lots", "must be a number of bytes or text like '24GiB', not 'lots'"),
     ],
 )
