@@ -23,7 +23,8 @@ first. Another thread has the device do those with which the host would be late,
 by the rates that both have had in this run (``protrain.planning.sharing``). It waits for what the host worker would
 wait for, has the device stream the states through its memory, and sleeps until they are back. So what follows an update
 need not know who did it. A commit of a speculative update costs the host nothing, so the device takes such a chunk only
-if its update must be done again.
+if its update must be done again. The host may be in the middle of a speculative update when the norm is known. The
+device leaves that chunk to the host, too, and takes the host for busy as long as a whole update lasts.
 """
 
 from __future__ import annotations
