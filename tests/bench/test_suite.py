@@ -71,6 +71,7 @@ def test_quick_leaves_shapes_and_compilation_out(tmp_path: Path) -> None:
     assert not any(word in line for line in tests for word in ("gpt2-20b", "mistral", "torch.compile"))
 
 
+@pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.xdist_group("ranks")
 def test_figures_of_another_gpu_are_refused(tmp_path: Path) -> None:

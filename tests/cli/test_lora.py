@@ -174,6 +174,7 @@ def test_the_random_base_of_a_shape_is_in_its_checkpoints(workplace: Path, tmp_p
     assert "model.embed_tokens.weight" in saved_names(folder), "nothing else holds it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["run", "export"])
 def test_a_merged_model_is_what_peft_merges(how: str, finished: Path, workplace: Path, tmp_path: Path) -> None:
     if how == "run":

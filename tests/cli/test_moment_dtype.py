@@ -44,6 +44,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_it_is_a_remedy_that_works(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [*PLAN, "--host-memory=22MiB"]
     assert main(argv) == 2

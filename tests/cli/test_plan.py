@@ -198,6 +198,7 @@ def test_a_plan_is_put_in_words(
     assert replace(why, slower_ms=plan.step_ms).on_slower_host() == "the same should the host update 10% more slowly"
 
 
+@pytest.mark.slow
 def test_updates_inside_backward_are_planned_for(capsys: pytest.CaptureFixture[str]) -> None:
     steps = []
     # With so little host memory, no update before step() has memory for its second copy.

@@ -45,6 +45,9 @@ class Run:
     kept: bool
 
 
+ONE_CALIBRATION = pytest.mark.xdist_group("calibration")  # which the tests of one process share
+
+
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Run:
     parts: list[tuple[str, float]] = []
@@ -101,6 +104,7 @@ def test_what_was_measured_together_leaves_no_memory_behind() -> None:
         gc.enable()
 
 
+@ONE_CALIBRATION
 @pytest.mark.slow
 def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     profile = on_cpu.profile
@@ -119,6 +123,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
     assert HardwareProfile.from_json(profile.to_json()) == profile
 
 
+@ONE_CALIBRATION
 @pytest.mark.slow
 def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None:
     profile = on_cpu.profile
@@ -133,6 +138,7 @@ def test_the_planner_gets_the_largest_size_and_the_best_way(on_cpu: Run) -> None
         assert getattr(profile, field) == max(rates(name))
 
 
+@ONE_CALIBRATION
 @pytest.mark.parametrize(
     ("name", "field"),
     [
@@ -179,6 +185,7 @@ def test_moments_in_bf16_are_measured_on_bf16() -> None:
     assert all(moment.count_nonzero() for moment in moments)
 
 
+@ONE_CALIBRATION
 def test_what_runs_together_is_measured_together(on_cpu: Run) -> None:
     groups = {group.activities: group.shares for group in on_cpu.profile.contention}
     assert list(groups) == [group for group in groups_on(CPU) if len(group) > 1]
@@ -189,6 +196,7 @@ def test_what_runs_together_is_measured_together(on_cpu: Run) -> None:
     assert min(everything) < 0.95
 
 
+@ONE_CALIBRATION
 def test_progress_reaches_the_end_and_settings_come_back(on_cpu: Run) -> None:
     done = [share for _, share in on_cpu.parts]
     assert done == sorted(done)
@@ -199,6 +207,7 @@ def test_progress_reaches_the_end_and_settings_come_back(on_cpu: Run) -> None:
     assert not on_cpu.kept, "save=False"
 
 
+@ONE_CALIBRATION
 def test_small_sizes_are_told(on_cpu: Run) -> None:
     assert any("so little time that tensors of" in line for line in on_cpu.profile.warnings)
 

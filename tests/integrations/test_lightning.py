@@ -59,6 +59,7 @@ def test_a_fit_goes_on_from_the_checkpoint_of_the_other(tmp_path: Path) -> None:
             assert resumed.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
 
 
+@pytest.mark.slow
 def test_with_an_example_batch_validation_may_come_first(tmp_path: Path) -> None:
     strategy = protrain_strategy(example_batch=next(iter(loader())))
     sane = fit(tmp_path, strategy, num_sanity_val_steps=1)
@@ -66,6 +67,7 @@ def test_with_an_example_batch_validation_may_come_first(tmp_path: Path) -> None
     assert_close(sane, plain)
 
 
+@pytest.mark.slow
 def test_mixed_precision_is_the_type_of_the_weights(tmp_path: Path) -> None:
     run = fit(tmp_path, protrain_strategy(), precision="bf16-mixed")
     assert {value.dtype for value in run.weights.values()} == {torch.bfloat16}
@@ -90,6 +92,7 @@ def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
         assert torch.equal(alone.weights[name], value), name
 
 
+@pytest.mark.slow
 def test_fabric(tmp_path: Path) -> None:
     plain = run_fabric(tmp_path / "plain", "auto")
     ours = run_fabric(tmp_path / "ours", protrain_fabric())
@@ -107,6 +110,7 @@ def test_fabric_on_two_processes(tmp_path: Path) -> None:
         assert_close(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fabric", [False, True])
 def test_fewer_devices_than_processes_are_named(fabric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -120,6 +124,7 @@ def test_fewer_devices_than_processes_are_named(fabric: bool, monkeypatch: pytes
         strategy.setup_environment()
 
 
+@pytest.mark.slow
 def test_manual_optimization_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Module, "automatic_optimization", False)
     with pytest.raises(ValueError, match="automatic optimization and one optimizer: use Fabric"):

@@ -71,6 +71,7 @@ def machine(device_mib: int, host_mib: int, **changes: Any) -> HardwareProfile:
 # -- frontier ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_frontier_goes_from_the_least_that_works_to_all_there_is() -> None:
     traced, hardware = make_profile(8), machine(900, 4096)
     found = frontier(traced, hardware)
