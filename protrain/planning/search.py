@@ -1,15 +1,16 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It is a pattern search from several starts. A coarse grid over placements finds where to begin. From the best of these
-starts, every integer is changed by a step, alone or together with an integer that trades against it, and a change that
-makes the step faster is kept. Steps halve until they are 1. The last changes are those of the what-if table
-(``protrain.planning.changes``), so no plan has a better neighbour in its own table. Every time and size comes from
-the models of ``protrain.planning.predict``, in a fixed order, so the search is deterministic.
+It is a pattern search from several starts, which race. A grid over all integers finds where to begin. The smaller the
+model, the finer the grid: it has every value of the smallest models. From the best of its plans, every integer is
+changed by a step, alone or together with integers that trade against it, and a change that makes the step faster is
+kept. Then the slowest third of the plans is out of the race, and the step halves, until it was 1. The last changes are
+those of the what-if table (``protrain.planning.changes``), so no plan has a better neighbour in its own table. Every
+time and size comes from the models of ``protrain.planning.predict``, in a fixed order, so the search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
-So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers never make a
-step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room for
-more.
+So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers hardly ever
+make a step slower, so a plan has all that fit, unless its what-if table shows that one less is better. Speculative
+updates compute only the weight if host memory has no room for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
 (``protrain.planning.rates.host_rates``), plus a share of that time for every mechanism that costs memory:
@@ -26,13 +27,14 @@ of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, benc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import product
 from math import inf
 from typing import NamedTuple
 
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.changes import neighbours
+from protrain.planning.changes import neighbours, within
 from protrain.planning.infeasible import nothing_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory.segments import Bytes
@@ -45,31 +47,23 @@ _MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _MOVING_MUST_GAIN = 0.05
 _PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if the integer counts all chunks
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
-_PLACEMENTS = 6  # numbers of persistent chunks on the grid
-_SMALL = 16  # up to so many chunks and blocks a model is small, and the grid has plans with swapped blocks
-_STARTS = 3  # plans of the grid from which the search goes on; for a small model four times as many
-_COARSE = 16  # steps from every start are at least a 16th of all chunks; only from the best do they get down to 1
+_PLACEMENTS = 8  # the fewest numbers of persistent chunks on the grid
+_VALUES = 64  # the grid has so many values of other integers, divided by the number of chunks or blocks; two at least
+_FIRST_STEP = 3  # the first step is the number of chunks or blocks divided by this
 _GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
-
 # By how many steps each integer changes. n_ckpt_swap is not among them, as it follows from the others.
-_ALONE = [{name: sign} for name in Counts._fields if name != "n_ckpt_swap" for sign in (1, -1)]
-_TOGETHER = [
-    {first: sign * way, second: sign}
-    for first, second, way in (
-        ("n_persist", "n_buffer", -1),
-        ("n_persist", "n_ckpt", 1),
-        ("n_persist", "n_ckpt", -1),
-        ("n_persist", "n_speculate", -1),
-        ("n_swap", "n_ckpt", -1),
-        ("n_swap", "n_ckpt", 1),
-        ("n_buffer", "n_ckpt", 1),
-        ("n_speculate", "n_weight_only", 1),
+_DIRECTIONS = [
+    {name: sign * by for name, by in together.items()}
+    for together in (
+        *({name: 1} for name in Counts._fields if name != "n_ckpt_swap"),
+        {"n_persist": 1, "n_ckpt": 1},
+        {"n_persist": 1, "n_ckpt": 1, "n_speculate": -1},
+        {"n_swap": 1, "n_ckpt": -1},
+        {"n_speculate": 1, "n_weight_only": 1},
     )
     for sign in (1, -1)
 ]
-# Changes to blocks that may take more device memory, for which chunks give up being persistent.
-_FOR_FEWER_PERSISTENT = [{"n_ckpt": -1}, {"n_swap": 1, "n_ckpt": -1}]
 
 
 class _Found(NamedTuple):
@@ -133,56 +127,56 @@ class _Search:
             )
             for keeps in ((False, True) if attends else (False,))
         }
-        self._scores: dict[tuple[bool, Counts], float] = {}
+        self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
+        self._n_values = max(2, _VALUES // self._largest)  # of an integer on the grid
+        self._n_starts = 2 * self._n_values  # plans with which the race begins
+        # Scores and whether they are exact. A score that is not exact is a limit that the true one is not below.
+        self._scores: dict[tuple[bool, Counts], tuple[float, bool]] = {}
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
-        models = self._models[False]
-        starts = [*self._grid(), *self._given(known)]
-        if not starts:
-            raise nothing_fits(models.memory)
-        largest = max(models.n_chunks, models.n_blocks)
-        n_starts = _STARTS if largest > _SMALL else 4 * _STARTS
-        best = min(self._descended(start, fine=False) for start in sorted(starts)[:n_starts])
-        for other in self._switched(best):
-            best = min(best, self._descended(other, fine=False))
-        best = self._settled(self._descended(best, fine=True))
-        for other in self._switched(best):
-            if other < best:
-                best = self._settled(self._descended(other, fine=True))
+        racing = sorted({*self._grid(), *self._given(known)})[: self._n_starts]
+        if not racing:
+            raise nothing_fits(self._models[False].memory)
+        for keeps in self._models:
+            if counts := self._fitted(keeps, racing[0].counts):
+                racing.append(self._scored(keeps, counts))
+        step, n_racing = max(2, self._largest // _FIRST_STEP), self._n_starts
+        while step:
+            n_racing -= n_racing // 3
+            racing = sorted({self._descended(found, step) for found in racing})[:n_racing]
+            step //= 2
+        best = self._settled(racing[0])
         return self._models[best.keeps].plan(best.counts)
 
-    def _switched(self, found: _Found) -> list[_Found]:
-        """The same integers with kept attention where ``found`` has none, and without where it has, if they fit."""
-        others = [(keeps, self._fitted(keeps, found.counts)) for keeps in self._models if keeps is not found.keeps]
-        return [self._scored(keeps, counts) for keeps, counts in others if counts is not None]
-
     def _grid(self) -> Iterator[_Found]:
-        """Plans from the fewest persistent chunks to the most, with the fewest and with all blocks recomputed."""
+        """Plans with values of every integer from the fewest to the most, if they are among the best until then."""
         models = self._models[False]
-        memory, runtime, n_chunks, n_blocks = models.memory, models.runtime, models.n_chunks, models.n_blocks
+        n_chunks, n_blocks = models.n_chunks, models.n_blocks
         fitting = [n for n in range(n_chunks + 1) if self._fitted(False, Counts(n, 0, 0, n_blocks))]
-        kept = np.array([memory.offloads(0, n_ckpt)[0][0] for n_ckpt in range(n_blocks + 1)])
-        for place in sorted({round(part / (_PLACEMENTS - 1) * (len(fitting) - 1)) for part in range(_PLACEMENTS)}):
-            if not fitting:
-                return
+        if not fitting:
+            return
+        blocks = _spread(n_blocks, self._n_values)
+        best_ms, seen = [inf] * self._n_starts, set()
+        for place in reversed(_spread(len(fitting) - 1, max(_PLACEMENTS, self._n_values))):
             n_persist = fitting[place]
-            fits = np.flatnonzero(memory.most_buffers(n_persist, kept) >= 0)
-            modes = {(0, int(fits[0]) if fits.size else n_blocks), (0, n_blocks)}
-            if max(n_chunks, n_blocks) <= _SMALL:
-                modes |= {(n_swap, 0) for n_swap in {n_blocks // 3, n_blocks // 2, n_blocks}}
-            for n_swap, n_ckpt in sorted(modes):
-                for n_speculate in (0, n_chunks) if runtime.speculates else (0,):
-                    for n_weight_only in {0, n_speculate}:
-                        wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only)
-                        if counts := self._fitted(False, wanted):
-                            yield self._scored(False, counts)
+            chunks = _spread(n_chunks - n_persist, self._n_values)
+            updates = [(n_speculate, n) for n_speculate in chunks for n in sorted({0, n_speculate})]
+            for n_swap, n_ckpt, (n_speculate, n_weight_only) in product(blocks, blocks, updates):
+                counts = self._fitted(False, Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only))
+                if counts is None or counts in seen:
+                    continue
+                seen.add(counts)
+                found = self._scored(False, counts, best_ms[-1])
+                if found.score_ms < best_ms[-1]:
+                    best_ms = sorted((*best_ms[:-1], found.score_ms))
+                    yield found
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
         for plan in plans:
             keeps = plan.keep_attention
-            if keeps in self._models and (counts := self._fitted(keeps, plan.counts)):
-                yield self._scored(keeps, counts)
+            if keeps in self._models and self._allowed(keeps, plan.counts):
+                yield self._scored(keeps, plan.counts)
 
     def _fitted(self, keeps: bool, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """The plan nearest to ``wanted`` that fits the memory, None if there is none.
@@ -229,87 +223,41 @@ class _Search:
 
     def _scored(self, keeps: bool, counts: Counts, limit_ms: float = inf) -> _Found:
         """``counts`` with their score, which is infinite if it is not less than ``limit_ms``."""
-        score_ms = self._scores.get((keeps, counts))
-        if score_ms is None:
+        score_ms, exact = self._scores.get((keeps, counts), (0.0, False))
+        if not exact and score_ms < limit_ms:
             models = self._models[keeps]
             share = _share(counts, models)
             score_ms = share * models.slower_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
-            if score_ms < inf:
-                self._scores[keeps, counts] = score_ms
-        return _Found(score_ms, keeps, counts)
+            exact = score_ms < inf
+            self._scores[keeps, counts] = (score_ms if exact else limit_ms, exact)
+        return _Found(score_ms if exact else inf, keeps, counts)
 
-    def _descended(self, best: _Found, *, fine: bool) -> _Found:
-        """The plan to which ``best`` improves, in steps that halve. With ``fine`` they get down to 1."""
-        models = self._models[best.keeps]
-        largest = max(models.n_chunks, models.n_blocks)
-        least, step = 1 if fine else max(1, largest // _COARSE), max(2, largest // 4)
-        while step >= least:
-            improved = False
-            for direction in (*_ALONE, *_TOGETHER):
-                while (better := self._stepped(best, direction, step)) is not None:
-                    best, improved = better, True
-            # Setting it to 0 may gain where one less gains nothing.
-            if (better := self._changed(best, best.counts._replace(n_weight_only=0), best.score_ms)) is not None:
-                best, improved = better, True
-            for direction in _FOR_FEWER_PERSISTENT:
-                if (better := self._with_fewer_persistent(best, direction, step)) is not None:
-                    best, improved = better, True
-            if not improved:
-                step //= 2
-        return best
-
-    def _stepped(self, best: _Found, direction: dict[str, int], step: int) -> _Found | None:
-        """The plan that is ``step`` steps from ``best`` in ``direction``, if it is better."""
-        limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
-        return self._changed(
-            best, _moved(best.counts, direction, step), limit_ms, more_ckpt=direction.get("n_ckpt", 0) >= 0
-        )
-
-    def _with_fewer_persistent(self, best: _Found, direction: dict[str, int], step: int) -> _Found | None:
-        """The plan ``step`` steps away in ``direction`` with as many persistent chunks as then fit, if it is better.
-
-        It is tried with and without speculative updates of the chunks that are no longer persistent. If no chunk has
-        to give up being persistent, the plan has been tried already. Several ranks have buffers for persistent chunks
-        too, and chunks then rather give up being persistent than that there are fewer buffers.
-        """
-        counts, wanted = best.counts, _moved(best.counts, direction, step)
-        if min(wanted) < 0:
-            return None
-        least = 0 if self._hardware.world_size == 1 else counts.n_buffer
-        while wanted.n_persist:
-            fitted = self._fitted(best.keeps, wanted, more_ckpt=False)
-            if fitted is not None and fitted.n_buffer >= least:
-                break
-            wanted = wanted._replace(n_persist=wanted.n_persist - 1)
-        dropped = counts.n_persist - wanted.n_persist
-        if not dropped:
-            return None
-        limit_ms = best.score_ms * (1 - _GAIN * (step > 1))
-        speculating = wanted._replace(n_speculate=wanted.n_speculate + dropped)
-        found = [self._changed(best, each, limit_ms, more_ckpt=False) for each in (wanted, speculating)]
-        return min((better for better in found if better is not None), default=None)
-
-    def _changed(self, best: _Found, wanted: Counts, limit_ms: float, *, more_ckpt: bool = True) -> _Found | None:
-        """The plan nearest to ``wanted`` that fits, if its score is less than ``limit_ms``."""
-        counts = self._fitted(best.keeps, wanted, more_ckpt=more_ckpt)
-        if counts is None or counts == best.counts:
-            return None
-        found = self._scored(best.keeps, counts, limit_ms)
-        return found if found.score_ms < limit_ms else None
-
-    def _settled(self, best: _Found) -> _Found:
-        """The plan to which ``best`` improves until no neighbour of the what-if table is better."""
+    def _descended(self, best: _Found, step: int) -> _Found:
+        """The plan to which ``best`` improves with changes by ``step``."""
+        gain = _GAIN * (step > 1)
         improved = True
         while improved:
             improved = False
-            for change in neighbours(best.counts, self._models[best.keeps]):
-                counts = Counts(*change.counts)
-                if change.impossible or not self._allowed(best.keeps, counts):
-                    continue
-                found = self._scored(best.keeps, counts, best.score_ms)
-                if found.score_ms < best.score_ms:
+            for direction in _DIRECTIONS:
+                more_ckpt = direction.get("n_ckpt", 0) >= 0
+                while counts := self._fitted(best.keeps, _moved(best.counts, direction, step), more_ckpt=more_ckpt):
+                    limit_ms = best.score_ms * (1 - gain)
+                    found = self._scored(best.keeps, counts, limit_ms)
+                    if found.score_ms >= limit_ms:
+                        break
                     best, improved = found, True
         return best
+
+    def _settled(self, best: _Found) -> _Found:
+        """The plan to which ``best`` improves until no neighbour of the what-if table is better."""
+        while True:
+            changes = neighbours(best.counts, self._models[best.keeps])
+            near = [(best.keeps, Counts(*change.counts)) for change in changes if not change.impossible]
+            near += [(keeps, within(best.counts, self._models[keeps])) for keeps in self._models]
+            nearest = min(self._scored(*plan, best.score_ms) for plan in near if self._allowed(*plan))
+            if nearest.score_ms >= best.score_ms:
+                return best
+            best = nearest
 
     def _allowed(self, keeps: bool, counts: Counts) -> bool:
         """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off or not calibrated."""
@@ -319,6 +267,11 @@ class _Search:
         modes = models.modes(counts)
         on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
         return on_device and models.host_bytes(modes, counts) <= hardware.host_bytes
+
+
+def _spread(most: int, n_values: int) -> list[int]:
+    """``n_values`` integers from 0 to ``most`` in even distances, or as many as there are."""
+    return sorted({round(at * most / (n_values - 1)) for at in range(n_values)})
 
 
 def _moved(counts: Counts, direction: dict[str, int], step: int) -> Counts:

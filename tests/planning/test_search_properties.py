@@ -38,7 +38,7 @@ SMALL = (0, 1, 3, 4, 5, 6)  # seeds of small models that have a plan
 # neighbours of plans without them, 342 has better ones with them.
 USING = {
     "n_swap": (0, 13),
-    "n_ckpt_swap": (0, 9),
+    "n_ckpt_swap": (5, 9),
     "n_speculate": (13, 22),
     "n_weight_only": (28, 342),
     "stream": (4, 13),
@@ -107,6 +107,25 @@ def test_the_same_question_has_the_same_answer(name: str) -> None:
     assert search(*CASES[name]()) == found_for(name)
 
 
+# By seed, the best plans of small models that are far from other good ones: with swapped blocks alone, with one
+# speculative update that computes only the weight, and with as many whole ones as host memory has room for.
+APART = [
+    (0, Counts(0, 1, 5, 0)),
+    (9, Counts(1, 2, 0, 5, 2, 1, 1)),
+    (248, Counts(0, 2, 0, 6, 4, 5, 1)),
+    (621, Counts(2, 4, 1, 0, 0, 2, 1)),
+    (603, Counts(1, 4, 0, 5, 3, 5, 4)),
+]
+
+
+@pytest.mark.parametrize(("seed", "counts"), APART)
+def test_a_plan_apart_from_others_is_found(seed: int, counts: Counts) -> None:
+    profile, hardware = small_case(seed)
+    best = evaluate(profile, hardware, **counts._asdict(), chunk_elements=N)
+    found = search(profile, hardware, chunk_elements=N)
+    assert score_ms(found, profile, hardware) <= TIES * score_ms(best, profile, hardware)
+
+
 @pytest.mark.parametrize("seed", SMALL[1:4])
 def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
     profile, hardware = small_case(seed)
@@ -121,11 +140,10 @@ def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
     assert score_ms(again, profile, hardware) <= TIES * score_ms(best, profile, hardware)
 
 
-@pytest.mark.parametrize(
-    ("seed", "counts"), [(9, Counts(1, 2, 0, 5, 2, 1, 1)), (248, Counts(0, 2, 0, 6, 4, 5, 1)), (0, Counts(0, 1, 5, 0))]
-)
-def test_a_known_plan_that_no_start_leads_to_is_kept(seed: int, counts: Counts) -> None:
-    profile, hardware = small_case(seed)
+def test_a_known_plan_that_no_start_leads_to_is_kept() -> None:
+    """It has fewer buffers than fit, and is faster for it."""
+    profile, hardware = small_case(321)
+    counts = Counts(1, 4, 0, 5, 0, 7)
     known = evaluate(profile, hardware, **counts._asdict(), chunk_elements=N)
     known_ms = score_ms(known, profile, hardware)
     assert score_ms(search(profile, hardware, chunk_elements=N), profile, hardware) > 1.02 * known_ms
