@@ -57,13 +57,13 @@ def test_no_more_inputs_are_offloaded_than_must_be(device: str) -> None:
     plan = search(traced, hardware)
     assert plan.n_ckpt_swap > 0
     options: dict[str, Any] = {"n_persist": plan.n_persist, "n_swap": 0, "n_ckpt": plan.n_ckpt}
-    for fewer in range(plan.n_ckpt_swap - 1):  # one less may be as fast, which the search takes for a tie
+    for fewer in range(plan.n_ckpt_swap):
         for n_buffer in range(1, plan.n_chunks - plan.n_persist + 1):
             try:
                 by_hand = evaluate(traced, hardware, n_buffer=n_buffer, n_ckpt_swap=fewer, **options)
             except PlanError:
                 break
-            assert by_hand.step_ms > plan.step_ms
+            assert by_hand.step_ms >= plan.step_ms
 
 
 def test_input_offload_makes_fit_what_else_would_not() -> None:
