@@ -49,6 +49,7 @@ _PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if 
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 8  # the fewest numbers of persistent chunks on the grid
 _VALUES = 64  # the grid has so many values of other integers, divided by the number of chunks or blocks; two at least
+_STARTS = 12  # the fewest plans with which the race begins
 _FIRST_STEP = 3  # the first step is the number of chunks or blocks divided by this
 _GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
@@ -129,7 +130,7 @@ class _Search:
         }
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
         self._n_values = max(2, _VALUES // self._largest)  # of an integer on the grid
-        self._n_starts = 2 * self._n_values  # plans with which the race begins
+        self._n_starts = max(_STARTS, 2 * self._n_values)  # plans with which the race begins
         # Scores and whether they are exact. A score that is not exact is a limit that the true one is not below.
         self._scores: dict[tuple[bool, Counts], tuple[float, bool]] = {}
 
