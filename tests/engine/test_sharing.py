@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.in_host_memory import HostUpdates, Window
 from protrain.engine.updates.rates import Rate
@@ -63,23 +64,31 @@ def test_whoever_does_it_the_bits_are_the_same(
     assert min(ways["step"], ways["step_streamed"]) > steps // 5
 
 
+def trained_beside_a_late_host(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, *, spec: Spec = SPEC, needed_ms: float = 0.0
+) -> Report:
+    """The report of four steps. At first the host is taken for slow and the device for fast.
+
+    ``needed_ms`` is when the forward needs each chunk.
+    """
+    data, model = residual.batches(4), residual.make()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    streamer = optimizer._engine.step.updates.streamer
+    assert streamer is not None
+    monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
+    Loop(max_norm=1e9).run(wrapped, optimizer, data)
+    optimizer._engine.wait_for_updates()
+    return optimizer.report()
+
+
 def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data, found = residual.batches(4), []
     slow_down(monkeypatch, seconds=0.005)
     monkeypatch.setattr(Rate, "add", lambda *_: None)
-    for needed_ms in (0.0, 1e9):
-        model = residual.make()
-        wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        streamer = optimizer._engine.step.updates.streamer
-        assert streamer is not None
-        monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
-        streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
-        Loop(max_norm=0.5).run(wrapped, optimizer, data)
-        optimizer._engine.wait_for_updates()
-        found.append(optimizer.report().streamed_updates)
-    assert found[0] > 0 == found[1]
+    assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
+    assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
 
 
 def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
@@ -95,15 +104,7 @@ def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
 
     monkeypatch.setattr(Chunk, "step_streamed", compiling)
     slow_down(monkeypatch, seconds=0.02)
-    data, model = residual.batches(4), residual.make()
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    streamer = optimizer._engine.step.updates.streamer
-    assert streamer is not None
-    monkeypatch.setattr(streamer, "_needed_ms", [0.0] * optimizer.plan.n_chunks)
-    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
-    Loop(max_norm=0.5).run(wrapped, optimizer, data)
-    optimizer._engine.wait_for_updates()
-    assert optimizer.report().streamed_updates > 1
+    assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 1
 
 
 def test_the_device_leaves_the_host_the_update_that_it_is_at(
@@ -119,16 +120,8 @@ def test_the_device_leaves_the_host_the_update_that_it_is_at(
     monkeypatch.setattr(Chunk, "step_speculatively", slowly)
     monkeypatch.setattr(Rate, "add", lambda *_: None)
     slow_down(monkeypatch, seconds=0.02)
-    data, model = residual.batches(4), residual.make()
     spec = Spec("none", "least", (NONE, CKPT), small=True, speculate=True, stream=True)
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    streamer = optimizer._engine.step.updates.streamer
-    assert streamer is not None
-    monkeypatch.setattr(streamer, "_needed_ms", [0.0] * optimizer.plan.n_chunks)
-    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
-    Loop(max_norm=1e9).run(wrapped, optimizer, data)
-    optimizer._engine.wait_for_updates()
-    report = optimizer.report()
+    report = trained_beside_a_late_host(device, monkeypatch, spec=spec)
     assert report.streamed_updates > 0 < report.speculative_updates
     assert report.redone_updates == 0
 
