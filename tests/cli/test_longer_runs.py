@@ -91,6 +91,7 @@ def curve(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
 
 
+@pytest.mark.slow
 def test_tensorboard_has_the_figures_and_a_resumed_run_its_curve(short: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     folder = tmp_path / "run"

@@ -194,6 +194,7 @@ def test_a_merged_model_is_what_peft_merges(how: str, finished: Path, workplace:
         assert torch.equal(found[name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_a_peft_model_of_the_users_own_loads_and_is_exported(family: str, tmp_path: Path) -> None:
     make(family).save_pretrained(tmp_path / "source")  # type: ignore[operator]

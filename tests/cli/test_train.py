@@ -106,6 +106,7 @@ def test_the_exported_model_loads_and_is_the_trained_one(finished: Path, workpla
     assert sum(losses) / len(losses) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_is_converted_as_its_checkpoints_are(finished: Path, tmp_path: Path) -> None:
     for name, source in (("run", finished), ("saves", finished / "checkpoints")):
         assert main(["convert", str(source), str(tmp_path / name)]) == 0
@@ -226,6 +227,7 @@ def test_accumulated_batches_make_one_step(workplace: Path, tmp_path: Path) -> N
     assert not (tmp_path / "run" / "model").exists()
 
 
+@pytest.mark.slow
 def test_updates_inside_backward_give_the_same_bits(workplace: Path, tmp_path: Path) -> None:
     for name, more in (("after", []), ("inside", ["--step-during-backward", "--device-memory", "700KiB"])):
         command = arguments(workplace, tmp_path / name, "--clip", "0", "--accumulation", "2", *more)

@@ -53,7 +53,10 @@ def two(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = N
     return found
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "client",
+    [pytest.param(each, marks=pytest.mark.slow if each.startswith(("DPO", "SFT with")) else ()) for each in CLIENTS],
+)
 def test_one_process(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
     plain = train(client, tmp_path / "plain", on_protrain=False, save_strategy="no")

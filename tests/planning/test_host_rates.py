@@ -54,6 +54,7 @@ def test_how_much_slower_depends_on_how_steady_the_host_was_in_calibration() -> 
     assert slower_share(replace(MACHINE, device_type="cpu")) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device_gib", "host_gib"), [(40, 200), (24, 120)])
 def test_the_plan_is_the_fastest_on_the_slower_host_and_loses_little_on_a_host_as_calibrated(
     device_gib: int, host_gib: int, profile: ModelProfile, monkeypatch: pytest.MonkeyPatch

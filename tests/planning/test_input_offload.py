@@ -34,6 +34,7 @@ def kept_ms(traced: ModelProfile, hardware: HardwareProfile, chunk_elements: int
     return best
 
 
+@pytest.mark.slow
 def test_inputs_of_a_long_sequence_make_room_for_untouched_blocks() -> None:
     traced, hardware = make_profile(**LONG), machine("10GiB", "40GiB")
     plan = search(traced, hardware)

@@ -132,7 +132,7 @@ def _uneven() -> tuple[nn.Module, Any]:
     ("family", "compiled"),
     [
         *((family, False) for family in ("gpt2", "llama", "opt", "t5", "uneven")),
-        ("uneven", True),
+        pytest.param("uneven", True, marks=pytest.mark.slow),
     ],
 )
 def test_the_profile_is_that_of_a_trace_which_remembers_nothing(
