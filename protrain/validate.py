@@ -93,7 +93,7 @@ def check_arguments(
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     _check_model(model, optimizer, target)
-    check_statistics(model, kind)
+    _check_statistics(model, kind)
     check_recorded(model, loaded=weights is not None)
     file = plan if isinstance(plan, str | os.PathLike) else None
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
@@ -110,23 +110,6 @@ def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, d
     records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
     name = str(dtype).removeprefix("torch.")
     refuse_other_parameters(plan, type(model).__name__, records, name, n_blocks=n_blocks)
-
-
-def check_statistics(model: nn.Module, dtype: torch.dtype) -> None:
-    """Raise a ValueError if ``model`` has a BatchNorm that torch does not run with weights of ``dtype``.
-
-    Weights are converted to ``dtype``, and running statistics, which are buffers, keep theirs.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) or module.running_mean is None:
-            continue
-        statistics = module.running_mean.dtype
-        if statistics != dtype and (module.weight is not None or statistics != torch.float32):
-            raise ValueError(
-                f"module {name or type(model).__name__!r} keeps running statistics in {statistics}, which torch takes "
-                f"only with weights of that type, and weights become {dtype}: pass dtype='float32' to protrain.wrap, "
-                f"or convert the statistics with model.get_submodule({name!r}).to({dtype})"
-            )
 
 
 @contextmanager
@@ -193,6 +176,23 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             f"have no .grad. One of them is {forgotten[0]}",
             stacklevel=4,  # the caller of wrap
         )
+
+
+def _check_statistics(model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise a ValueError if ``model`` has a BatchNorm that torch does not run with weights of ``dtype``.
+
+    Weights are converted to ``dtype``, and running statistics, which are buffers, keep theirs.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) or module.running_mean is None:
+            continue
+        statistics = module.running_mean.dtype
+        if statistics != dtype and (module.weight is not None or statistics != torch.float32):
+            raise ValueError(
+                f"module {name or type(model).__name__!r} keeps running statistics in {statistics}, which torch takes "
+                f"only with weights of that type, and weights become {dtype}: pass dtype='float32' to protrain.wrap, "
+                f"or convert the statistics with model.get_submodule({name!r}).to({dtype})"
+            )
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -258,7 +258,7 @@ MAY_DIFFER = {name: _spellings(own)[0] for name, own in _FIELDS.items() if own.m
 def add_options(group: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **texts: str) -> None:
     """Add the options for the fields ``names`` of a TrainJob, where ``texts`` have another help text for some.
 
-    What is not given has the default of the field, or no value at all if that is the ``argument_default``.
+    An option that is not given has the default of its field, or no value at all if that is the ``argument_default``.
     """
     for name in names:
         own = _FIELDS[name]

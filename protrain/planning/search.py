@@ -1,11 +1,12 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
-It is a pattern search from several starts, which race. A grid over all integers finds where to begin. The smaller the
-model, the finer the grid: it has every value of the smallest models. From the best of its plans, every integer is
-changed by a step, alone or together with integers that trade against it, and a change that makes the step faster is
-kept. Then the slowest third of the plans is out of the race, and the step halves, until it was 1. The last changes are
-those of the what-if table (``protrain.planning.changes``), so no plan has a better neighbour in its own table. Every
-time and size comes from the models of ``protrain.planning.predict``, in a fixed order, so the search is deterministic.
+It is a pattern search from several starts, which race. A grid over the integers that follow from no others finds where
+to begin. The smaller the model, the finer the grid: it has every value of the smallest models. From the best of its
+plans, every integer is changed by a step, alone or together with integers that trade against it, and a change that
+makes the step faster is kept. Then the slowest third of the plans is out of the race, and the step halves, until it was
+1. The last changes are those of the what-if table (``protrain.planning.changes``), so no plan has a better neighbour in
+its own table. Every time and size comes from the models of ``protrain.planning.predict``, in a fixed order, so the
+search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
 So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers hardly ever
@@ -139,7 +140,7 @@ class _Search:
         racing = sorted({*self._grid(), *self._given(known)})[: self._n_starts]
         if not racing:
             raise nothing_fits(self._models[False].memory)
-        for keeps in self._models:
+        for keeps in self._models:  # the best start races without kept attention and with it
             if counts := self._fitted(keeps, racing[0].counts):
                 racing.append(self._scored(keeps, counts))
         step, n_racing = max(2, self._largest // _FIRST_STEP), self._n_starts

@@ -1,0 +1,74 @@
+"""Where the output of a command goes: to a pipe that nobody reads, to a full disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from protrain.cli.main import main
+
+
+@pytest.mark.slow
+def test_output_that_nobody_reads_ends_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--json"]) == 141
+        pipe.flush()  # as Python does at its exit
+    assert "Broken pipe" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"]])
+def test_help_that_nobody_reads_ends_quietly(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        assert main(argv) == 141
+        pipe.flush()  # as Python does at its exit
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("argv", "name"),
+    [(["--help"], "protrain"), (["plan", "tiny", "--hardware", "rtx3090", "--seq=32", "--json"], "protrain plan")],
+)
+def test_a_full_disk_under_the_output_is_said_once(
+    argv: list[str], name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(argv) == 1
+        full.flush()
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "No space left" in line] == [
+        f"{name}: standard output: [Errno 28] No space left on device"
+    ]
+
+
+def test_a_bad_argument_that_nobody_hears_of_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        with pytest.raises(SystemExit) as stop:
+            main(["--nothing"])
+        assert stop.value.code == 2
+        full.flush()
+
+
+def test_another_pipe_that_broke_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("protrain.cli.plan_run.run", fail)
+    status = main(["plan", "tiny"])
+    assert (status, capsys.readouterr().err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
