@@ -213,13 +213,13 @@ def test_a_run_that_is_stopped_after_its_last_step_is_saved(
     assert main(["train", "--resume", "--folder", str(folder)]) == 0
     expected, found = weights(tmp_path / "whole"), weights(folder)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    # Times and peak are those of the process that ran the steps.
+    # Times are those of the process that ran the steps. The peak is of both, as the evaluation's may be higher.
     rows = metrics(folder)
     assert [row["step"] for row in rows if "evaluation_loss" in row] == [STEPS]
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step_ms"] in [row.get("step_ms") for row in rows]
     assert summary["tokens_per_s"] == pytest.approx(64 / summary["step_ms"] * 1000)
-    assert summary["device_peak_bytes"] == max(row.get("device_bytes", 0) for row in rows)
+    assert summary["device_peak_bytes"] >= max(row.get("device_bytes", 0) for row in rows)
 
 
 @pytest.mark.slow
