@@ -64,7 +64,7 @@ class AveragedWeights:
         if not self._own:
             raise MisuseError("there is no average yet: call update() after steps of the training")
         engine, members = self._members()
-        engine.ranks.meet("AveragedWeights.applied()")
+        engine.memory.ranks.meet("AveragedWeights.applied()")
         steps = [member.steps for member in engine.members]
         self._exchange(engine, members)
         self._is_applied = True
@@ -79,7 +79,7 @@ class AveragedWeights:
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by name, whole. All ranks must call it, and each gets them."""
         engine, members = self._members()
-        engine.ranks.meet("the state_dict() of AveragedWeights")
+        engine.memory.ranks.meet("the state_dict() of AveragedWeights")
         if not self._own:
             return {}
         return {member.name: whole(member, self._own[member.name]).clone() for member in members}
@@ -91,7 +91,7 @@ class AveragedWeights:
             ValueError: they are those of another model.
         """
         engine, members = self._members()
-        engine.ranks.meet("the load_state_dict() of AveragedWeights")
+        engine.memory.ranks.meet("the load_state_dict() of AveragedWeights")
         if {m.name: m.shape for m in members} != {name: value.shape for name, value in state_dict.items()}:
             raise ValueError("the averages are of another model, as their names or shapes differ")
         for member in members:

@@ -46,13 +46,13 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     """
     engine = optimizer._engine
     recorder = _Recorder(engine)
-    with _profiler(engine.device) if kernels else nullcontext() as profiler, recorder.installed():
+    with _profiler(engine.memory.device) if kernels else nullcontext() as profiler, recorder.installed():
         yield
         engine.wait_for_updates()
         engine.streams.synchronize()
     target = Path(path)
-    if engine.ranks.rank:
-        target = target.with_stem(f"{target.stem}-rank{engine.ranks.rank}")
+    if engine.memory.ranks.rank:
+        target = target.with_stem(f"{target.stem}-rank{engine.memory.ranks.rank}")
     target.parent.mkdir(parents=True, exist_ok=True)
     found = {"traceEvents": []} if profiler is None else _exported(profiler)
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
@@ -91,7 +91,7 @@ class _Recorder:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._cuda = engine.device.type == "cuda"
+        self._cuda = engine.memory.device.type == "cuda"
         self._spans: list[tuple[int, str, Any, Any]] = []  # lane, name, start and end
         self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
         self._last_step: Any = None  # when its forward began
@@ -122,9 +122,9 @@ class _Recorder:
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy
             patches[engine.gradients, "_offload"] = self._offload
-        if engine.ranks.several:
-            patches[engine.ranks, "gather"] = partial(self._collective, GATHER)
-            patches[engine.ranks, "exchange"] = partial(self._collective, REDUCE)
+        if engine.memory.ranks.several:
+            patches[engine.memory.ranks, "gather"] = partial(self._collective, GATHER)
+            patches[engine.memory.ranks, "exchange"] = partial(self._collective, REDUCE)
         for (owner, name), function in patches.items():
             vars(owner)[name] = partial(function, getattr(owner, name))
         workers = dict(zip(self._jobs, engine.step.updates.workers, strict=False))

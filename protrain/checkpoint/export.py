@@ -65,14 +65,24 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
     """
     engine, _ = members_of(model, "protrain.export")
     engine.bindings.refuse_inside_full_parameters("protrain.export()")
-    engine.ranks.meet("protrain.export()")
+    engine.memory.ranks.meet("protrain.export()")
     managed = {name: p for name, p in model.named_parameters() if isinstance(p, PresentParameter)}
     with engine.quiet():
 
         def read(name: str) -> Tensor:
             return read_weight(engine.members[managed[name].protrain_handle.index])
 
-        _write(Path(folder), model, managed, read, unmanaged(model), engine.dtype, tokenizer, engine.ranks, merge)
+        _write(
+            Path(folder),
+            model,
+            managed,
+            read,
+            unmanaged(model),
+            engine.memory.dtype,
+            tokenizer,
+            engine.memory.ranks,
+            merge,
+        )
 
 
 def export_save(

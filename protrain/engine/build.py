@@ -89,6 +89,8 @@ def build_engine(
         streams=streams_for(device),
         arena=Arena(device),
         ranks=ranks,
+        free_device_bytes=device_bytes - plan.device_bytes,
+        host_bytes=host_bytes,
         gradient_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
         poison=debugging(),
     )
@@ -122,7 +124,7 @@ def build_engine(
     )
     kind = ShardedGradients if ranks.several else Gradients
     worker = HostWorker(threads=host_threads, device=device)
-    gradients = kind(managed, worker=worker, device_bytes=device_bytes, host_bytes=host_bytes)
+    gradients = kind(managed, worker=worker)
     streamer = _streamer(managed, sharing)
     ledger = Ledger()
     if device.type != "cuda":
@@ -135,7 +137,7 @@ def build_engine(
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
-    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, streamer=streamer)
+    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, worker=worker, streamer=streamer)
     step = Step(
         managed,
         groups=groups,

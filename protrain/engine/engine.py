@@ -71,10 +71,8 @@ class Engine:
         self.model = managed.model
         self.profile = profile
         self.plan = managed.plan
-        self.device = memory.device
-        self.dtype = memory.dtype
+        self.memory = memory
         self.streams = memory.streams
-        self.arena = memory.arena
         self.inputs = Inputs(memory.device, memory.streams)
         self.step = step
         self.chunks = managed.chunks
@@ -88,7 +86,7 @@ class Engine:
         self.placeholder = bindings.placeholder
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
-        self.ranks = memory.ranks
+        self._ranks = memory.ranks
         self._visits = visits
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
         self._frames = [PackedSwapFrame if unit.packs else _FRAMES[unit.mode] for unit in units]
@@ -155,7 +153,7 @@ class Engine:
     def _leave_other_unit(self, unit: Unit) -> None:
         """``unit`` runs inside backward, in a checkpoint of the user's own. The unit before must free its buffers."""
         self.abandon_backward()
-        if self.ranks.several and self._current is not None:
+        if self._ranks.several and self._current is not None:
             raise MisuseError(
                 f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks "
                 "have no order: call the module without it, as ProTrain recomputes what it must"
@@ -171,7 +169,7 @@ class Engine:
             if self._backward() is not None:  # a backward is running, this one or one around it
                 return
             self._abandon()
-            if self.ranks.several:
+            if self._ranks.several:
                 raise MisuseError(
                     "backward() after a backward that raised an error, which other ranks have not seen: end all "
                     "processes and resume from a checkpoint"
@@ -182,7 +180,7 @@ class Engine:
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._backward = weakref.ref(end, self._report_failed) if self.ranks.several else weakref.ref(end)
+        self._backward = weakref.ref(end, self._report_failed) if self._ranks.several else weakref.ref(end)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._visits.begin_backward()
         self.swaps.begin_backward()
@@ -190,7 +188,7 @@ class Engine:
 
     def _report_failed(self, _: object) -> None:
         """Autograd has dropped the callback at the end of backward, before it has called it."""
-        self.ranks.raised(None, "a backward")
+        self._ranks.raised(None, "a backward")
 
     def in_backward_of(self, frame: Frame) -> bool:
         """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
@@ -237,7 +235,7 @@ class Engine:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
             self._visits.end_backward()
-            if self.ranks.several:
+            if self._ranks.several:
                 self.gradients.combine(self.step.hyperparameters())
             self._backward = None
             if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
@@ -345,7 +343,7 @@ class Engine:
         self._end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
-        with self.ranks.reporting("step()"):
+        with self._ranks.reporting("step()"):
             changed = self.step.update()
             if changed:
                 self._end_step()

@@ -168,7 +168,7 @@ class _Root:
                     args, kwargs = self._begin(args, kwargs)
                 return original(*args, **kwargs)
             except BaseException as error:  # no context manager, as forwards recurse and tracebacks are read
-                self._engine.ranks.raised(error, "a forward")
+                self._engine.memory.ranks.raised(error, "a forward")
                 raise
 
         vars(model)["_call_impl"] = call
@@ -176,9 +176,9 @@ class _Root:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _refuse_compiler()
         engine = self._engine
-        refuse_others(engine.ranks, self._processes)
+        refuse_others(engine.memory.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
-        args, kwargs = batches.cast_inputs(args, kwargs, engine.dtype)
+        args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)
         if torch.is_grad_enabled():
             switch_off_checkpointing(self._switches, stacklevel=3)
             self._compare_autocast()
@@ -189,13 +189,13 @@ class _Root:
         return args, kwargs
 
     def _current_autocast(self) -> torch.dtype | None:
-        kind = self._engine.device.type
+        kind = self._engine.memory.device.type
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
     def _compare_autocast(self) -> None:
         """Warn once if autocast makes copies of weights that the plan has no memory for."""
         current = self._current_autocast()
-        if current not in (self._autocast, None, self._engine.dtype):
+        if current not in (self._autocast, None, self._engine.memory.dtype):
             self._autocast = current
             warnings.warn(
                 f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: autocast keeps "

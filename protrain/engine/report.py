@@ -112,7 +112,7 @@ def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: flo
     """The report of ``engine``."""
     updates = engine.step.updates
     host, streamer = updates.host, updates.streamer
-    ledger, device = engine.ledger, engine.device
+    ledger, device = engine.ledger, engine.memory.device
     peak = ledger.peak_bytes if isinstance(ledger, SimulatedLedger) else torch.cuda.max_memory_allocated(device)
     return Report(
         plan=str(engine.plan),
@@ -121,12 +121,12 @@ def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: flo
         predicted_step_ms=engine.plan.step_ms,
         device_bytes=peak,
         predicted_device_bytes=engine.plan.device_bytes,
-        host_bytes=engine.arena.total_bytes,
+        host_bytes=engine.memory.arena.total_bytes,
         predicted_host_bytes=engine.plan.host_bytes,
         fetches=engine.buffers.fetches,
         uploaded_bytes=engine.buffers.uploaded_bytes,
-        received_bytes=engine.ranks.received_bytes,
-        sent_bytes=engine.ranks.sent_bytes,
+        received_bytes=engine.memory.ranks.received_bytes,
+        sent_bytes=engine.memory.ranks.sent_bytes,
         speculative_updates=host.committed + host.redone,
         redone_updates=host.redone,
         streamed_updates=0 if streamer is None else streamer.updates,

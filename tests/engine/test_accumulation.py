@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import PlanError
-from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.host_gradients import HostGradients
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import CKPT, FEW_PLANS, NONE, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
@@ -40,7 +40,7 @@ def test_the_plain_loops_bits_within_what_was_planned(
     Each setting meets every second plan, which begins with the first or with the second in turn.
     """
     dtype, loop, inside = SETTINGS[name]
-    monkeypatch.setattr(Gradients, "_make_accumulator", None)  # none is made on demand
+    monkeypatch.setattr(HostGradients, "make_accumulator", None)  # none is made on demand
     n_batches = 2 * loop.accumulate
     batches = [tiny_batch(seed) for seed in range(n_batches + 1)]
     expected, final = plain_run(lambda: tiny_model("gpt2"), batches, loop=loop, device=device, dtype=dtype)

@@ -93,6 +93,8 @@ def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
         streams=Streams(),
         arena=Arena(device),
         ranks=Ranks(None),
+        free_device_bytes=0,
+        host_bytes=0,
         poison=True,
     )
     return BufferPool(memory, resident=resident, n_buffers=(n_buffer, 0), buffer_elements=(ELEMENTS, 0))

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import PlanError
 from protrain.distributed.ranks import Ranks
-from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.pool import GradientPool
+from protrain.engine.gradients.pool import GradientPool, GradientPools
 from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
@@ -139,7 +138,7 @@ def test_accumulation_in_no_sync_gives_the_same_bits(
         plain = tiny_model("gpt2")
         _accumulated[device] = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
     model, optimizer = wrapped(spec, dtype=torch.bfloat16)
-    optimizer._engine.gradients.host_bytes = 2**32  # accumulators come on top
+    optimizer._engine.memory.host_bytes = 2**32  # accumulators come on top
     losses, final = run(model, optimizer)
     assert losses == _accumulated[device][0]
     assert_same(final, _accumulated[device][1])
@@ -184,11 +183,11 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
 def forbid_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of engines that are yet to be built."""
 
-    def no_more(_: Gradients) -> Tensor:
+    def no_more(_: GradientPools) -> Tensor:
         raise AssertionError("there are as many buffers as are needed")
 
-    for name in ("_add_host_buffer", "_add_device_buffer"):
-        monkeypatch.setattr(Gradients, name, no_more)
+    for name in ("_more_in_host_memory", "_more_on_device"):
+        monkeypatch.setattr(GradientPools, name, no_more)
 
 
 class Layer(nn.Module):
@@ -235,14 +234,14 @@ def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers(device: torch
     expected = trained(*layers_under(inside=False, device=device))
     model, optimizer = layers_under(inside=True, device=device)
     engine = optimizer._engine
-    engine.gradients.host_bytes += 2**20
-    before = engine.arena.total_bytes
+    engine.memory.host_bytes += 2**20
+    before = engine.memory.arena.total_bytes
     n_more = optimizer.plan.n_chunks - optimizer.plan.n_host_gradient
     assert n_more > 0
     found = trained(model, optimizer)
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
-    made, rest = divmod(engine.arena.total_bytes - before, aligned(optimizer.plan.chunk_elements * 4))
+    made, rest = divmod(engine.memory.arena.total_bytes - before, aligned(optimizer.plan.chunk_elements * 4))
     assert rest == 0
     assert 0 < made <= n_more
 
@@ -256,7 +255,7 @@ def test_a_backward_that_fails_keeps_no_buffer(device: torch.device) -> None:
     layers[1].fails = True
     with pytest.raises(ArithmeticError, match="backward fails"):
         default_loss(model, (torch.ones(4, WIDTH),)).backward()
-    [pool] = optimizer._engine.gradients._pools.values()
+    [pool] = optimizer._engine.gradients.pools._pools.values()
     assert pool._in_use, "of chunks of which a parameter got no gradient"
     optimizer.zero_grad()
     assert not pool._in_use
@@ -293,7 +292,7 @@ def test_what_was_updated_before_a_backward_fails_is_not_updated_again(device: t
 
 def test_where_there_is_no_memory_for_more_that_is_said(device: torch.device) -> None:
     model, optimizer = layers_under(inside=True, device=device)
-    optimizer._engine.gradients.host_bytes = optimizer._engine.arena.total_bytes
+    optimizer._engine.memory.host_bytes = optimizer._engine.memory.arena.total_bytes
     with pytest.raises(PlanError, match="Parameters without a gradient in this backward keep more chunks waiting"):
         trained(model, optimizer)
 
@@ -304,7 +303,7 @@ def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: 
     options: dict[str, Any] = {"dtype": torch.bfloat16, "step_during_backward": True, "tight_host": True}
     spec = Spec("none", "least", (CKPT,))
     _, optimizer = wrap_under(spec, model, adamw(model), residual.batches(1)[0], device=device, **options)
-    plan, arena = optimizer.plan, optimizer._engine.arena
+    plan, arena = optimizer.plan, optimizer._engine.memory.arena
     assert 0 < plan.n_host_gradient < plan.n_chunks / 2
     shared_bytes = plan.n_host_gradient * plan.chunk_elements * 2
     assert 12 * elements + shared_bytes <= arena.total_bytes <= 12.1 * elements + shared_bytes

@@ -40,8 +40,8 @@ def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
     optimizer._engine.wait_for_updates()
     ledger: Any = engine.ledger
     return {
-        "arena": engine.arena.total_bytes,
-        "segments": [segment.used_bytes for segment in engine.arena._segments],
+        "arena": engine.memory.arena.total_bytes,
+        "segments": [segment.used_bytes for segment in engine.memory.arena._segments],
         "free slots": len(engine.swaps.slots._free),
         "frames": sum(reference() is not None for reference in engine.swaps._order),
         "order": len(engine.swaps._order),
@@ -168,7 +168,9 @@ def test_dropping_model_and_optimizer_frees_everything(
             job.wait()
         del job
     threads: list[threading.Thread] = [engine.step.updates.worker._thread]
-    gone = [weakref.ref(thing) for thing in (engine, engine.arena._segments[0], engine.buffers.buffers[0], model)]
+    gone = [
+        weakref.ref(thing) for thing in (engine, engine.memory.arena._segments[0], engine.buffers.buffers[0], model)
+    ]
     chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
     engine.step.updates.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()

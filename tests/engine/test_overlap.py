@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.gradients import gradients
+from protrain.engine.gradients import host_gradients
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from protrain_kernels import adam
@@ -252,7 +252,7 @@ def test_gradients_that_could_not_be_added_update_nothing(n_speculate: int, monk
 
     model, optimizer = wrap_chain(n_speculate=n_speculate)
     before = [chunk.weight.clone() for chunk in optimizer._engine.chunks]
-    monkeypatch.setattr(gradients, "host_accumulate", failing)
+    monkeypatch.setattr(host_gradients, "host_accumulate", failing)
     for _ in range(2):
         model(*batch()).backward()
     optimizer.step()

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine.gradients.gradients import host_accumulate
+from protrain.engine.gradients.host_gradients import host_accumulate
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
 from protrain.engine.updates.in_host_memory import ChunkUpdate, Window
@@ -184,7 +184,7 @@ def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
         time.sleep(0.005)
         host_accumulate(*args, **options)
 
-    monkeypatch.setattr("protrain.engine.gradients.gradients.host_accumulate", slow)
+    monkeypatch.setattr("protrain.engine.gradients.host_gradients.host_accumulate", slow)
     optimizer = trained(looping(max_norm=0.5, accumulate=2, no_sync=no_sync), device)
     check_shared(updates, optimizer, steps=STEPS // 2)
 

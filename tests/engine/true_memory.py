@@ -132,7 +132,7 @@ class DeviceMeter(StorageMeter):
         self._engine = engine
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ignore(segment.memory for segment in self._engine.arena._segments)  # it may have grown
+        self.ignore(segment.memory for segment in self._engine.memory.arena._segments)  # it may have grown
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -142,10 +142,12 @@ def resident(engine: Engine) -> list[Tensor]:
     tensors = [state for chunk in persistent for state in (chunk.weight, chunk.exp_avg) if state is not None]
     tensors += [chunk.accumulator for chunk in engine.chunks if chunk.accumulator is not None]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
-    tensors += [tensor for tensor in vars(engine.gradients).values() if isinstance(tensor, Tensor)]
+    tensors += [tensor for tensor in vars(engine.gradients.on_host).values() if isinstance(tensor, Tensor)]
+    for pool in engine.gradients.pools._pools.values():
+        tensors += [*pool._free, *pool._in_use.values(), *pool._released.values()]
     tensors += engine.model.buffers()
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
-    arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.arena._segments}
+    arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.memory.arena._segments}
     return [tensor for address, tensor in found.items() if address not in arena]
 
 

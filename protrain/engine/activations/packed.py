@@ -42,7 +42,7 @@ class PackedOffload(Offload):
         self._buffer = Storage(0, None)
         self._originals: list[Tensor] = []  # the tensors, until they are packed
         self._plan: PackPlan | None = None
-        self._empty = torch.empty(0, device=engine.device)
+        self._empty = torch.empty(0, device=engine.memory.device)
         self._rebuilt: list[Tensor | None] = []  # tensors that no node of this backward has taken yet
 
     @override

@@ -30,6 +30,7 @@ from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.activations.ledger import Ledger
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import BufferPool
@@ -72,7 +73,7 @@ class Offloads(Protocol):
 class FrameEngine(Protocol):
     """What a frame asks of ``protrain.engine.engine.Engine``."""
 
-    device: torch.device
+    memory: EngineMemory
     plan: Plan
     streams: Streams
     ledger: Ledger
@@ -195,8 +196,8 @@ class CheckpointFrame(Frame, Recomputation):
 
     def __init__(self, engine: FrameEngine, unit: Unit) -> None:
         Frame.__init__(self, engine, unit)
-        Recomputation.__init__(self, unit.label, unit.modules, engine.device)
-        self.attention = KeptAttention(engine.device) if engine.plan.keep_attention else None
+        Recomputation.__init__(self, unit.label, unit.modules, engine.memory.device)
+        self.attention = KeptAttention(engine.memory.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # whether an input has changed since
 

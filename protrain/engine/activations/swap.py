@@ -132,7 +132,7 @@ class Offload:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
         if tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
             return False
-        if tensor.device.type != self._engine.device.type:
+        if tensor.device.type != self._engine.memory.device.type:
             return False
         address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
         return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.buffers.by_address
@@ -198,7 +198,9 @@ class Offload:
         streams = self._engine.streams
         allocated = streams.mark()
         for storage in missing:
-            storage.device = torch.empty(aligned(storage.size_bytes), dtype=torch.uint8, device=self._engine.device)
+            storage.device = torch.empty(
+                aligned(storage.size_bytes), dtype=torch.uint8, device=self._engine.memory.device
+            )
             self._engine.ledger.hold(storage.device)
         streams.compute.place(allocated)
         streams.h2d.wait_for(self._offload_done)

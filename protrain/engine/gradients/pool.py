@@ -15,7 +15,10 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
+from protrain.common.errors import PlanError
+from protrain.engine.states.arena import aligned
 from protrain.engine.states.chunks import Chunk
+from protrain.engine.units import ManagedModel
 
 
 class GradientPool:
@@ -67,3 +70,63 @@ class GradientPool:
         if not chunk.persistent:
             chunk.host_grad = None
         return self._released.pop(chunk)
+
+
+class GradientPools:
+    """The pool of persistent chunks and the pool of chunks in host memory, each if the plan has it."""
+
+    def __init__(self, managed: ManagedModel) -> None:
+        plan = managed.plan
+        self._memory = memory = managed.memory
+        self._elements = on_device, on_host = managed.layout.region_elements(plan.n_persist)  # of one buffer
+        self._pools: dict[bool, GradientPool] = {}  # by whether the chunks that share it are persistent
+        if plan.n_device_gradient:
+            buffers: Iterable[Tensor] = memory.zeros(plan.n_device_gradient, on_device)
+            self._pools[True] = GradientPool(buffers, more=self._more_on_device)
+        if plan.n_host_gradient:
+            buffers = [memory.arena.take(on_host, memory.dtype) for _ in range(plan.n_host_gradient)]
+            self._pools[False] = GradientPool(buffers, more=self._more_in_host_memory)
+
+    def of(self, chunk: Chunk) -> GradientPool | None:
+        """The pool in which ``chunk`` shares memory for its gradient. None: it has a gradient of its own."""
+        return None if chunk.large and not chunk.persistent else self._pools.get(chunk.persistent)
+
+    def acquire(self, chunk: Chunk) -> None:
+        """Give ``chunk`` memory for its gradient, if it has none of its own."""
+        if (pool := self.of(chunk)) is not None:
+            pool.acquire(chunk)
+
+    def release(self, chunk: Chunk) -> None:
+        """The update of ``chunk`` is queued, and nothing else needs its gradient."""
+        if (pool := self.of(chunk)) is not None:
+            pool.release(chunk)
+
+    def release_all(self) -> None:
+        """All gradients are forgotten."""
+        for pool in self._pools.values():
+            pool.release_all()
+
+    def _more_on_device(self) -> Tensor:
+        memory, elements = self._memory, self._elements[0]
+        count = elements * memory.dtype.itemsize
+        _check_room("device", count, memory.free_device_bytes)
+        memory.free_device_bytes -= count
+        return memory.zeros(elements)
+
+    def _more_in_host_memory(self) -> Tensor:
+        memory, elements = self._memory, self._elements[1]
+        _check_room("host", aligned(elements * memory.dtype.itemsize), memory.free_host_bytes)
+        return memory.arena.take(elements, memory.dtype)
+
+
+def _check_room(where: str, needed_bytes: int, available_bytes: int) -> None:
+    """PlanError if there is no room for the gradient of another chunk."""
+    if needed_bytes > available_bytes:
+        raise PlanError(
+            where=where,
+            needed_bytes=needed_bytes,
+            available_bytes=max(0, available_bytes),
+            largest_part="another chunk's gradients",
+            remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
+            f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
+        )

@@ -8,7 +8,6 @@ parameters have a gradient, and exchange the partial sums of the norm. So clippi
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
 
 from torch import Tensor
 from typing_extensions import override
@@ -18,14 +17,16 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import ManagedModel
+from protrain.engine.updates.worker import HostWorker
 
 
 class ShardedGradients(Gradients):
     """Collects the gradients of one step on one of several ranks."""
 
-    def __init__(self, managed: ManagedModel, **options: Any) -> None:
-        super().__init__(managed, **options)
-        self._ranks = managed.memory.ranks
+    def __init__(self, managed: ManagedModel, *, worker: HostWorker) -> None:
+        super().__init__(managed, worker=worker)
+        self._ranks, self._streams = managed.memory.ranks, managed.memory.streams
+        self._filled = self._streams.mark()  # the squares of this rank are complete
         self._reduction = Reduction(managed, self.squares)
         self._plans_sums = managed.plan.accumulation > 1
         self._is_sum = False  # whether a backward of this step has been reduced
@@ -64,7 +65,7 @@ class ShardedGradients(Gradients):
         self.pending.clear()
         for chunk in self._reduction.chunks(visit):
             if chunk.accumulator is None:
-                self._acquire(chunk)
+                self.pools.acquire(chunk)
         before = set(self._waiting)
         complete = self._reduction.reduce(visit, self._waiting, again=self._is_sum)
         for index in before.difference(self._waiting):
@@ -89,7 +90,7 @@ class ShardedGradients(Gradients):
         refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
         self._is_sum = True
         self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
-        self.streams.compute.place(self._filled)
-        with self.streams.reduce.running(after=self._filled, done=self._reduction.folded):
+        self._streams.compute.place(self._filled)
+        with self._streams.reduce.running(after=self._filled, done=self._reduction.folded):
             self.squares.combine()
-        self.streams.compute.wait_for(self._reduction.folded)
+        self._streams.compute.wait_for(self._reduction.folded)

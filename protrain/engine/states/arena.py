@@ -90,9 +90,16 @@ class EngineMemory:
     streams: Streams
     arena: Arena
     ranks: Ranks  # the processes that train together
+    free_device_bytes: int  # what the plan leaves of the limit of device memory
+    host_bytes: int  # the limit of host memory
     gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows
     zeros_bytes: int = field(default=0, init=False)  # of all that ``zeros`` has made
+
+    @property
+    def free_host_bytes(self) -> int:
+        """What the arena leaves of the limit of host memory."""
+        return max(0, self.host_bytes - self.arena.total_bytes)
 
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Device memory that lives as long as the engine, recorded for all streams. By default it has its ``dtype``."""

@@ -58,13 +58,14 @@ class Updates:
         groups: Groups,
         gradients: Gradients,
         buffers: BufferPool,
+        worker: HostWorker,
         streamer: Streamer | None,
     ) -> None:
         memory = managed.memory
         self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
-        self.worker = gradients.worker
+        self.worker = worker
         self.host = HostUpdates(
-            threads=self.worker.threads,
+            threads=worker.threads,
             rate=Rate(0.0) if streamer is None else streamer.host_rate,
             link_is_idle=buffers.link_is_idle,
         )
@@ -178,7 +179,7 @@ class Updates:
             self._begin_inside(chunk, pieces)
         for member in chunk.members:  # the gradient is used up, even if backward fails and zero_grad is never called
             gradients.present[member.index] = False
-        gradients.release(chunk)
+        gradients.pools.release(chunk)
 
     def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent and self._ranks.several:  # where its gradient was folded, so that compute does not wait
@@ -235,7 +236,7 @@ class Updates:
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
-        for first, gradient in self._gradients.device_gradient(chunk):
+        for first, gradient in self._gradients.on_host.on_device(chunk):
             chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
 
     def _offloaded_update(

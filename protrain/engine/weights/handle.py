@@ -10,10 +10,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.buffers import BufferPool
 
@@ -21,7 +21,7 @@ from protrain.engine.weights.buffers import BufferPool
 class ParameterEngine(Protocol):
     """What a managed parameter asks of ``protrain.engine.engine.Engine``."""
 
-    device: torch.device
+    memory: EngineMemory
     placeholder: Tensor  # one NaN element on the device, which expands to any shape
     steps: int  # how often weights have changed
     buffers: BufferPool

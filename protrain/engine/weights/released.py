@@ -152,7 +152,7 @@ def weight_of(handle: Handle) -> Tensor:
             "protrain.full_parameters(...)`, which all ranks enter"
         )
     chunk.wait_for_update()
-    return member.view(chunk.current_weight).to(engine.device, copy=True)
+    return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
 
 
 class _Copied(torch.autograd.Function):
@@ -166,7 +166,7 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         ctx.source.check("backward through a copy of")
-        return gradients[0].to(ctx.source.handle.engine.device), None, None
+        return gradients[0].to(ctx.source.handle.engine.memory.device), None, None
 
 
 def _viewed(leaf: Any) -> Any:

@@ -102,7 +102,7 @@ class StateHooks:
         if self.engine.bindings.kept and what == _SAVING:
             return
         if any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
-            self.engine.ranks.meet(what)
+            self.engine.memory.ranks.meet(what)
 
     def _begin_load(
         self,
@@ -150,7 +150,7 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
         MisuseError: not all ranks have entered, or their edits differ, and no edit is kept.
     """
     engine, members = members_of(module, "full_parameters")
-    engine.ranks.meet("full_parameters()")
+    engine.memory.ranks.meet("full_parameters()")
     with engine.quiet():
         # An outer full_parameters may have some of them already.
         members = [member for member in members if member.index not in engine.bindings.full]
@@ -167,9 +167,9 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     finally:
         edited = [member.parameter.data.to("cpu") for member in members]
         _put_back(engine, members)
-        with raised_on_all(engine.ranks):
+        with raised_on_all(engine.memory.ranks):
             edits = _find_edits(members, copies, edited)
-        _refuse_other_edits(engine.ranks, edits)
+        _refuse_other_edits(engine.memory.ranks, edits)
         for member, value in edits:
             write_weight(member, value)
         if edits:
@@ -219,7 +219,7 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
     engine, _ = members_of(module, "full_state_dict")
     engine.bindings.refuse_inside_full_parameters("full_state_dict()")
     with first_rank_saves(module, what="full_state_dict()"):
-        return module.state_dict() if engine.ranks.rank == 0 else {}
+        return module.state_dict() if engine.memory.ranks.rank == 0 else {}
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def first_rank_saves(module: nn.Module, *, what: str = "first_rank_saves()") -> 
         yield
         return
     engine, members = members_of(module, "first_rank_saves")
-    ranks, kept = engine.ranks, engine.bindings.kept
+    ranks, kept = engine.memory.ranks, engine.bindings.kept
     try:
         if ranks.several:
             ranks.meet(what)
