@@ -46,11 +46,13 @@ def first_late(waiting: Sequence[Waiting], now_ms: float, host_free_ms: float, h
         host_kept: the share of its rate that the host keeps beside an update by the GPU, from 0 (exclusive) to 1.
     """
     index, late_ms, end_ms = None, 0.0, max(now_ms, host_free_ms)
-    for at, update in enumerate(waiting):
-        end_ms += update.host_ms
-        late_ms = max(late_ms, end_ms - update.needed_ms)
-        if index is None and end_ms > update.needed_ms and now_ms + update.device_ms < end_ms:
-            index = at
+    for at, (host_ms, device_ms, needed_ms) in enumerate(waiting):  # thousands of times in a search
+        end_ms += host_ms
+        if end_ms > needed_ms:
+            if end_ms - needed_ms > late_ms:
+                late_ms = end_ms - needed_ms
+            if index is None and now_ms + device_ms < end_ms:
+                index = at
     if index is None:
         return None
     taken = waiting[index]

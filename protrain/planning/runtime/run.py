@@ -1,4 +1,6 @@
-"""A simulated run: two steps in order of issue on all lanes. The second step is in steady state.
+"""A simulated run in order of issue on all lanes: a backward with its updates, and then a step in steady state.
+
+What a step finds is what the backward and the updates before it have left. No forward need come before these.
 
 [Note: waiting for regions] Gradients of chunks in host memory may share regions of it
 (``protrain.planning.memory.gradient_regions``). Where no region is free, the engine issues nothing until an update
@@ -30,19 +32,19 @@ from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, S
 
 
 class Choices(NamedTuple):
-    """What depends on how long operations take, in the first step of a full-rate run. Later steps do the same."""
+    """What depends on how long operations take, in the first updates of a full-rate run. Later updates are the same."""
 
     n_in_time: int  # updates inside backward that begin before backward is over
     by_gpu: tuple[int, ...]  # the chunks in host memory that the GPU updates, in its order
 
 
 class Run:
-    """Two steps, the second of them in steady state.
+    """A backward with its updates, and then a step in steady state.
 
     The search spends most of its time here. So the loops over visits keep what the GPU does in local variables.
 
     Args:
-        step: what each of the two steps does.
+        step: what a step does.
         factors: by lane, the factor on the duration of one operation after the other.
     """
 
@@ -50,11 +52,11 @@ class Run:
         self.step = step
         self._visits = list(zip(step.visits, step.work, step.fetches, step.gathers, strict=True))
         self._factors = factors
-        self.choices: Choices | None = None  # the first step makes them
+        self.choices: Choices | None = None  # the first updates make them
         self.uploads: list[Fetch] = []  # in forward, in the order in which they went
-        self.beyond_ms = 0.0  # how long updates inside backward of the first step go on after backward
+        self.beyond_ms = 0.0  # how long updates inside the first backward go on after it
         self.reordered = False  # whether an upload went before one that was issued earlier
-        self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the second step
+        self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the step
         self.starts: list[list[float]] = [[] for _ in LANES]
         self.ends: list[list[float]] = [[] for _ in LANES]
         self.free = [0.0] * len(LANES)
@@ -82,7 +84,6 @@ class Run:
         """
         run = cls(step, [repeat(1.0)] * len(LANES) if factors is None else list(map(iter, factors)))
         run.choices = choices
-        run.forward()
         run.backward()
         run.update()
         run.begin_ms = run.free[GPU]
@@ -247,7 +248,7 @@ class Run:
         self.free[GPU] = max(gpu, self.free[REDUCE])
 
     def update(self) -> None:
-        """Make all updates that no gradient waited for. In the first step, choose when and where they are made."""
+        """Make all updates that no gradient waited for. The first time, choose when and where they are made."""
         over, step = self.free[GPU], self.step  # backward is over, and the norm is known
         if self.choices is None:
             n_in_time = step.host.in_time(self.free[HOST], self.offloaded, over)

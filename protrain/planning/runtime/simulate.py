@@ -9,7 +9,7 @@ reduce    several ranks sum the gradients of a chunk, each to its shard
 
 The engine's order of issue is known (``protrain.planning.runtime.fetches`` for uploads). Every operation starts when
 its lane is free and what it needs is there: a buffer is given up, a chunk is updated, a gradient is offloaded, or the
-norm is known. The second simulated step is the steady state.
+norm is known. A backward with its updates comes first, so that the step after it is the steady state.
 
 A first run gives every operation its full rate. A second run lengthens each operation by its slowdown beside the
 operations of other lanes (``protrain.planning.runtime.slowdowns``).
@@ -31,17 +31,19 @@ def simulate(step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf) -> floa
 
     Contention only makes operations longer. So the full-rate run bounds the second run from below, with two
     exceptions: where uploads went in an order that depends on how long they and the updates take, and by the time that
-    updates inside backward go on after backward, since a longer backward hides that time. Computing alone is a bound
-    that takes no run.
+    updates inside backward go on after backward, since a longer backward hides that time. What the GPU does in the
+    second run is a bound that takes no run.
     """
-    computing_ms = sum(compute_ms for compute_ms, _, _ in step.work)
-    if computing_ms >= limit_ms:
-        return computing_ms
     full_rate = Run.of(step)
     is_at_least = full_rate.step_ms - full_rate.beyond_ms >= limit_ms and not full_rate.reordered
     if is_at_least or full_rate.is_gpu_alone:
         return full_rate.step_ms
-    return Run.of(step, slowdowns.of(full_rate.starts, full_rate.ends), full_rate.choices).step_ms
+    factors = slowdowns.of(full_rate.starts, full_rate.ends)
+    of_gpu = zip(full_rate.starts[GPU], full_rate.ends[GPU], factors[GPU], strict=True)
+    busy_ms = sum((end - start) * factor for start, end, factor in of_gpu if start >= full_rate.begin_ms)
+    if busy_ms >= limit_ms:
+        return busy_ms
+    return Run.of(step, factors, full_rate.choices).step_ms
 
 
 def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:
@@ -53,7 +55,7 @@ def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
         for lane, names in enumerate(_names(step, run))
-        for (kind, what), start, end in zip(names * 2, run.starts[lane], run.ends[lane], strict=True)
+        for (kind, what), start, end in zip(names, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
     return Timeline(
@@ -99,16 +101,28 @@ def stages(step: Step) -> Timeline:
 
 
 def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
-    """By lane, the kind of each of its operations in the second step and what it works on, in the order of issue."""
-    n_in_time, by_gpu = run.choices or Choices(0, ())
+    """By lane, the kind of each of its operations and what it works on, in the order of issue."""
+    forward, rest = _names_of_forward(step, run), _names_of_rest(step, run)
+    return [[*after, *before, *after] for before, after in zip(forward, rest, strict=True)]
+
+
+def _names_of_forward(step: Step, run: Run) -> list[list[tuple[str, object]]]:
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     names[UP] = [("weights", chunk) for chunk, _ in run.uploads]
-    names[GATHER] = [("gather", chunk) for of_visit in step.gathers for chunk, _ in of_visit]
-    visits = list(zip(step.visits, step.work, step.fetches, strict=True))
-    for visit, (_, swap_ms, _), _ in visits[: step.n_forward]:
+    names[GATHER] = [("gather", chunk) for of_visit in step.gathers[: step.n_forward] for chunk, _ in of_visit]
+    for visit, (_, swap_ms, _) in zip(step.visits[: step.n_forward], step.work, strict=False):
         names[GPU].append(("forward", visit.name))
         if swap_ms:
             names[DOWN].append(("activations", visit.name))
+    return names
+
+
+def _names_of_rest(step: Step, run: Run) -> list[list[tuple[str, object]]]:
+    """Of backward and the updates."""
+    n_in_time, by_gpu = run.choices or Choices(0, ())
+    names: list[list[tuple[str, object]]] = [[] for _ in LANES]
+    names[GATHER] = [("gather", chunk) for of_visit in step.gathers[step.n_forward :] for chunk, _ in of_visit]
+    visits = list(zip(step.visits, step.work, step.fetches, strict=True))
     for visit, (_, _, swap_in), fetches in visits[step.n_forward :]:
         names[UP] += [("weights", chunk) for chunk, _ in fetches]
         names[UP] += [("activations", unit) for unit in swap_in]
