@@ -168,11 +168,6 @@ def _traced(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "
             "make its forward depend only on its inputs and torch's random state"
         )
-    durations = median_durations(timed)
-    units = _units(step, owned)
-    own = _own_inputs(step)
-    position = {unit: index for index, unit in enumerate(units)}
-    order = {path: index for index, path in enumerate(step.blocks)}
     return ModelProfile(
         model=type(model).__name__,
         dtype=str(dtype).removeprefix("torch."),
@@ -184,29 +179,49 @@ def _traced(
         output_bytes=step.output_bytes,
         buffer_bytes=weights.unmanaged_bytes(),
         parameters=parameter_records(model, optimizer),
-        units=tuple(
-            UnitRecord(
-                name=unit,
-                block=order.get(unit),
-                parameters=used,
-                within=tuple(sorted(position[outer] for outer in step.within.get(unit, ()) if outer in position)),
-            )
-            for unit, used in units.items()
-        ),
-        calls=tuple(position[unit] for unit in step.calls if unit in position),
-        blocks=_blocks(step, own, durations, attention_ms),
-        segments=tuple(
-            SegmentRecord(
-                phase=segment.phase,
-                block=None if segment.block is None else order[segment.block],
-                live_bytes=segment.live_bytes,
-                peak_bytes=segment.peak_bytes,
-                duration_ms=duration,
-                **_held_inputs(step, segment, own),
-            )
-            for segment, (duration, _) in zip(step.segments, durations, strict=True)
-        ),
+        **_records(step, owned, median_durations(timed), attention_ms),
     )
+
+
+def _records(
+    step: Step,
+    owned: dict[str, tuple[int, ...]],
+    durations: list[tuple[float, float]],
+    attention_ms: dict[AttentionCall, float],
+) -> dict[str, Any]:
+    """The fields of a profile on the units, calls, blocks and segments of ``step``.
+
+    ``durations`` are the milliseconds of each segment and of the recomputation in it.
+    """
+    units, own = _units(step, owned), _own_inputs(step)
+    position = {unit: index for index, unit in enumerate(units)}
+    order = {path: index for index, path in enumerate(step.blocks)}
+    unit_records = tuple(
+        UnitRecord(
+            name=unit,
+            block=order.get(unit),
+            parameters=used,
+            within=tuple(sorted(position[outer] for outer in step.within.get(unit, ()) if outer in position)),
+        )
+        for unit, used in units.items()
+    )
+    segments = tuple(
+        SegmentRecord(
+            phase=segment.phase,
+            block=None if segment.block is None else order[segment.block],
+            live_bytes=segment.live_bytes,
+            peak_bytes=segment.peak_bytes,
+            duration_ms=duration,
+            **_held_inputs(step, segment, own),
+        )
+        for segment, (duration, _) in zip(step.segments, durations, strict=True)
+    )
+    return {
+        "units": unit_records,
+        "calls": tuple(position[unit] for unit in step.calls if unit in position),
+        "blocks": _blocks(step, own, durations, attention_ms),
+        "segments": segments,
+    }
 
 
 def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> tuple[ParameterRecord, ...]:
