@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from protrain.common import batch as batches
+from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.processes import announced_processes, local_rank
 from protrain.engine.states.empty import check_recorded
@@ -23,7 +24,6 @@ from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.optim.user_optimizer import check_supported
 from protrain.planning import Plan
 from protrain.planning.mismatch import refuse_other_parameters
-from protrain.planning.plan import MOMENT_DTYPES
 from protrain.profiler.blocks import find_blocks, refuse_scripted
 from protrain.profiler.trace import parameter_records
 
@@ -219,7 +219,7 @@ def _device(device: str | torch.device | None) -> torch.device:
 def choose_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """The type of the weights that ``dtype`` means. None means bfloat16 on a GPU and float32 on a CPU."""
     if dtype is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return DTYPES[default_dtype(device.type)]
     found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if found is None or found not in DTYPES.values():
         raise ValueError(f"dtype must be bfloat16, float16 or float32, not {dtype!r}")

@@ -20,7 +20,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from protrain_kernels.cache_folder import cache_folder, say_unwritable
+from protrain_cache import cache_folder, say_unwritable
 
 _FILES = sorted((Path(__file__).parent / "host").glob("*.[ch]"))
 SOURCES = tuple(str(path) for path in _FILES if path.suffix == ".c")

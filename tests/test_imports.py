@@ -1,35 +1,40 @@
-"""Imports go one way: kernels <- hardware, engine; planning <- data only; engine <- Plan; wrap <- everything."""
+"""Imports go one way: kernels <- hardware, engine; planning <- data only; engine <- Plan; wrap <- everything.
+
+What plans from plain data imports no torch, whose import takes longer than a search.
+"""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = (
-    "protrain.common.records",
-    "protrain.common.quantities",
-    "protrain.common.tables",
-    "protrain.common.errors",
-)
+PACKAGES = ("protrain", "protrain_cache", "protrain_kernels")
+DATA = tuple(f"protrain.common.{name}" for name in ("records", "quantities", "tables", "errors", "dtypes"))
 PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
 
 # package -> what of this project it may import, itself aside. A prefix covers its submodules.
 ALLOWED = {
-    "protrain_kernels": (),
+    "protrain_cache": (),
+    "protrain_kernels": ("protrain_cache",),
     "protrain.common": (),
     "protrain.forward": ("protrain.common",),
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (
         *DATA,
         "protrain.common.host_memory",
+        "protrain.common.late_names",
         "protrain.distributed",
+        "protrain_cache",
         "protrain_kernels",
     ),
-    "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_kernels.cache_folder"),
+    "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_cache"),
     "protrain.distributed": ("protrain.common",),
     "protrain.engine": (
         "protrain.common",
@@ -46,13 +51,12 @@ ALLOWED = {
 }
 # Inside the planner a folder imports those before it.
 PLANNER = tuple(f"protrain.planning.{folder}" for folder in ("rates", "memory", "runtime", "search", "explain"))
+# No torch, not even by the packages that these are in. A prefix covers its submodules.
 PURE = (
-    "protrain.planning",
-    "protrain.common.records",
-    "protrain.common.quantities",
-    "protrain.common.tables",
-    "protrain.common.errors",
-)  # no torch: plain data
+    *("protrain_cache", "protrain.planning", *DATA, *PROFILES),
+    *("protrain.hardware.shipped", "protrain.profiler.kept_profiles", "protrain.forward.liger"),
+    *("protrain.cli.main", "protrain.cli.commands", "protrain.cli.plan_run"),
+)
 
 
 def _within(module: str, prefixes: tuple[str, ...]) -> bool:
@@ -80,7 +84,7 @@ def _imported(source: str, module: str, *, is_package: bool) -> Iterator[tuple[s
 
 
 def _sources() -> Iterator[tuple[str, Path]]:
-    for package in ("protrain", "protrain_kernels"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
             yield name.removesuffix(".__init__"), path
@@ -96,9 +100,9 @@ def violations(module: str, imported: set[str]) -> list[str]:
     wrong = []
     for name in sorted(imported):
         if _within(name, ("torch", "triton")) and _within(module, PURE):
-            wrong.append(f"{module} imports {name}, but plans and records are plain data")
+            wrong.append(f"{module} imports {name}, but what plans from plain data needs none")
         # `from a import b` yields a.b; b may be a plain name of the module a, which is checked by itself
-        if not _within(name, ("protrain", "protrain_kernels")) or not _is_module(name):
+        if not _within(name, PACKAGES) or not _is_module(name):
             continue
         owner = next((package for package in ALLOWED if _within(module, (package,))), None)
         if owner is not None and not _within(name, (owner, *ALLOWED[owner])) and not _reaches(name, ALLOWED[owner]):
@@ -113,7 +117,7 @@ def violations(module: str, imported: set[str]) -> list[str]:
 
 def _reaches(name: str, allowed: tuple[str, ...]) -> bool:
     """Whether ``name`` is the package on the way to an allowed module: ``from protrain import records``."""
-    return name == "protrain" and bool(allowed)
+    return name == "protrain" and any(_within(module, ("protrain",)) for module in allowed)
 
 
 def test_imports_go_one_way() -> None:
@@ -127,10 +131,11 @@ def test_imports_go_one_way() -> None:
     ("module", "source"),
     [
         ("protrain_kernels.adam", "from protrain import records"),
+        ("protrain_cache", "import protrain_kernels"),
         ("protrain.planning.search.search", "import torch"),
         ("protrain.planning.search.search", "from protrain.engine import core"),
         ("protrain.planning.memory.model", "from protrain.planning.runtime.model import RuntimeModel"),
-        ("protrain.hardware.detect", "from protrain.profiler import model_profile"),
+        ("protrain.hardware.detection", "from protrain.profiler import model_profile"),
         ("protrain.profiler.trace", "def late():\n    from protrain.planning import plan"),
         ("protrain.engine.core", "from protrain.planning import search"),
         ("protrain.wrapping", "import protrain.cli"),
@@ -143,6 +148,35 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 def test_a_right_import_passes() -> None:
     source = "from protrain.planning.plan import Plan\nfrom protrain.common.errors import PlanError\nimport torch"
     assert violations("protrain.engine.core", imports(source, "protrain.engine.core", is_package=False)) == []
+
+
+def _imported_without_torch(modules: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Import ``modules`` in a process in which an import of torch, triton or transformers fails."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(('torch', 'triton', 'transformers')))"
+    code = "\n".join([blocked, *(f"import {module}" for module in modules)])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_what_plans_from_plain_data_is_imported_without_torch() -> None:
+    modules = [module for module, _ in _sources() if _within(module, PURE)]
+    assert len(modules) > 40
+    ended = _imported_without_torch(modules)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_an_import_of_torch_by_a_package_is_found() -> None:
+    assert "import of torch halted" in _imported_without_torch(["protrain_kernels.slices"]).stderr
+
+
+@pytest.mark.parametrize("package", ["protrain", "protrain.hardware", "protrain.profiler"])
+def test_no_module_takes_the_place_of_a_late_name(package: str) -> None:
+    public = import_module(f"{package}.public")
+    names = set(public.__all__)
+    assert names.isdisjoint(path.stem for path in ROOT.joinpath(*package.split(".")).iterdir())
+    for name in names:
+        assert getattr(import_module(package), name) is getattr(public, name)
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'planner'"):
+        assert import_module(package).planner
 
 
 def file_imports() -> dict[str, set[str]]:

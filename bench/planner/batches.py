@@ -22,7 +22,7 @@ import torch
 from bench.planner.output import put_out
 from bench.train.results import Comparison
 from protrain.cli.models import read_architecture
-from protrain.cli.plan_run import profile_of
+from protrain.cli.plan_trace import profile_of
 from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned

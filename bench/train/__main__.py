@@ -36,9 +36,9 @@ from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
+from protrain.cli.defaults import choose_loss
 from protrain.cli.lora import lora_text
 from protrain.cli.options import Parser, memory, number
-from protrain.cli.prepare import choose_loss
 from protrain.cli.summary import versions
 
 _SIZES = Sizes(model="llama-7b", batch=8, sequence=2048, steps=10, warm_up=2)
@@ -161,7 +161,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
         **sizes_of(args, _SIZES),
-        chunked_loss=choose_loss(args.chunked_loss, device),
+        chunked_loss=choose_loss(args.chunked_loss, device.type),
         clip_norm=args.clip,
         host_memory=args.host_memory,
         host_share=args.host_rate,

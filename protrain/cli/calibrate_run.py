@@ -8,15 +8,15 @@ from functools import partial
 import torch
 
 import protrain
+from protrain.cli.devices import own_device
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
-from protrain.cli.prepare import own_device
 from protrain.cli.signals import stop_requests
 from protrain.common.progress import Progress, say
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile
-from protrain_kernels.cache_folder import keeps_measurements
+from protrain_cache import keeps_measurements
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,8 @@
-"""The commands of `protrain` and their options. What they do is in modules that import torch, as no help text does."""
+"""The commands of `protrain` and their options.
+
+What a command does is in a module that is imported when it runs. Most of these need torch, for which no help text is to
+wait.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +26,7 @@ from protrain.cli.options import (
 )
 from protrain.cli.shapes import SHAPES
 from protrain.common.tables import wrapped
+from protrain.hardware.shipped import shipped_names
 
 AddParser = Callable[..., Parser]  # makes the parser of a command of what argparse takes
 
@@ -42,8 +47,6 @@ an adapter for a model of your own, whose weights are held in 4 bits:
 on four GPUs, each of which runs one of the four batches of a step:
   protrain train --model llama-1b --gpus 4
 """
-# Their names are read here, because the package that loads them needs torch.
-_SHIPPED = sorted(file.stem for file in (Path(protrain.__file__).parent / "hardware" / "profiles").glob("*.json"))
 _PLAN_EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --picture step.png
@@ -155,7 +158,8 @@ def _add_machine_options(parser: Parser) -> None:
     machine.add_argument(
         "--hardware",
         metavar="FILE|NAME",
-        help=f"the file that `protrain calibrate --out` wrote, or one of {', '.join(_SHIPPED)} (default: this machine)",
+        help="the file that `protrain calibrate --out` wrote, or one of "
+        f"{', '.join(shipped_names())} (default: this machine)",
     )
     on_device = "cuda or cpu (default: that of --hardware, or cuda if there is a GPU)"
     add_options(machine, "device", device=on_device)

@@ -67,16 +67,6 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     return _from_folder(folder, transformers)
 
 
-def describe(name: str, *, layers: int | None = None) -> str:
-    """What ``read_architecture`` would make the model from, at no cost. "" if there is no such model."""
-    if name in SHAPES:
-        return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
-    try:
-        return (Path(name) / "config.json").read_text()
-    except (OSError, UnicodeError):
-        return ""
-
-
 def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
     """The model that MODEL names, with what training also needs: weights and a tokenizer.
 

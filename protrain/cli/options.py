@@ -20,10 +20,6 @@ from protrain.common.tables import wrapped
 
 Number = TypeVar("Number", int, float)
 
-# What weights and moments may be. The library's own tables need torch, which `--help` is not to wait for.
-DTYPES = ("bfloat16", "float16", "float32")
-MOMENT_DTYPES = ("float32", "bfloat16")
-
 # The arguments of protrain.wrap that have options. Some are common words, so they are replaced only before a "=".
 _ARGUMENTS = {
     name: f"--{name.replace('_', '-')}"

@@ -9,9 +9,9 @@ from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import per_gpu
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Explanation, Plan
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 
 @dataclass(frozen=True, kw_only=True)

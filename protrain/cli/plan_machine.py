@@ -1,4 +1,7 @@
-"""The machines that `protrain plan` plans for: this one or one from a profile, with several GPUs, on several nodes."""
+"""The machines that `protrain plan` plans for: this one or one from a profile, with several GPUs, on several nodes.
+
+Only this one needs torch, which finds its device.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,10 @@ import argparse
 import re
 from dataclasses import replace
 
-import torch
-
-from protrain.cli.prepare import choose_device, parse_device
+from protrain.cli.defaults import device_type_of
 from protrain.common.quantities import parse_memory
-from protrain.hardware import HardwareProfile, detect, of_machine, shipped_names
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import of_machine, shipped_names
 
 _SPEC = re.compile(rf"({'|'.join(shipped_names())}|.+\.json)x(\d+)(?:x(\d+))?")
 
@@ -19,18 +21,13 @@ def machine_of(args: argparse.Namespace) -> HardwareProfile:
     """The profile of one of the GPUs that ``args`` ask for.
 
     Raises:
-        ValueError: The machine is not known, or it is this one, which has no GPU. To run a large model on a CPU for its
-            profile takes hours, which only --device cpu asks for.
+        ValueError: The machine is not known, or it is this one, which has no GPU.
     """
     if args.hardware is not None:
         return _elsewhere(args, args.hardware, args.gpus, args.nodes)
-    if args.device is None and not torch.cuda.is_available():
-        raise ValueError(
-            "this machine has no GPU to plan for: name another with --hardware, for example --hardware rtx4090, or "
-            "give --device cpu for a simulated device"
-        )
-    found = detect(choose_device(args.device), device_memory=args.device_memory, host_memory=args.host_memory)
-    return _shared(args, found, args.gpus, args.nodes)
+    from protrain.cli.devices import this_machine  # imports torch
+
+    return _shared(args, this_machine(args), args.gpus, args.nodes)
 
 
 def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
@@ -53,7 +50,7 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
 
 def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:
     hardware = of_machine(name, n_gpus)
-    if args.device is not None and parse_device(args.device).type != hardware.device_type:
+    if args.device is not None and device_type_of(args.device) != hardware.device_type:
         raise ValueError(f"--device {args.device} contradicts {name}, whose device is {hardware.device_type}")
     if args.device_memory is not None:
         hardware = replace(hardware, device_bytes=parse_memory(args.device_memory, name="device_memory"))

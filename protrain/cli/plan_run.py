@@ -1,41 +1,34 @@
-"""What `protrain plan` does: it finds out what would be done with a model on a machine, without doing it."""
+"""What `protrain plan` does: it finds out what would be done with a model on a machine, without doing it.
+
+For a machine that is elsewhere, and a step whose profile is kept, it imports neither torch nor transformers. Whatever
+needs them is in ``protrain.cli.plan_trace`` and ``protrain.cli.devices``, which are imported where they are called.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
-import torch
-
-import protrain
-from protrain.cli.data import example_batch, stand_in
-from protrain.cli.lora import refuse_4bit_alone
-from protrain.cli.models import LoadedModel, describe, fit_positions, read_architecture
+from protrain.cli.defaults import choose_loss
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
 from protrain.cli.plan_machine import machine_of, machines_of
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
+from protrain.cli.plan_step import PlannedStep
 from protrain.cli.plan_text import summary_text, timeline_text
-from protrain.cli.prepare import adamw, choose_compile, choose_dtype, choose_loss
 from protrain.cli.shapes import SHAPES
-from protrain.cli.sources import find_source
-from protrain.cli.trained import choose_trained, shape_in_4bit
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, Progress
 from protrain.common.quantities import format_bytes
 from protrain.common.tables import format_ms, wrapped
-from protrain.forwards import change_forwards
-from protrain.hardware import HardwareProfile
-from protrain.planning import Explanation, Plan, compare, frontier, largest
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning import Explanation, Plan, compare, frontier, largest, search
 from protrain.planning.explain.explanation import explain
 from protrain.planning.predict import predict
 from protrain.planning.timeline import Timeline
-from protrain.profiler import ModelProfile
-from protrain.profiler.cache import cached_profile, counted_profile
+from protrain.profiler.kept_profiles import counted_profile
+from protrain.profiler.model_profile import ModelProfile
 
 
 def run(args: argparse.Namespace) -> None:
@@ -65,7 +58,7 @@ def run(args: argparse.Namespace) -> None:
     inside = args.step_during_backward
     try:
         with say.stage("planning"):
-            plan = protrain.search(profile, hardware, step_during_backward=inside)
+            plan = search(profile, hardware, step_during_backward=inside)
             timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     except PlanError as error:
         if args.json:
@@ -106,77 +99,23 @@ def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
-    device = torch.device(hardware.device_type)
-    step: dict[str, Any] = {
-        "batch": args.batch,
-        "rows": args.data is not None and find_source(args.data).kind == "rows",
-        "dtype": choose_dtype(args.dtype, device),
-        "compile": choose_compile(args.compile, device),
-        "chunked_loss": choose_loss(args.chunked_loss, device),
-    }
+    step = PlannedStep.of(args, hardware.device_type, layers)
 
-    def traced(*, elsewhere: bool) -> ModelProfile:
-        # Nothing is computed for a machine that is elsewhere, so there is no need for a record of how values are made.
-        with torch.device("meta") if elsewhere else nullcontext():
-            loaded = read_architecture(args.model, layers=layers)
-            if args.load_in_4bit:
-                shape_in_4bit(loaded.model)
-            loaded = choose_trained(loaded, args.lora, args.freeze)
-        where: dict[str, Any] = {"device": device, "elsewhere": elsewhere, "device_bytes": hardware.device_bytes}
-        return profile_of(loaded, **step, sequence=args.sequence or loaded.sequence, **where, show=show)
+    def counted() -> ModelProfile:
+        from protrain.cli import plan_trace
+
+        return plan_trace.counted(step, show=show)
 
     profile = None
     if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
-        with suppress(torch.OutOfMemoryError):
-            profile = traced(elsewhere=False)
+        from protrain.cli import plan_trace
+
+        profile = plan_trace.measured(step, device_bytes=hardware.device_bytes, show=show)
         if profile is None:
             Progress(enabled=True).note(COUNTED)
     if profile is None:
-        # All that decides what is counted. Building the model would take longer than planning for it.
-        decides = {
-            **step,
-            "dtype": str(step["dtype"]),
-            "model": describe(args.model, layers=layers),
-            "sequence": args.sequence,
-            "trained": (args.lora, args.load_in_4bit, args.freeze),
-        }
-        profile = counted_profile(decides, partial(traced, elsewhere=True))
+        profile = counted_profile(step.description(), counted)
     return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
-
-
-def profile_of(
-    architecture: LoadedModel,
-    *,
-    batch: int,
-    sequence: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    compile: bool,
-    chunked_loss: bool,
-    elsewhere: bool,
-    rows: bool = False,
-    show: Callable[[str], None] | None = None,
-    device_bytes: int | None = None,
-) -> ModelProfile:
-    """The profile of a step of `protrain train` on ``device``. The forwards of the model are changed.
-
-    If it is to run ``elsewhere``, operations are counted on the meta device, as times of another machine cannot be
-    measured here. If sequences are packed of ``rows`` of data, attention needs a mask. Measuring takes at most
-    ``device_bytes``.
-    """
-    fit_positions(architecture, sequence)
-    example = example_batch(stand_in(sequence, rows=rows), seed=0, batch=batch, sequence=sequence)
-    if compile and elsewhere:
-        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
-    change_forwards(architecture.model, device, compile=compile, chunked_loss=chunked_loss, on_meta=elsewhere)
-    optimizer = adamw(architecture.model, architecture.learning_rate, weight_decay=0.0)
-    how: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "show": show}
-    if elsewhere:
-        return protrain.profile(architecture.model, architecture.arguments(example), device="meta", **how)
-    return cached_profile(
-        architecture.model, architecture.arguments(example), device=device, device_bytes=device_bytes, **how
-    )
 
 
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
@@ -223,8 +162,8 @@ def _computed(what: ModelProfile | Plan) -> str:
 
 def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
     """What chunked loss would need, where only its absence here decided against it."""
-    device = torch.device(hardware.device_type)
-    if device.type != "cuda" or args.chunked_loss is not None or choose_loss(None, device):
+    kind = hardware.device_type
+    if kind != "cuda" or args.chunked_loss is not None or choose_loss(None, kind):
         return ""
     return "\n\n" + wrapped(
         "Planned with whole logits, as training here would go without liger-kernel: --chunked-loss plans for where it "

@@ -10,10 +10,10 @@ import sys
 
 from protrain.common.quantities import format_bytes
 from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, Explanation, Plan
 from protrain.planning.timeline import Timeline
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 _LEAST_COLUMNS = 20
 _SHADES = " ░▒▓█"

@@ -20,6 +20,8 @@ from protrain.checkpoint.loading import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
+from protrain.cli.defaults import choose_compile, choose_loss
+from protrain.cli.devices import own_device
 from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import logger
@@ -32,9 +34,7 @@ from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.progress import Progress
 from protrain.distributed.joining import join
-from protrain.distributed.processes import announced_processes, local_processes, local_rank
 from protrain.engine.states.weight_files import weight_sources
-from protrain.forward.chunked_loss import available as liger_installed
 from protrain.forward.chunked_loss import find_head
 from protrain.planning import Plan
 from protrain.validate import choose_dtype
@@ -59,8 +59,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     job = replace(
         job,
         dtype=str(dtype).removeprefix("torch."),
-        compile=choose_compile(job.compile, device),
-        chunked_loss=choose_loss(job.chunked_loss, device),
+        compile=choose_compile(job.compile, device.type),
+        chunked_loss=choose_loss(job.chunked_loss, device.type),
         micro_batches=micro_batches,
     )
     # Reading the text may take hours, so what protrain.wrap would refuse is found before, as far as that takes no time.
@@ -243,66 +243,6 @@ def _refuse_unequal_shares(micro_batches: int, size: int, folder: Path) -> None:
             f"a step of the run in {folder} has {micro_batches} batches, of which {size} GPUs cannot have equally "
             f"many: resume it with one of these numbers of --gpus: {possible}"
         )
-
-
-def own_device(name: str | None) -> torch.device:
-    """The device of this process, of those that ``name`` means: where there are several, each has a GPU of its own.
-
-    Raises:
-        ValueError: ``name`` is no device, or there are too few of that kind.
-    """
-    device = choose_device(name)
-    processes = local_processes()
-    if announced_processes() == 1 or device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise ValueError(f"--device {name} is one GPU, and {processes} processes run here: give --device cuda")
-    if processes > torch.cuda.device_count():
-        raise ValueError(f"--gpus {processes}: this machine has {torch.cuda.device_count()} CUDA devices")
-    device = torch.device("cuda", local_rank())
-    torch.cuda.set_device(device)
-    return device
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device that ``name`` means. If ``name`` is None, it is a GPU if there is one.
-
-    Raises:
-        ValueError: ``name`` is no device, or there is none of that kind.
-    """
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    device = parse_device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {name}: torch finds no CUDA device on this machine; give --device cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices, counted from 0")
-    return device
-
-
-def parse_device(name: str) -> torch.device:
-    """The device that ``name`` means, on this machine or another.
-
-    Raises:
-        ValueError: ``name`` is no device, or of a kind that is not supported.
-    """
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name!r} is no device: give cuda or cpu") from None
-    if device.type not in ("cuda", "cpu"):
-        raise ValueError(f"--device {name} is not supported: give cuda or cpu")
-    return device
-
-
-def choose_loss(chunked: bool | None, device: torch.device) -> bool:
-    """Whether the loss is computed piece by piece. By default it is on a GPU with liger-kernel."""
-    return device.type == "cuda" and liger_installed() if chunked is None else chunked
-
-
-def choose_compile(compile: bool | None, device: torch.device) -> bool:
-    """Whether blocks are compiled. By default they are on a GPU."""
-    return device.type == "cuda" if compile is None else compile
 
 
 def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:

@@ -8,8 +8,9 @@ these hidden sizes and depths, with heads of 128.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 SCRATCH_LEARNING_RATE = 3e-4  # the default peak for random weights
@@ -70,6 +71,16 @@ SHAPES: dict[str, Shape] = {
         family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocabulary=32000, positions=32768
     ),
 }
+
+
+def describe(name: str, *, layers: int | None = None) -> str:
+    """What ``protrain.cli.models`` would make the model ``name`` from, at no cost. "" if there is no such model."""
+    if name in SHAPES:
+        return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
+    try:
+        return (Path(name) / "config.json").read_text()
+    except (OSError, UnicodeError):
+        return ""
 
 
 def shape_config(shape: Shape) -> Any:

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from protrain.common import dtypes
 from protrain.common.trees import named_tensors
 
 # The types in which weights can train, by name.
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in dtypes.DTYPES}
 # The methods that return what a sparse tensor consists of.
 _SPARSE_PARTS = {
     torch.sparse_coo: ("_indices", "_values"),

@@ -12,7 +12,6 @@ engine has it on the device.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import inspect
 import os
 from collections.abc import Callable
@@ -21,17 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.forward import liger
 from protrain.forward.chunked_loss_on_meta import causal_lm_loss
 from protrain.forward.replacing import replace_attributes
 
 _ROW_BYTES = 16  # products are slow if the bytes of a row of logits are no multiple of this
 _WIDE_ROW_BYTES = 128  # such a row is widened to a multiple of this
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
-
-
-def available() -> bool:
-    """Whether Liger is installed."""
-    return importlib.util.find_spec("liger_kernel") is not None
 
 
 class _Head:
@@ -113,7 +108,7 @@ def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) 
     """
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("chunked_loss=True needs a CUDA GPU: leave it out on a CPU")
-    if not on_meta and not available():
+    if not on_meta and not liger.is_installed():
         raise ValueError("chunked_loss=True needs the package liger-kernel: pip install 'protrain[liger]'")
     kind: Any = model
     find: Callable[[], Any] = getattr(kind, "get_output_embeddings", lambda: None)
@@ -145,7 +140,7 @@ def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False)
     """
     head = find_head(model, device, on_meta=on_meta)
     kind: Any = model
-    shared = _Head(kind, head, causal_lm_loss if on_meta else _liger())
+    shared = _Head(kind, head, causal_lm_loss if on_meta else liger.import_loss())
     return replace_attributes(
         [
             (kind, "forward", _like(shared.model_forward, shared.run_model)),
@@ -158,12 +153,6 @@ def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False)
 def is_chunked(model: nn.Module) -> bool:
     """Whether ``chunk_loss`` replaced the loss of ``model``."""
     return isinstance(getattr(vars(model).get("_loss_function"), "__self__", None), _Head)
-
-
-def _liger() -> Callable[..., Tensor]:
-    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
-
-    return LigerForCausalLMLoss
 
 
 def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:

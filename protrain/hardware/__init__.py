@@ -1,8 +1,10 @@
 """What a machine can do, as measured by ``calibrate``, shipped for known GPUs, or detected."""
 
-from protrain.hardware.calibration import calibrate
-from protrain.hardware.detect import detect
-from protrain.hardware.profile import Contention, Figure, HardwareProfile
-from protrain.hardware.shipped import load, of_machine, shipped_names
+from typing import TYPE_CHECKING
 
-__all__ = ["Contention", "Figure", "HardwareProfile", "calibrate", "detect", "load", "of_machine", "shipped_names"]
+from protrain.common.late_names import late_names
+
+if TYPE_CHECKING:
+    from protrain.hardware.public import *  # noqa: F403
+else:
+    __getattr__ = late_names(__name__)

@@ -17,11 +17,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from protrain.common.dtypes import MOMENT_DTYPES
 from protrain.common.records import Record
 from protrain.planning.layout import Layout, pack
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord
 
-MOMENT_DTYPES = ("float32", "bfloat16")
 SWAP_ALIGNMENT_BYTES = 256  # every swapped storage is aligned to this, on the device and in host memory
 _INPUT_ALIGNMENT_BYTES = 64 * 256  # aligning up to 64 offloaded tensors of a block, which are more than any block has
 

@@ -1,7 +1,10 @@
 """Finds a model's blocks and traces one training step of it."""
 
-from protrain.profiler.blocks import find_blocks, find_units
-from protrain.profiler.model_profile import ModelProfile
-from protrain.profiler.trace import profile
+from typing import TYPE_CHECKING
 
-__all__ = ["ModelProfile", "find_blocks", "find_units", "profile"]
+from protrain.common.late_names import late_names
+
+if TYPE_CHECKING:
+    from protrain.profiler.public import *  # noqa: F403
+else:
+    __getattr__ = late_names(__name__)

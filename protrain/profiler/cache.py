@@ -1,26 +1,18 @@
-"""A cache of profiles on disk. The key of a profile is a digest of everything that the profile depends on.
+"""Keeps the profiles of models that are in memory. The key of a profile is a digest of all that it depends on.
 
-A cached profile is used when nothing that it could depend on has changed: the modules, their plain attributes, the
+A kept profile is used when nothing that it could depend on has changed: the modules, their plain attributes, the
 source of all code that no installed package brought, parameters, batch, dtype, device, versions and global switches.
 The values of tensors, and attributes that are objects, are not compared. A model whose work depends on those must be
 profiled anew with ``PROTRAIN_CACHE=0``.
-
-Building a large model takes longer than planning for it. A caller who builds it from a description, and has it counted
-on the meta device, asks ``counted_profile`` for the profile of the description instead.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import platform
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +23,12 @@ from protrain.common import batch as batches
 from protrain.common.parameters import is_managed
 from protrain.forward.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
+from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
-from protrain_kernels.cache_folder import cache_folder, keeps_measurements, say_unwritable
+from protrain_cache import keeps_measurements
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
-_LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
-_KEPT = 64  # the number of profiles kept; the oldest are deleted first
 
 
 def cached_profile(
@@ -59,47 +50,7 @@ def cached_profile(
     make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, **how)
     if device.type == "cpu" or not keeps_measurements():
         return make()
-    return _kept(fingerprint(model, example_batch, **how), make)
-
-
-def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
-    """The profile that ``make`` counts on the meta device, from the cache if possible, without importing a library.
-
-    Args:
-        description: everything that decides what ``make`` returns, apart from this package and the libraries.
-        make: builds the model and profiles it.
-    """
-    if not keeps_measurements():
-        return make()
-    facts = {
-        "description": description,
-        "code": _digest(Path(__file__).parents[1].rglob("*.py")),
-        "versions": {name: _installed(name) for name in _LIBRARIES},
-    }
-    return _kept(_key(facts), make)
-
-
-def _kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
-    """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept."""
-    path = folder() / f"{key}.json"
-    with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
-        found = ModelProfile.load(path)
-        path.touch()
-        return found
-    made = make()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        made.save(path)
-        for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
-            old.unlink()
-    except OSError as error:  # without a writable folder, the next run profiles again, and nothing else is lost
-        say_unwritable(cache_folder(), error.strerror or type(error).__name__)
-    return made
-
-
-def folder() -> Path:
-    """The folder that holds the profiles."""
-    return cache_folder() / "profiles"
+    return kept(fingerprint(model, example_batch, **how), make)
 
 
 def fingerprint(
@@ -134,17 +85,12 @@ def fingerprint(
         "batch dtypes": [str(tensor.dtype) for _, tensor in batches.named_tensors(example_batch)],
         "dtype": str(dtype),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": {name: _installed(name) for name in _LIBRARIES if name in sys.modules},
+        "versions": {name: version_of(name) for name in LIBRARIES if name in sys.modules},
         "cuda": torch.version.cuda,
         "profiler": _own_code(),
+        "settings": _settings(),
     }
-    return _key(facts)
-
-
-def _key(facts: dict[str, Any]) -> str:
-    """The digest of ``facts``, of the version of Python and of torch's switches."""
-    facts = {**facts, "python": platform.python_version(), "settings": _settings()}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+    return key_of(facts)
 
 
 def _name(what: Any) -> str:
@@ -177,30 +123,13 @@ def _user_code() -> str:
     """A digest of every loaded source file that no installed package brought. An edited model is another model."""
     installed = tuple({*sysconfig.get_paths().values(), sys.base_prefix, str(Path(torch.__file__).parent.parent)})
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
-    return _digest(Path(file) for file in files if file.endswith(".py") and not file.startswith(installed))
-
-
-def _digest(files: Iterable[Path]) -> str:
-    """A digest of the contents of ``files``. One that cannot be read does not count."""
-    digest = hashlib.sha256()
-    for file in sorted(files):
-        with contextlib.suppress(OSError):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+    return digest_of(Path(file) for file in files if file.endswith(".py") and not file.startswith(installed))
 
 
 @functools.cache
 def _own_code() -> str:
     """A digest of the profiler's source files, because two builds may share a version number."""
-    return _digest(Path(__file__).parent.glob("*.py"))
-
-
-@functools.cache  # a search for metadata takes milliseconds, and every wrap asks
-def _installed(module: str) -> str:
-    """The version of the package of ``module``, which need not be imported."""
-    with contextlib.suppress(PackageNotFoundError):
-        return version(module.replace("_", "-"))
-    return "unknown"
+    return digest_of(Path(__file__).parent.glob("*.py"))
 
 
 def _settings() -> list[Any]:

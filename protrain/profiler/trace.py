@@ -18,6 +18,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
+from protrain.common.dtypes import default_dtype
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.module_state import BlockModules
@@ -75,7 +76,7 @@ def profile(
     target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if target.type == "cuda" and target.index is None:
         target = torch.device("cuda", torch.cuda.current_device())
-    dtype = dtype or (torch.float32 if target.type == "cpu" else torch.bfloat16)
+    dtype = dtype or DTYPES[default_dtype(target.type)]
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, not {dtype}")
     trace = partial(_traced, model, example_batch, optimizer, device=target, dtype=dtype, show=show)

@@ -79,7 +79,7 @@ def test_the_loss_is_chunked_where_it_can_be(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: gpu)
-    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: installed)
+    monkeypatch.setattr("protrain.cli.defaults.liger_installed", lambda: installed)
     monkeypatch.setattr("bench.train.__main__._compare", compare)
     with pytest.raises(KeyboardInterrupt):
         main(["--model", "tiny", *options])

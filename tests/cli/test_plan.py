@@ -14,13 +14,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import torch
 
 from protrain.cli.commands import build_parser
+from protrain.cli.defaults import choose_loss
 from protrain.cli.main import main
 from protrain.cli.models import load_model
 from protrain.cli.plan_text import summary_text
-from protrain.cli.prepare import choose_loss
 from protrain.hardware import load
 from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
 from protrain.planning.explain.explanation import Better
@@ -243,9 +242,8 @@ def test_the_loss_is_that_of_a_training_here(
     installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, limits = tmp_path / "found.json", ["--device-memory", "150MiB", "--host-memory", "20MiB"]
-    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: installed)
-    device = torch.device("cuda")
-    assert (choose_loss(None, device), choose_loss(None, torch.device("cpu"))) == (installed, False)
+    monkeypatch.setattr("protrain.cli.defaults.liger_installed", lambda: installed)
+    assert (choose_loss(None, "cuda"), choose_loss(None, "cpu")) == (installed, False)
     status, text, err = run(capsys, *TINY, *limits, "--out", str(out))
     assert status == 0, err
     check_loss(text, out, installed=installed)
@@ -319,7 +317,7 @@ def test_a_frontier_is_a_table_json_and_a_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: False)
+    monkeypatch.setattr("protrain.cli.defaults.liger_installed", lambda: False)
     picture, out = tmp_path / "frontier.png", tmp_path / "frontier.json"
     argv = [*TINY, *TIGHT, "--frontier", "--picture", str(picture), "--out", str(out)]
     status, text, err = run(capsys, *argv)
@@ -336,7 +334,7 @@ def test_a_frontier_is_a_table_json_and_a_picture(
 def test_the_largest_model_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("protrain.cli.prepare.liger_installed", lambda: True)
+    monkeypatch.setattr("protrain.cli.defaults.liger_installed", lambda: True)
     limits = ["--device-memory", "150MiB", "--host-memory", "20MiB"]
     out = tmp_path / "largest.json"
     status, text, err = run(capsys, *TINY, *limits, "--max-model", "--out", str(out))

@@ -1,14 +1,18 @@
-"""`protrain plan` for another machine builds no model whose counted profile it has kept."""
+"""`protrain plan` for another machine builds no model whose counted profile it has kept, and imports no torch."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import protrain
 from protrain.cli.main import main
+from protrain.hardware import load
 
 pytest.importorskip("transformers")
 
@@ -44,3 +48,44 @@ def test_a_repeated_plan_is_the_same_without_transformers_and_another_model_is_c
     for words in ([str(folder), *PLAN], [str(folder), *PLAN, "--dtype", "float32"], ["tiny", *PLAN]):
         assert main(["plan", *words]) == 2
         assert "a model needs the package transformers" in capsys.readouterr().err
+
+
+WITHOUT_TORCH = """
+import json, sys
+sys.modules.update(dict.fromkeys(("torch", "triton", "transformers")))  # an import of one of them now fails
+from protrain.cli.main import main
+for words in json.loads(sys.argv[1]):
+    if main(["plan", *words]):
+        sys.exit(words)
+"""
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [["--hardware", "a100"], ["--hardware", "machine.json", "--device", "cuda", "--json", "--out", "plan.json"]],
+        pytest.param(
+            [
+                ["--hardware", "a100", "--explain"],
+                ["--hardware", "a100", "--frontier"],
+                ["--compare", "a100x1,h100x8x2"],
+            ],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_repeated_plan_imports_no_torch(
+    ways: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROTRAIN_CACHE", "cache")
+    monkeypatch.chdir(tmp_path)
+    load("rtx3090").save("machine.json")
+    step = ["tiny", "--batch", "2", "--sequence", "32", "--data", __file__, "--no-compile"]
+    plans = [[*step, *way] for way in ways]
+    first = "".join(plan(capsys, *words) for words in plans)
+    assert len([*Path("cache", "profiles").iterdir()]) == 1
+    command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(plans)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(protrain.__file__).parents[1])}
+    repeated = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert repeated.returncode == 0, repeated.stderr
+    assert repeated.stdout == first

@@ -22,9 +22,9 @@ import torch
 import protrain.cli.finish
 import protrain.cli.loop
 from protrain.checkpoint.manifest import list_saves
+from protrain.cli.devices import own_device
 from protrain.cli.job import TrainJob
 from protrain.cli.main import main
-from protrain.cli.prepare import own_device
 from protrain.cli.run_files import LOCK_FILE
 from protrain.cli.training_run import Run
 from protrain.distributed.processes import announced_by_slurm

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-import protrain.forward.chunked_loss as module
 from protrain.common.errors import PlanError
-from protrain.forward.chunked_loss import chunk_loss
+from protrain.forward import liger
+from protrain.forward.chunked_loss import chunk_loss, widened
 from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 _LARGE = 4096  # a vocabulary
@@ -45,13 +45,13 @@ def test_loss_and_gradients_are_the_usual_ones(
     words: int,
     device: torch.device,
 ) -> None:
-    rows, compute = [], module._liger()
+    rows, compute = [], liger.import_loss()
 
     def watched(**options: Any) -> Tensor:
         rows.append(len(options["lm_head_weight"]))
         return compute(**options)
 
-    monkeypatch.setattr(module, "_liger", lambda: watched)
+    monkeypatch.setattr(liger, "import_loss", lambda: watched)
     batch = {name: value.to(device) for name, value in tiny_batch(sequence=6).items()}
     batch["labels"][:, :3] = -100
     models = [tiny_model(family, words=words).to(device) for _ in range(2)]
@@ -76,8 +76,8 @@ def test_words_that_no_token_is_change_nothing(bias: bool, device: torch.device)
     hidden = torch.randn(3, 7, 16, device=device, requires_grad=True)
     labels = torch.randint(_ODD, (3, 7), device=device)
     labels[:, 2] = -100
-    weight, wide_bias = module.widened(head.weight, head.bias)
-    loss = module._liger()(
+    weight, wide_bias = widened(head.weight, head.bias)
+    loss = liger.import_loss()(
         hidden_states=hidden,
         lm_head_weight=weight,
         bias=wide_bias,

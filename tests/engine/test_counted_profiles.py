@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import beginning
-from protrain.cli import plan_run
+from protrain.cli import plan_trace
 from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.forward.chunked_loss import is_chunked
@@ -131,7 +131,7 @@ def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         devices.append(str(options["device"]))
         return profile(*args, **options)
 
-    monkeypatch.setattr(plan_run, "cached_profile", runs_out)
+    monkeypatch.setattr(plan_trace, "cached_profile", runs_out)
     monkeypatch.setattr(protrain, "profile", counted)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
     assert devices == ["cpu", "meta"]

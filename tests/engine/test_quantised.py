@@ -141,7 +141,7 @@ def test_profiles_of_another_device_count_the_bytes_and_leave_the_model(kind: Ca
 
 def test_a_base_that_is_on_the_device_already_needs_no_room_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory that is free on the device does not include the base, and the plan counts the base."""
-    monkeypatch.setattr(sys.modules["protrain.hardware.detect"], "available_host_bytes", lambda: 2 * 1024**3)
+    monkeypatch.setattr(sys.modules["protrain.hardware.detection"], "available_host_bytes", lambda: 2 * 1024**3)
     for limit, expected in ((None, 1024**3 + 3 * (WIDTH * WIDTH + 4)), ("1GiB", 1024**3)):
         model = Adapted(Int8)
         _, optimizer = protrain.wrap(

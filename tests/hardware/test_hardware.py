@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from protrain.hardware import HardwareProfile, detect, load, memory, of_machine, shipped_names
-from protrain.hardware.detect import assume
+from protrain.hardware.detection import assume
 from protrain.hardware.memory import available_host_bytes, usable_cores
 
 GIB = 1024**3

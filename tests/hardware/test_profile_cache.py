@@ -13,8 +13,8 @@ import torch
 from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.cache import Machine, cached, store
 from protrain.hardware.calibration import calibrate
-from protrain.hardware.detect import assume
-from protrain_kernels.cache_folder import cache_folder
+from protrain.hardware.detection import assume
+from protrain_cache import cache_folder
 
 CPU = torch.device("cpu")
 

@@ -22,7 +22,7 @@ from protrain.hardware.calibration.contention import groups_on, units_per_second
 from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.report import rank_warnings, report
-from protrain.hardware.detect import assume
+from protrain.hardware.detection import assume
 from protrain.hardware.profile import Figure
 from tests.distributed.pool import RankError, on_ranks
 

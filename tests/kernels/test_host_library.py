@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from protrain_cache import say_unwritable
 from protrain_kernels import adam, adam_reference, adam_scalars, flatten, host_compiler_notice, host_library
-from protrain_kernels.cache_folder import say_unwritable
 from protrain_kernels.host_library import FLAGS, build, library, open_library
 
 SCALARS = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)

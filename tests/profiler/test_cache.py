@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from protrain.forward.compilation import compile_blocks
-from protrain.profiler import cache, profile
+from protrain.profiler import cache, kept_profiles, profile
 from protrain.profiler.blocks import find_blocks
 
 BATCH = (torch.randn(2, 8),)
@@ -151,7 +151,7 @@ def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
     first = cache.cached_profile(model, BATCH, **given)
     assert cache.cached_profile(model, BATCH, **given) == first
     assert len(made) == 1
-    (cache.folder() / "key.json").write_text("{")
+    (kept_profiles.folder() / "key.json").write_text("{")
     cache.cached_profile(model, BATCH, **given)
     assert len(made) == 2
     monkeypatch.setenv("PROTRAIN_CACHE", "0")
@@ -165,7 +165,7 @@ def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
 def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path))
     monkeypatch.setenv("PROTRAIN_CACHE", "1")
-    monkeypatch.setattr(cache, "_KEPT", 2)
+    monkeypatch.setattr(kept_profiles, "_KEPT", 2)
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
     made = profile(model, BATCH, optimizer=optimizer, device="cpu")
@@ -173,6 +173,6 @@ def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for age, name in enumerate("abc"):
         monkeypatch.setattr(cache, "fingerprint", lambda *args, key=name, **options: key)
         cache.cached_profile(model, BATCH, optimizer=optimizer, device=torch.device("cuda"), dtype=torch.bfloat16)
-        if (cache.folder() / f"{name}.json").exists():
-            os.utime(cache.folder() / f"{name}.json", (age, age))
-    assert {path.stem for path in cache.folder().glob("*.json")} == {"b", "c"}
+        if (kept_profiles.folder() / f"{name}.json").exists():
+            os.utime(kept_profiles.folder() / f"{name}.json", (age, age))
+    assert {path.stem for path in kept_profiles.folder().glob("*.json")} == {"b", "c"}

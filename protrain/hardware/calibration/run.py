@@ -40,7 +40,7 @@ from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, one_core_taken
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import Datasheet, of_card, pcie_gbps
-from protrain.hardware.detect import assume
+from protrain.hardware.detection import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.nvml import gpu_facts
 from protrain.hardware.profile import Contention, Figure, HardwareProfile

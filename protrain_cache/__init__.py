@@ -2,6 +2,9 @@
 
 ``PROTRAIN_CACHE`` names the folder. With "0" the folder stays where it is, but nothing that was measured is read or
 kept. Compiled libraries, which are named by a hash of all that they were made of, stay in use.
+
+This is a package of its own, because ``protrain_kernels`` imports nothing from ``protrain``, and needs torch, for which
+a plan from a kept profile is not to wait.
 """
 
 from __future__ import annotations

@@ -1,0 +1,58 @@
+"""The training step that `protrain plan` plans for, as the options and the type of the device decide it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from protrain.cli.defaults import choose_compile, choose_loss
+from protrain.cli.lora import refuse_4bit_alone
+from protrain.cli.shapes import describe
+from protrain.cli.sources import find_source
+from protrain.common.dtypes import default_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """All that decides what a trace of the step counts, apart from the code that traces it."""
+
+    model: str  # the MODEL of the command line
+    layers: int | None  # the number of its blocks; None means its own
+    lora: str | None
+    load_in_4bit: bool
+    freeze: tuple[str, ...]
+    batch: int
+    sequence: int | None  # tokens; None means the model's default
+    rows: bool  # whether sequences are packed of rows of data, so that attention needs a mask
+    device_type: str  # "cuda" or "cpu"
+    dtype: str  # of the weights
+    compile: bool
+    chunked_loss: bool
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, device_type: str, layers: int | None = None) -> Self:
+        """The step that ``args`` ask for on a device of ``device_type``, of MODEL or of MODEL with so many ``layers``.
+
+        Raises:
+            ValueError: the weights are quantised and there is no adapter to train, or --data cannot be read.
+        """
+        refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
+        return cls(
+            model=args.model,
+            layers=layers,
+            lora=args.lora,
+            load_in_4bit=args.load_in_4bit,
+            freeze=tuple(args.freeze),
+            batch=args.batch,
+            sequence=args.sequence,
+            rows=args.data is not None and find_source(args.data).kind == "rows",
+            device_type=device_type,
+            dtype=args.dtype or default_dtype(device_type),
+            compile=choose_compile(args.compile, device_type),
+            chunked_loss=choose_loss(args.chunked_loss, device_type),
+        )
+
+    def description(self) -> dict[str, Any]:
+        """The step with what MODEL stands for now, as a folder may change."""
+        return {**asdict(self), "model": describe(self.model, layers=self.layers)}

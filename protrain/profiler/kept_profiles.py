@@ -1,0 +1,88 @@
+"""The profiles that are kept on disk, each under a key: a digest of everything that the profile depends on.
+
+Building a large model takes longer than planning for it. A caller who builds it from a description, and has it counted
+on the meta device, asks ``counted_profile`` for the profile of the description. If it is kept, that needs neither torch
+nor any library of the model. ``protrain.profiler.cache`` makes the keys of models that are in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from protrain.profiler.model_profile import ModelProfile
+from protrain_cache import cache_folder, keeps_measurements, say_unwritable
+
+LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
+_KEPT = 64  # the number of profiles kept; the oldest are deleted first
+
+
+def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
+    """The profile that ``make`` counts on the meta device, from the cache if possible, without importing a library.
+
+    Args:
+        description: everything that decides what ``make`` returns, apart from this package and the libraries. torch's
+            switches decide nothing, as they choose among kernels, and on the meta device none runs.
+        make: builds the model and profiles it.
+    """
+    if not keeps_measurements():
+        return make()
+    facts = {
+        "description": description,
+        "code": digest_of(Path(__file__).parents[1].rglob("*.py")),
+        "versions": {name: version_of(name) for name in LIBRARIES},
+    }
+    return kept(key_of(facts), make)
+
+
+def kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
+    """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept."""
+    path = folder() / f"{key}.json"
+    with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
+        found = ModelProfile.load(path)
+        path.touch()
+        return found
+    made = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        made.save(path)
+        for old in sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)[:-_KEPT]:
+            old.unlink()
+    except OSError as error:  # without a writable folder, the next run profiles again, and nothing else is lost
+        say_unwritable(cache_folder(), error.strerror or type(error).__name__)
+    return made
+
+
+def folder() -> Path:
+    """The folder that holds the profiles."""
+    return cache_folder() / "profiles"
+
+
+def key_of(facts: dict[str, Any]) -> str:
+    """The digest of ``facts`` and of the version of Python."""
+    facts = {**facts, "python": platform.python_version()}
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def digest_of(files: Iterable[Path]) -> str:
+    """A digest of the contents of ``files``. One that cannot be read does not count."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        with contextlib.suppress(OSError):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache  # a search for metadata takes milliseconds, and every wrap asks
+def version_of(module: str) -> str:
+    """The version of the package of ``module``, which need not be imported."""
+    with contextlib.suppress(PackageNotFoundError):
+        return version(module.replace("_", "-"))
+    return "unknown"
