@@ -23,8 +23,8 @@ import torch
 import protrain
 from bench.planner.output import put_out
 from protrain.cli.models import load_model
-from protrain.cli.prepare import adamw
 from protrain.cli.summary import versions
+from protrain.cli.trained import adamw
 from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-import protrain
 from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Batch
 from protrain.cli.options import need
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
 from protrain.common.errors import not_downloaded
+from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
@@ -59,7 +59,7 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     transformers = _transformers()
     if folder is None:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
-        with protrain.empty_parameters():
+        with empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
         return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
     if layers is not None:
@@ -148,7 +148,7 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        with protrain.empty_parameters():
+        with empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         said = _kind_and_message(error)

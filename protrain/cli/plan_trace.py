@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-import protrain
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import LoadedModel, fit_positions, read_architecture
 from protrain.cli.plan_step import PlannedStep
-from protrain.cli.prepare import adamw
-from protrain.cli.trained import choose_trained, shape_in_4bit
+from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
 from protrain.common.parameters import DTYPES
 from protrain.forwards import change_forwards
-from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
+from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.trace import profile
 
 
 def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None]) -> ModelProfile | None:
@@ -90,7 +89,7 @@ def profile_of(
     optimizer = adamw(architecture.model, architecture.learning_rate, weight_decay=0.0)
     how: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "show": show}
     if elsewhere:
-        return protrain.profile(architecture.model, architecture.arguments(example), device="meta", **how)
+        return profile(architecture.model, architecture.arguments(example), device="meta", **how)
     return cached_profile(
         architecture.model, architecture.arguments(example), device=device, device_bytes=device_bytes, **how
     )

@@ -29,7 +29,7 @@ from protrain.cli.metrics import MetricsFile, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model
 from protrain.cli.options import need
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
-from protrain.cli.trained import choose_trained, loaded_in_4bit, shape_in_4bit
+from protrain.cli.trained import adamw, choose_trained, loaded_in_4bit, shape_in_4bit
 from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.progress import Progress
@@ -243,15 +243,6 @@ def _refuse_unequal_shares(micro_batches: int, size: int, folder: Path) -> None:
             f"a step of the run in {folder} has {micro_batches} batches, of which {size} GPUs cannot have equally "
             f"many: resume it with one of these numbers of --gpus: {possible}"
         )
-
-
-def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of ``model``. Vectors (norms, biases) do not decay."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
-    vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=(0.9, 0.95))
 
 
 def schedule(job: TrainJob) -> Callable[[int], float]:

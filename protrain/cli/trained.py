@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-import protrain
 from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.models import LoadedModel
 from protrain.cli.options import need
 from protrain.common.adapters import adapted_layers
 from protrain.common.parameters import is_managed, unmanaged_memory
 from protrain.common.quantities import format_bytes
+from protrain.engine.states.empty import empty_parameters
 
 _LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps than weights that were trained before
 
@@ -52,6 +52,15 @@ def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str])
     return loaded
 
 
+def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters of ``model``. Vectors (norms, biases) do not decay."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+    vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=(0.9, 0.95))
+
+
 def _add_adapter(loaded: LoadedModel, lora: Lora) -> None:
     need("peft", "--lora", extra="peft")
     import peft
@@ -68,7 +77,7 @@ def _add_adapter(loaded: LoadedModel, lora: Lora) -> None:
         base_model_name_or_path=None if loaded.folder is None else str(loaded.folder),
     )
     try:
-        with protrain.empty_parameters():
+        with empty_parameters():
             peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]

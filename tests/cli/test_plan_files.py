@@ -14,7 +14,7 @@ from torch import nn
 import protrain
 from protrain.cli.main import main
 from protrain.cli.models import load_model
-from protrain.cli.prepare import adamw
+from protrain.cli.trained import adamw
 from protrain.common.errors import PlanError
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan

@@ -10,7 +10,7 @@ import torch
 
 import protrain
 from protrain.checkpoint.adapters import Base
-from protrain.cli.prepare import adamw
+from protrain.cli.trained import adamw
 from tests.distributed.pool import import_in_pools, on_ranks
 
 transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")

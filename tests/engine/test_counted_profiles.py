@@ -132,7 +132,7 @@ def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         return profile(*args, **options)
 
     monkeypatch.setattr(plan_trace, "cached_profile", runs_out)
-    monkeypatch.setattr(protrain, "profile", counted)
+    monkeypatch.setattr(plan_trace, "profile", counted)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
     assert devices == ["cpu", "meta"]
     told = capsys.readouterr()
