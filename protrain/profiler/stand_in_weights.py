@@ -23,7 +23,7 @@ from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
-from protrain.profiler.storages import storage_key, storages_in
+from protrain.profiler.storages import storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
 
@@ -165,7 +165,7 @@ class StandInWeights:
 
     def storages(self) -> set[StorageWeakRef]:
         """The storages of all stand-ins, buffers and unmanaged parameters."""
-        return set(storages_in([*self.stand_ins, *self.unmanaged_memory()]))
+        return {storage_key(tensor) for tensor in (*self.stand_ins, *self.unmanaged_memory())}
 
     def __enter__(self) -> StandInWeights:
         for module in self._model.modules():
