@@ -6,6 +6,7 @@ All numbers come from the models that the search uses. What a phase waits for is
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from protrain.common.quantities import format_bytes
@@ -240,6 +241,7 @@ def _with_more(
 ) -> tuple[Plan | None, list[Better]]:
     """A faster plan for the memory there is, and the fastest plans with more and more memory, if they are faster."""
 
+    @cache
     def fastest(memory: str = "device_bytes", share: float = 0.0) -> Plan:
         grown: dict[str, Any] = {memory: int(getattr(hardware, memory) * (1 + share))}
         machine = replace(hardware, **grown)
