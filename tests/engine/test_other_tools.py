@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
 from protrain.common.errors import MisuseError
@@ -78,6 +79,26 @@ def test_a_hook_may_change_the_gradient(spec: Spec, device: torch.device) -> Non
 
     plain, model = make().to(device), make()
     expected = run(plain, adamw(plain))
+    assert run(*wrap_under(spec, model, adamw(model), batches()[0], device=device)) == pytest.approx(expected, rel=1e-4)
+
+
+@BOTH
+def test_the_place_of_a_parameter_in_the_graph(spec: Spec, device: torch.device) -> None:
+    """Autograd finds it by a view of the parameter: for a hook on several gradients, and for a gradient of its own."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        seen: list[Any] = []
+        parameters = [model.get_parameter("blocks.0.first.weight"), model.get_parameter("leave.bias")]
+        handle = register_multi_grad_hook(parameters, seen.extend)
+        losses = train(model, optimizer, 2)
+        handle.remove()  # torch does not have it called by autograd.grad
+        loss = default_loss(model, (batches()[0][0].to(device),))
+        seen += torch.autograd.grad(loss, [get_gradient_edge(parameters[0])])
+        return [*losses, *(float(gradient.double().norm()) for gradient in seen)]
+
+    plain, model = make().to(device), make()
+    expected = run(plain, adamw(plain))
+    assert len(expected) == 2 * 2 + 2 * 2 + 1  # losses and norms, two gradients in each of two steps, and the last
     assert run(*wrap_under(spec, model, adamw(model), batches()[0], device=device)) == pytest.approx(expected, rel=1e-4)
 
 

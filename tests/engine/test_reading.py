@@ -59,6 +59,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
     "ones like it": lambda p: torch.ones_like(p),
     "as large": lambda p: torch.ones(1, device=p.device).expand_as(p).sum(),
     "of its type": lambda p: torch.ones(2, dtype=torch.float64).to(p),
+    "of its own type": lambda p: [p.to(p).tolist(), p.type_as(p).tolist()],
+    "of its own shape": lambda p: [p.view_as(p).tolist(), p.expand_as(p).tolist(), p.reshape_as(p).tolist()],
 }
 
 

@@ -67,6 +67,10 @@ class ReleasedParameter(PresentParameter):
             return member.view(member.chunk.weight).data_ptr()
         if func is torch._cudnn_rnn_flatten_weight:  # it would move the weights
             return None
+        if func is Tensor.view_as and args[1] is args[0] and torch.is_grad_enabled() and parameter.requires_grad:
+            # Autograd asks so for the node of a parameter (register_multi_grad_hook, get_gradient_edge), and expects
+            # that what it gets has been made by one operation.
+            return _Copied.apply(parameter, _Source.now(handle), partial(_copy_of, handle))
         if func in _MEMORY:
             raise MisuseError(
                 f"the memory of {handle.name} cannot be read or replaced ({func.__name__}), as it moves in every step: "
@@ -155,6 +159,13 @@ def weight_of(handle: Handle) -> Tensor:
     return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
 
 
+def _copy_of(handle: Handle) -> WeightCopy:
+    """A copy of the weight that a script may get as it is."""
+    copy = weight_of(handle).as_subclass(WeightCopy)
+    copy.protrain_source = _Source.now(handle)
+    return copy
+
+
 class _Copied(torch.autograd.Function):
     """A copy of a weight, which ``copy`` makes. Its gradient, on the parameter's device, is that of the parameter."""
 
@@ -179,7 +190,7 @@ def _viewed(leaf: Any) -> Any:
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` with copies in place of the released parameters among its arguments."""
-    copies = _Copies(pattern=_pattern_argument(func, args))
+    copies = _Copies(pattern=_pattern_argument(func, args, kwargs))
     args, kwargs = map_leaves(copies.given, (args, kwargs))
     with copies.saving():
         result = func(*args, **kwargs)
@@ -189,10 +200,13 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return map_leaves(copies.handed_out, result)
 
 
-def _pattern_argument(func: Any, args: tuple[Any, ...]) -> Any:
+def _pattern_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The argument of ``func`` of which it reads the shape, the type and the device but no values."""
     at = PATTERNS.get(func)
-    return None if at is None or at >= len(args) else args[at]
+    if at is None or at >= len(args):
+        return None
+    others = (*args[:at], *args[at + 1 :], *kwargs.values())
+    return None if any(other is args[at] for other in others) else args[at]  # p.type_as(p) reads its values, too
 
 
 class _Copies:
