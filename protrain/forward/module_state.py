@@ -2,13 +2,13 @@
 
 [Note: what a block changes] A forward may change its modules: it updates running statistics, counts its calls, or makes
 tables when it first needs them. A second run must start from the same content, and leave behind what the first run has
-left. So these are kept for each run: the parameters (torch.func.functional_call replaces them), copies of the buffers,
-and whether modules are in training mode. Large buffers are nearly always masks and tables that nothing updates, and to
-copy them, or to compare all attributes, would cost too much in every run. So the first run of a block in training mode,
-and the first in evaluation mode, is watched, to find the large buffers and the modules' plain attributes (numbers,
-text, None) that it changes. From then on these are kept, too, beside the plain attributes of modules with buffers. The
-plan does not count the memory of such copies. A large buffer that changes later for the first time is found by its
-version, and the second run is refused.
+left. So these are kept for each run: the parameters (torch.func.functional_call replaces them), which of them require a
+gradient, copies of the buffers, and whether modules are in training mode. Large buffers are nearly always masks and
+tables that nothing updates, and to copy them, or to compare all attributes, would cost too much in every run. So the
+first run of a block in training mode, and the first in evaluation mode, is watched, to find the large buffers and the
+modules' plain attributes (numbers, text, None) that it changes. From then on these are kept, too, beside the plain
+attributes of modules with buffers. The plan does not count the memory of such copies. A large buffer that changes later
+for the first time is found by its version, and the second run is refused.
 """
 
 from __future__ import annotations
@@ -65,10 +65,13 @@ class BlockModules:
         for module in self.modules:
             self._generators.update((module, name) for name, v in vars(module).items() if isinstance(v, GENERATORS))
 
+    def parameters_now(self) -> Iterator[Any]:
+        """What the modules have as their parameters: some may be None."""
+        return chain.from_iterable(held.values() for held in self._parameters)
+
     def given_parameters(self) -> list[_Content]:
         """The parameters of all modules, if some of them are not the modules' own; otherwise nothing."""
-        now = chain.from_iterable(held.values() for held in self._parameters)
-        if not any(map(is_not, now, self._own)):
+        if not any(map(is_not, self.parameters_now(), self._own)):
             return []
         return [(held, held.copy()) for held in self._parameters]
 
@@ -120,6 +123,7 @@ class ModulesBefore:
         modules = block.modules
         self._training = [module.training for module in modules]
         self._parameters = block.given_parameters()
+        self._requires_grad = [(p, p.requires_grad) for p in block.parameters_now() if p is not None]
         self._given = [  # without managed parameters: see [Note: edits]
             (parameter, _version(parameter))
             for _, held in self._parameters
@@ -196,13 +200,18 @@ class ModulesBefore:
         ]
         now = [(owner, owner.copy()) for owner, _ in held]
         training = [module.training for module in modules]
+        switched = [(p, required) for p, required in self._requires_grad if p.requires_grad != required]
         try:
             _set(held)
             _switch(modules, self._training)
+            for parameter, required in switched:
+                parameter.requires_grad = required
             yield
         finally:
             _set(now)
             _switch(modules, training)
+            for parameter, required in switched:
+                parameter.requires_grad = not required
 
 
 def _set(dictionaries: list[_Content]) -> None:

@@ -181,7 +181,7 @@ class Recomputation:
     def _other_operations(self, what: str) -> MisuseError:
         return MisuseError(
             f"{self._label} {what}: to be checkpointed its forward must do the same operations each time, and "
-            "sdpa_kernel and requires_grad must be the same when backward runs"
+            "sdpa_kernel must be the same when backward runs"
         )
 
 

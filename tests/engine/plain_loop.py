@@ -102,7 +102,8 @@ class PlainOptimizer(torch.optim.Optimizer):
 
     def _collector(self, name: str) -> Callable[[Tensor], None]:
         def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
+            if parameter.grad is None:  # the parameter was frozen after forward
+                return
             before, gradient = self.sums.get(name), parameter.grad.detach()
             parameter.grad = None
             if name in self.trained:

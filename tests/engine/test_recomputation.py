@@ -92,7 +92,23 @@ def trained(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("loss", [evaluated, trained])
+def frozen_since(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss with a graph for one block, whose backward comes when that is frozen and gets no gradient."""
+    model.requires_grad_(True)
+    loss: Tensor = model(*batch).square().mean()
+    model.get_submodule("blocks.1").requires_grad_(False)
+    return loss
+
+
+def frozen_before(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss without gradients for one block, whose backward comes when that is to be trained again."""
+    model.get_submodule("blocks.1").requires_grad_(False)
+    loss: Tensor = model(*batch).square().mean()
+    model.requires_grad_(True)
+    return loss
+
+
+@pytest.mark.parametrize("loss", [evaluated, trained, frozen_since, frozen_before])
 def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> None:
     check_equal_to_plain(make, batches(2), loop=Loop(loss=loss), device=device, specs=SPECS)
 
