@@ -319,11 +319,14 @@ class Engine:
         if self.gradients.forget(index):
             self.forget_gradients()
 
-    def forget_gradients(self) -> bool:
-        """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short."""
+    def forget_gradients(self, *, zeros: bool = False) -> bool:
+        """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short.
+
+        With ``zeros`` the script expects zeros in their place (``set_to_none=False``).
+        """
         self.abandon_backward()
         with self.streams.computing():
-            ends = self.step.forget()
+            ends = self.step.forget(zeros=zeros)
         if ends:
             self._end_step()
         return ends

@@ -67,6 +67,7 @@ class Step:
         self._buffers = buffers
         self._bindings = bindings
         self._inside = inside  # whether updates are made inside backward
+        self._expects_zeros = False  # the last zero_grad had set_to_none=False
         self._ranks = managed.memory.ranks
 
     def _go_to(self, new: Phase) -> None:
@@ -217,6 +218,7 @@ class Step:
             self._go_to(Phase.EMPTY)
             return True
         self.need_gradients("step()")
+        self._refuse_zeros()
         self._groups.check()
         factor, unscaling = self.clipping.coefficient(), self._unscaling()
         if self.loss_scale is not None:
@@ -227,8 +229,32 @@ class Step:
         self.updates.step(None if factor is None else self.updates.publish(factor), assumed=unscaling)
         return True
 
-    def forget(self) -> bool:
-        """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short."""
+    def _refuse_zeros(self) -> None:
+        """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
+
+        Adam moves such a parameter on by its momentum, and no zeros are kept here.
+        """
+        if not self._expects_zeros:
+            return
+        for member, present in zip(self._gradients.members, self._gradients.present, strict=True):
+            if member.steps and not present:
+                raise MisuseError(
+                    f"no backward() has reached {member.name} in this step, and zero_grad(set_to_none=False) would "
+                    "leave it a gradient of zeros, by which Adam moves it on. ProTrain keeps no such gradients: call "
+                    "zero_grad() without set_to_none=False, so that parameters without a gradient stay as they are"
+                )
+
+    def forget(self, *, zeros: bool) -> bool:
+        """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short.
+
+        With ``zeros`` the script expects zeros in their place. MisuseError if backward has used the gradients up.
+        """
+        if zeros and self._inside:
+            raise MisuseError(
+                "zero_grad(set_to_none=False) with step_during_backward=True, where backward uses gradients up and "
+                "none is left to be zero: call zero_grad() without set_to_none=False"
+            )
+        self._expects_zeros = zeros
         self._forget()
         ends = self.phase is Phase.CUT_SHORT
         if ends:

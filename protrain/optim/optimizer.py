@@ -156,12 +156,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. ``set_to_none`` is accepted for compatibility: they are always None afterwards.
+        """Forget all gradients. They are None afterwards, whatever ``set_to_none`` says.
+
+        In torch ``set_to_none=False`` leaves zeros, by which Adam moves parameters on. A step raises a MisuseError if
+        that would make a difference: if it has no gradient for a parameter that was updated before. With
+        ``step_during_backward=True`` this method raises it.
 
         If updates run inside backward and that raised an exception, the updates made so far count as a step, which ends
         here.
         """
-        if self._running is not None and self._running.forget_gradients():
+        if self._running is not None and self._running.forget_gradients(zeros=not set_to_none):
             self._clock.tick(updated=True)
 
     @contextmanager

@@ -185,6 +185,33 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, unharmed: Unharmed, sp
     unharmed((model, optimizer))
 
 
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+def test_zeros_in_place_of_gradients_count_where_backward_reaches_all(
+    wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec
+) -> None:
+    """In torch zero_grad(set_to_none=False) leaves zeros, with which Adam moves on what backward does not reach."""
+    model, optimizer = wrapped(spec)
+    frozen = model.get_submodule("model.layers.1")
+    for is_trained in (True, True, False):
+        frozen.requires_grad_(is_trained)
+        model(**batch).loss.backward()
+        if is_trained:
+            optimizer.step()
+        else:
+            with pytest.raises(MisuseError, match=r"reached model\.layers\.1\..* call zero_grad\(\) without set_to"):
+                optimizer.step()
+        model.zero_grad(set_to_none=False)
+    frozen.requires_grad_()
+    unharmed((model, optimizer), steps_before=2)
+
+
+def test_zeros_where_backward_uses_gradients_up(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
+    model, optimizer = wrapped(MIXED, step_during_backward=True)
+    with pytest.raises(MisuseError, match=r"call zero_grad\(\) without set_to_none=False"):
+        optimizer.zero_grad(set_to_none=False)
+    unharmed((model, optimizer))
+
+
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
