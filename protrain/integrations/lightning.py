@@ -7,7 +7,7 @@ its own and looks for no entry points, hence the import.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -180,6 +180,11 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         inner = getattr(optimizer, "_optimizer", optimizer)
         state: dict[str, Any] = inner.full_state_dict()
         return state
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the state of the optimizer of a checkpoint. Lightning would move it to the device afterwards."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
 
     def teardown(self) -> None:
         """End what Lightning has begun. A wrapped model stays where it is."""

@@ -23,7 +23,7 @@ from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.hardware import HardwareProfile
-from protrain.optim.torch_state import match_state, pack_state
+from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
 from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.explain.host_rate import host_gparams
@@ -93,7 +93,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise
         self._at_begin.clear()
         self._state_at_begin.clear()
-        self._wrapped.state.clear()
+        self._wrapped.state = StatesInChunks()
 
     def when_begun(self, action: Callable[[], None]) -> None:
         """Do ``action``, which needs the engine: now, or when there is one."""
@@ -184,6 +184,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._running.gradients.no_sync = value
 
     # -- information ---------------------------------------------------------------------------------------------------
+
+    def _states(self) -> StatesInChunks:
+        return StatesInChunks()
+
+    def _set_states(self, value: Any) -> None:
+        if "param_groups" in vars(self):  # torch sets an empty state before these
+            self._states().update(value)
+
+    # An error for whoever reads, sets or clears it: the states of parameters lie in chunks.
+    state: Any = property(_states, _set_states)
 
     @property
     def plan(self) -> Plan:

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from protrain.common.errors import MisuseError
 from protrain.engine.states.parameter_state import check_shapes
+
+
+class StatesInChunks(defaultdict[Any, Any]):
+    """What ``optimizer.state`` is: not the states, which lie in chunks, but an error for whoever looks for them there.
+
+    An empty dictionary would let a script that resets or reads moments do nothing.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise MisuseError(
+            "optimizer.state does not hold the states of parameters, which ProTrain keeps in chunks: read them with "
+            "optimizer.state_dict(), and set them with optimizer.load_state_dict(), where parameters without an entry "
+            "in 'state' begin anew. protrain.save_checkpoint and `protrain convert` write files of them"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _refuse
+    get = items = keys = values = pop = popitem = clear = update = setdefault = copy = _refuse
 
 
 def pack_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import protrain
+from protrain.common.errors import MisuseError
 from tests.engine import residual
 from tests.engine.harness import NONE, Batch, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.stateful import DTYPES, FIRST, LOOP, RESIDENT, SECOND, SPECS, Make, maker
@@ -299,3 +302,42 @@ def test_steps_of_another_optimizer_stay_made(weights_first: bool, device: torch
         state = optimizer.export_parameter(name)
         assert state["step"] == 3
         assert torch.equal(state["master"], expected[name]), name
+
+
+LOOKS: dict[str, Callable[[Any], Any]] = {
+    "a parameter's": lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]],
+    "all": lambda optimizer: [moments["exp_avg"].zero_() for moments in optimizer.state.values()],
+    "whether there are any": lambda optimizer: bool(optimizer.state),
+    "whether there is one": lambda optimizer: optimizer.param_groups[0]["params"][0] in optimizer.state,
+    "clear": lambda optimizer: optimizer.state.clear(),
+}
+
+
+def test_states_are_not_looked_for_where_there_are_none(device: torch.device) -> None:
+    """A script that reads or resets moments would find nothing, and would change nothing."""
+    model, data = residual.make(), residual.batches(1)
+    inner = adamw(model)
+    wrapped, optimizer = wrap_under(RESIDENT, model, inner, data[0], device=device)
+    Loop().run(wrapped, optimizer, data)
+    looks = [functools.partial(look, each) for look in LOOKS.values() for each in (inner, optimizer)]
+    looks += [functools.partial(setattr, optimizer, "state", {})]
+    looks += [functools.partial(get_optimizer_state_dict, wrapped, optimizer)]
+    for look in looks:
+        with pytest.raises(MisuseError, match=r"in chunks: read them with optimizer\.state_dict\(\), and set them"):
+            look()
+
+
+def test_moments_begin_anew_where_a_state_has_none(device: torch.device) -> None:
+    """As the message about optimizer.state says, and as in torch."""
+    found = []
+    for anew in (False, True):
+        model, data, loop = residual.make(), residual.batches(2), Loop(scheduler=False)
+        wrapped, optimizer = wrap_under(FIRST, model, adamw(model), data[0], device=device)
+        if anew:
+            weights = wrapped.state_dict()
+            loop.run(wrapped, optimizer, data)
+            wrapped.load_state_dict(weights)
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+        loop.run(wrapped, optimizer, data)
+        found.append(states(wrapped, optimizer))
+    assert_same(*found)
