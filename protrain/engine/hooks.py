@@ -78,6 +78,20 @@ def _refuse_compiler() -> None:
         )
 
 
+def _refuse_transforms(engine: Engine) -> None:
+    """MisuseError if torch.func has the model, or a part of it, called with tensors that stand for others.
+
+    It would fail where weights are moved, and so under some plans only. A backward may be transformed, as
+    torch.autograd.grad(is_grads_batched=True) does.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None and not engine.in_backward:
+        raise MisuseError(
+            "a model that protrain.wrap has wrapped, or a part of one, was called inside a transform of torch.func "
+            "(grad, vjp, jvp, vmap and the like), where its weights cannot be moved: use torch.autograd.grad or "
+            "torch.autograd.functional, or a copy that was made before protrain.wrap"
+        )
+
+
 def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
     original = unit.module.forward
     if isinstance(original, CompiledForward):
@@ -85,6 +99,7 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_compiler()
+        _refuse_transforms(engine)
         return engine.run_unit(unit, original, args, kwargs)
 
     return run
@@ -176,6 +191,7 @@ class _Root:
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         _refuse_compiler()
         engine = self._engine
+        _refuse_transforms(engine)
         refuse_others(engine.memory.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
 from protrain.common.errors import MisuseError
-from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, states, wrap_under
+from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
 RESIDENT = Spec("all", "least", (NONE,))
@@ -144,6 +144,32 @@ def test_torch_compile_after_wrap_names_what_to_use(spec: Spec, compiles: str, d
     wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)
     with pytest.raises(MisuseError, match=r"torch\.compile was given a model .*pass compile=True to protrain\.wrap"):
         COMPILES[compiles](wrapped, batches()[0])
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "grad": lambda model, x: torch.func.grad(lambda x: model(x).square().mean())(x),
+    "grad of weights": lambda model, x: torch.func.grad(
+        lambda weights: torch.func.functional_call(model, weights, (x,)).square().mean()
+    )({name: weight.detach().clone() for name, weight in model.named_parameters()}),
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    "vmap": lambda model, x: torch.vmap(lambda row: model(row[None]), randomness="same")(x),
+    "vmap of a block": lambda model, x: torch.vmap(model.get_submodule("blocks.0"), randomness="same")(x.repeat(1, 6)),
+}
+
+
+@BOTH
+def test_transforms_of_the_model_are_refused_under_every_plan(spec: Spec, device: torch.device) -> None:
+    found = []
+    for misused in (False, True):
+        model = make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+        if misused:
+            for transform in TRANSFORMS.values():
+                with pytest.raises(MisuseError, match=r"inside a transform of torch\.func .* use torch\.auto"):
+                    transform(wrapped, batches()[0][0].to(device))
+        train(wrapped, optimizer, 1)
+        found.append(states(wrapped, optimizer))
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("which", ["the model", "its method", "a block"])
