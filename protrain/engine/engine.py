@@ -184,7 +184,7 @@ class Engine:
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._visits.begin_backward()
         self.swaps.begin_backward()
-        self.gradients.delivered.clear()
+        self.gradients.begin_backward()
 
     def _report_failed(self, _: object) -> None:
         """Autograd has dropped the callback at the end of backward, before it has called it."""

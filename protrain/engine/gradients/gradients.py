@@ -49,6 +49,10 @@ class Gradients:
         stored = self.present[index] and index not in self.forgotten
         return stored or any(member.index == index for items in self.pending.values() for member, _ in items)
 
+    def begin_backward(self) -> None:
+        """A backward begins, which may bring gradients. This is called inside it."""
+        self.delivered.clear()
+
     def collect(self, member: Member) -> None:
         """Take the gradient of ``member`` that autograd has just finished."""
         gradient = take_gradient(member.parameter)

@@ -3,6 +3,9 @@
 Gradients wait until backward leaves the visit after which all ranks reduce them. ``Reduction`` then brings the
 rank's shard of the reduced gradients into chunks. At the end of every backward the ranks tell each other which
 parameters have a gradient, and exchange the partial sums of the norm. So clipping and updates are local afterwards.
+
+A backward that brings no gradients of parameters, as that of torch.autograd.grad, must leave those that are there, and
+a reduction would replace them. So no rank reduces anything in it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_o
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.worker import HostWorker
+from protrain.engine.weights.parameter import receives_gradient
 
 
 class ShardedGradients(Gradients):
@@ -30,6 +34,7 @@ class ShardedGradients(Gradients):
         self._reduction = Reduction(managed, self.squares)
         self._plans_sums = managed.plan.accumulation > 1
         self._is_sum = False  # whether a backward of this step has been reduced
+        self._brings = True  # whether the backward that runs brings gradients
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
 
     @override
@@ -48,6 +53,13 @@ class ShardedGradients(Gradients):
         super().reset()
 
     @override
+    def begin_backward(self) -> None:
+        super().begin_backward()
+        self._brings = any(receives_gradient(member.parameter) for member in self.members if member.group >= 0)
+        if not self._brings:
+            self._ranks.note("a backward without gradients of parameters")
+
+    @override
     def check_backward(self) -> None:
         if not self._plans_sums and (self._is_sum or self.no_sync):
             raise MisuseError(
@@ -59,6 +71,8 @@ class ShardedGradients(Gradients):
     @override
     def flush(self, visit: int) -> list[Chunk]:
         """Reduce, with all ranks, what is complete after ``visit``. Returns the chunks that are complete now."""
+        if not self._brings:
+            return []
         for member, gradient in chain.from_iterable(self.pending.values()):
             known = self._waiting.get(member.index)
             self._waiting[member.index] = gradient if known is None else known + gradient
@@ -88,6 +102,8 @@ class ShardedGradients(Gradients):
         self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
         refuse_late([late for _, _, late, _ in every])
         refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
+        if not self._brings:
+            return
         self._is_sum = True
         self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
         self._streams.compute.place(self._filled)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from protrain.common.errors import NO_WRITES, MisuseError
 from protrain.engine.gradients.proxy import GradientProxy, describe
@@ -150,6 +151,18 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
         _RAW_GRAD.__set__(parameter, None)
     return gradient
+
+
+def receives_gradient(parameter: nn.Parameter) -> bool:
+    """Whether the backward that runs now, and calls this, accumulates a gradient of ``parameter`` in ``.grad``."""
+    if not parameter.requires_grad:
+        return False
+    with torch._C.DisableTorchFunctionSubclass():
+        node = get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad was asked for it, and returns it
+        return False
 
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
