@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from protrain.common.progress import Progress
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
+from protrain.engine.weights.parameter import frozen_error
 from protrain.hardware import detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -145,9 +146,10 @@ def wrap(
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
         wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
+        required = {name: parameter.requires_grad for name, parameter in managed.items()}
 
     def begin(batch: Any) -> None:
-        with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
+        with ranks.reporting("protrain.wrap"), first_alone_warns(ranks), _trained_as(required, managed):
             stages = Progress(enabled=progress and ranks.rank == 0)
             begin_training(model, optimizer, wrapped, batch, way, ranks=ranks, stages=stages)
         compare_first_batches(model, ranks, target)
@@ -190,6 +192,28 @@ def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
 
     waiting = {"_call_impl": call, "__deepcopy__": refuse_copy}
     vars(model).update(waiting)
+
+
+@contextmanager
+def _trained_as(required: Mapping[str, bool], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """A context in which ``parameters`` require gradients as they ``required`` them when the model was wrapped.
+
+    What is frozen for the first steps has states, and can be trained later.
+
+    Raises:
+        MisuseError: a parameter requires a gradient now and did not then.
+    """
+    changed = {name: p for name, p in parameters.items() if p.requires_grad != required[name]}
+    for name in changed:
+        if not required[name]:
+            raise frozen_error(name)
+    for parameter in changed.values():
+        parameter.requires_grad = True
+    try:
+        yield
+    finally:
+        for parameter in changed.values():
+            parameter.requires_grad = False
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

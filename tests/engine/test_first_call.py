@@ -252,3 +252,32 @@ def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path
         train(model, optimizer, batches())
     with pytest.raises(MisuseError):
         train(model, optimizer, batches())
+
+
+def test_what_is_frozen_in_the_first_call_may_be_trained_later() -> None:
+    """As with an example batch: what trains is what required a gradient in wrap."""
+    data, found = batches(), []
+    for options in ({}, {"example_batch": {"ids": data[0], "labels": data[0]}}):
+        model, optimizer = wrapped(**options)
+        torch.manual_seed(7)
+        model.blocks[1].requires_grad_(False)
+        losses = train(model, optimizer, data[:2])
+        model.blocks[1].requires_grad_(True)
+        losses += train(model, optimizer, data[2:])
+        steps = [int(state["step"]) for state in optimizer.state_dict()["state"].values()]
+        found.append((losses, steps, weights(model)))
+    (losses, steps, final), (other_losses, other_steps, other_final) = found
+    assert losses == other_losses
+    assert sorted(steps) == sorted(other_steps) == [2] * 4 + [4] * 11
+    assert same(final, other_final)
+
+
+def test_what_was_frozen_in_wrap_cannot_be_trained_from_the_first_call_on() -> None:
+    model, optimizer = made()
+    model.blocks[1].requires_grad_(False)
+    model, trainer = protrain.wrap(model, optimizer, device="cpu", device_memory="80KiB", progress=False)
+    model.requires_grad_(True)
+    with pytest.raises(MisuseError, match=r"blocks\.1\.0\.weight was frozen when the model was wrapped, so it has no"):
+        train(model, trainer, batches())
+    model.blocks[1].requires_grad_(False)
+    assert len(train(model, trainer, batches())) == STEPS

@@ -40,10 +40,7 @@ class GradientHook:
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
     handle = parameter.protrain_handle
     if value and not handle.trainable:
-        raise MisuseError(
-            f"{handle.name} was frozen when the model was wrapped, so it has no optimizer states and would not be "
-            "trained: set requires_grad before protrain.wrap, and wrap the model anew to train other parameters"
-        )
+        raise frozen_error(handle.name)
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_REQUIRES_GRAD.__set__(parameter, value)
 
@@ -198,6 +195,14 @@ def refuse_foreign_gradients(members: Iterable[Member]) -> None:
         for member in members:
             if _RAW_GRAD.__get__(member.parameter) is not None:
                 raise foreign_gradient(member.name)
+
+
+def frozen_error(name: str) -> MisuseError:
+    """The error for the parameter ``name`` that is to be trained now, and was not when the model was wrapped."""
+    return MisuseError(
+        f"{name} was frozen when the model was wrapped, so it has no optimizer states and would not be "
+        "trained: set requires_grad before protrain.wrap, and wrap the model anew to train other parameters"
+    )
 
 
 def edit_error(name: str, how: str) -> MisuseError:
