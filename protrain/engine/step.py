@@ -20,7 +20,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.gradients.clipping import Clipping
-from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
@@ -68,6 +68,7 @@ class Step:
         self._bindings = bindings
         self._inside = inside  # whether updates are made inside backward
         self._expects_zeros = False  # the last zero_grad had set_to_none=False
+        self._was_scaled = False  # the gradients of the last step had a factor
         self._ranks = managed.memory.ranks
 
     def _go_to(self, new: Phase) -> None:
@@ -103,12 +104,13 @@ class Step:
             self.updates.backward_begins()
         self._go_to(Phase.BACKWARD)
 
-    def hyperparameters(self) -> object:
-        """What an update of this step would use, to be compared with that of other ranks."""
+    def settings(self) -> Settings:
+        """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
         try:
-            return self._groups.all_scalars()
+            scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
-            return None
+            scalars = None
+        return Settings(scalars, self._was_scaled)
 
     def take_gradients(self, visit: int) -> None:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
@@ -221,6 +223,7 @@ class Step:
         self._refuse_zeros()
         self._groups.check()
         factor, unscaling = self.clipping.coefficient(), self._unscaling()
+        self._was_scaled = factor is not None
         if self.loss_scale is not None:
             if not self.loss_scale.update(self.clipping.is_finite()):
                 return False

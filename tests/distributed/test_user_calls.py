@@ -90,3 +90,25 @@ def test_what_one_rank_may_look_at_alone() -> None:
     assert seen == pytest.approx([*norms, model(batch(6)).item()], rel=1e-5)
     assert "between ranks" in text
     assert "world_size=2" in text
+
+
+def clip_alone(rank: int) -> str:
+    """Rank 1 alone clips. Returns the error of each rank."""
+    with seeded():
+        model, optimizer = wrap(Model())
+    try:
+        for step in range(3):
+            model(batch(rank)).backward()
+            if rank == 1 and step == 1:
+                optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    except protrain.MisuseError as error:
+        return f"step {step}: {error}"
+    return ""
+
+
+def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
+    first, other = on_ranks(2, clip_alone, timeout_s=150)
+    assert first == other
+    assert first.startswith("step 2: in the last step rank 1 clipped gradients and rank 0 did not")

@@ -8,6 +8,8 @@ parameter. Their order depends on nothing but the parameter, so the norm has the
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,14 @@ from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
-from protrain_kernels import flatten
+from protrain_kernels import AdamScalars, flatten
+
+
+class Settings(NamedTuple):
+    """What must be the same on all ranks, so that they update their shards alike."""
+
+    scalars: list[AdamScalars] | None  # the hyperparameters of each group; None: some are invalid
+    was_scaled: bool  # whether the gradients of the last step were clipped, or multiplied by a factor
 
 
 class Gradients:
@@ -90,11 +99,11 @@ class Gradients:
     def agree(self, chunk: Chunk) -> None:
         """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them."""
 
-    def combine(self, agreed: object) -> None:
+    def combine(self, settings: Settings) -> None:
         """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.
 
         Args:
-            agreed: what must be the same on all ranks.
+            settings: of this rank, which must be those of all.
 
         Raises:
             MisuseError: it is not the same, or a gradient came too late to be reduced.

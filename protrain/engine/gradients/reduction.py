@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.engine.gradients.gradients import Settings
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
@@ -233,13 +234,21 @@ def refuse_late(late: Sequence[str]) -> None:
         )
 
 
-def refuse_other_hyperparameters(of_ranks: Sequence[object]) -> None:
-    """MisuseError on every rank if the hyperparameters of the ranks differ."""
-    for rank, value in enumerate(of_ranks):
-        if value != of_ranks[0]:
+def refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
+    """MisuseError on every rank if the ranks have other hyperparameters, or did not all clip in the last step."""
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        if other.scalars != first.scalars:
             raise MisuseError(
-                f"rank {rank} has other hyperparameters than rank 0 ({value!r}, not {of_ranks[0]!r}): set the same "
-                "ones in every process"
+                f"rank {rank} has other hyperparameters than rank 0 ({other.scalars!r}, not {first.scalars!r}): set "
+                "the same ones in every process"
+            )
+        if other.was_scaled != first.was_scaled:
+            clips, does_not = (rank, 0) if other.was_scaled else (0, rank)
+            raise MisuseError(
+                f"in the last step rank {clips} clipped gradients and rank {does_not} did not, so they have updated "
+                "their parts of the model by different gradients: clip in every process or in none, and resume from "
+                "a checkpoint"
             )
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_hyperparameters
+from protrain.engine.gradients.gradients import Gradients, Settings
+from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_settings
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.worker import HostWorker
@@ -95,13 +95,13 @@ class ShardedGradients(Gradients):
             self.present[member.index] = any(flags)
 
     @override
-    def combine(self, agreed: object) -> None:
+    def combine(self, settings: Settings) -> None:
         late = self.members[min(self._waiting)].name if self._waiting else ""
-        value = (self._ranks.trail, agreed, late, bytes(self.present))
+        value = (self._ranks.trail, settings, late, bytes(self.present))
         every = self._ranks.all_values(value, "the end of a backward")
         self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
         refuse_late([late for _, _, late, _ in every])
-        refuse_other_hyperparameters([agreed for _, agreed, _, _ in every])
+        refuse_other_settings([settings for _, settings, _, _ in every])
         if not self._brings:
             return
         self._is_sum = True
