@@ -89,6 +89,37 @@ def test_families(family: str, dtype: str, size: int, reduction: str, specs: tup
     check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=4), specs)
 
 
+class SmallHead(nn.Module):
+    """The chunk of its head is so small that the second of two shards is nothing but padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        loss: torch.Tensor = self.head(x).square().mean()
+        return loss
+
+
+def make_small_head() -> nn.Module:
+    with seeded():
+        return SmallHead()
+
+
+def rows(count: int) -> list[tuple[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, WIDTH, generator=generator),) for _ in range(count)]
+
+
+def test_speculative_updates_of_shards_without_parameters() -> None:
+    """Nothing is clipped, as the step after one that clips has no speculative updates."""
+    specs = Spec("none", "least", (NONE,), small=True, speculate=True), SPECS[4]
+    check(2, Training(make_small_head, rows, steps=4, max_norm=None), specs)
+
+
 class Adapted(nn.Module):
     """A linear layer with a LoRA adapter."""
 

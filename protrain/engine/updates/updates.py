@@ -136,6 +136,8 @@ class Updates:
             pieces = self._pieces(chunk)
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             return
+        if not pieces:
+            return  # this rank's shard is padding, which step() neither updates nor commits
         if sum(part.stop - part.start for part, _ in pieces) != chunk.used_elements:
             return  # a commit would take over elements that were not written
         speculation = self._speculations[chunk.index] = Speculation(
