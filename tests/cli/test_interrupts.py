@@ -47,14 +47,14 @@ def at_import(name, do):
     sys.meta_path.insert(0, AtImport(name, do))
 
 def before_profile():
-    import protrain
-    profile = protrain.profile
+    import protrain.profiler.trace as trace
+    profile = trace.profile
 
     def profile_and_press(*args, **options):
         PressedInFinalizer()
         return profile(*args, **options)
 
-    protrain.profile = profile_and_press
+    trace.profile = profile_and_press
 
 """
 
@@ -98,7 +98,7 @@ def test_it_ends_the_imports(program: tuple[str, ...], run: Callable[..., subpro
 def test_it_ends_a_profile_though_a_finalizer_swallows_what_is_raised(
     run: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
-    ended = run(*PLAN, pressed="at_import('protrain.cli.plan_run', before_profile)")
+    ended = run(*PLAN, pressed="at_import('protrain.cli.plan_trace', before_profile)")
     assert (ended.returncode, ended.stdout) == (130, "")
     assert ended.stderr.splitlines()[-1] == "protrain plan: interrupted"
     assert "KeyboardInterrupt" not in ended.stderr
