@@ -25,6 +25,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 Message: TypeAlias = dict[str, Any]  # anything that JSON has
 
 _CONNECT_S = 20.0  # all ranks have met before they connect, so this is ample
+_RECEIVED_BYTES = 1 << 20  # at once, more than any message has
 _SEND_S = 1.0  # a rank that takes nothing for so long is stopped, and gets no further message
 
 
@@ -74,7 +75,7 @@ class Links:
                 self._woken.recv(4096)
                 continue
             try:
-                data = self._by_rank[rank].recv(1 << 16)
+                data = self._by_rank[rank].recv(_RECEIVED_BYTES)
             except OSError:  # reset by the end of the other process
                 data = b""
             *lines, self._received[rank] = (self._received[rank] + data).split(b"\n")

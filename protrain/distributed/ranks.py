@@ -302,8 +302,13 @@ _known: WeakKeyDictionary[dist.ProcessGroup, _Communicators] = WeakKeyDictionary
 
 
 def _communicators(group: dist.ProcessGroup) -> _Communicators:
-    """The communicators of ``group``. New ones, if its ranks got out of step before."""
+    """The communicators of ``group``. New ones, if its ranks got out of step before.
+
+    All ranks must find the same. So a rank first hears what others have told, who may train anew already.
+    """
     known = _known.get(group)
+    if known is not None:
+        known.watch.hear()
     if known is None or known.watch.is_out_of_step:
         known = _known[group] = _Communicators(group)
     return known

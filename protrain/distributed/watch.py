@@ -57,6 +57,7 @@ CALL_S = 8.0  # so does one for ranks that may not have made the call at all
 _ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
 _END_S = 10  # how long it may take to end after that
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
+_THREAD_S = 10.0  # how long the main thread waits for the watcher's, which a busy machine may hold up
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
 
@@ -109,7 +110,8 @@ class Watch:
         self._told = self._state  # what was sent last
         self._news = False  # whether there may be notes that were not compared
         self._suspected: str | None = None  # a difference that the last comparison has found
-        self._has_told = threading.Condition()
+        self._asked = self._answered = 0  # how often the thread was asked to hear what has come, and did
+        self._at_work = threading.Condition()  # notified when the thread has told or heard
         _watches.add(self)
         _report_uncaught()
         self._thread = threading.Thread(target=self._run, name="protrain watcher", daemon=True)
@@ -120,7 +122,7 @@ class Watch:
     def note(self, what: str, size_bytes: int = 0) -> None:
         """This rank is about to do ``what``, which all ranks do next. MisuseError if they are out of step."""
         if self._decided is not None:
-            raise MisuseError(self._decided)
+            self._raise()
         checksum = self._checksums.get(what)
         if checksum is None:
             checksum = self._checksums[what] = zlib.crc32(what.encode())
@@ -133,6 +135,14 @@ class Watch:
     def is_out_of_step(self) -> bool:
         """Whether it is decided that the ranks are out of step."""
         return self._decided is not None
+
+    def hear(self) -> None:
+        """Let the thread hear all that has come until now."""
+        if os.getpid() == self._process:
+            with self._at_work:
+                self._asked = asked = self._asked + 1
+                self._links.wake()
+                self._at_work.wait_for(lambda: self._answered >= asked, timeout=_THREAD_S)
 
     @property
     def trail(self) -> tuple[int, int]:
@@ -162,7 +172,7 @@ class Watch:
                     self._decide(f"{self._absence(waited_s)}, and gives up. {absent or _REMEDY}")
                 if self._decided is not None:
                     never_free(work)
-                    raise MisuseError(self._decided)
+                    self._raise()
                 if not warned and waited_s > warn_s:
                     warned = True
                     warnings.warn(
@@ -187,11 +197,11 @@ class Watch:
         """This rank takes no part any more. Returns when the others were told."""
         if os.getpid() != self._process:
             return
-        with self._has_told:
+        with self._at_work:
             self._ended = True
             self._links.wake()
             if threading.current_thread() is not self._thread:
-                self._has_told.wait_for(lambda: self._told == self._state, timeout=TICK_S)
+                self._at_work.wait_for(lambda: self._told == self._state, timeout=TICK_S)
 
     def fail(self, error: RuntimeError) -> NoReturn:
         """The collective of the last note has failed: find out why, and raise that as a MisuseError."""
@@ -203,7 +213,15 @@ class Watch:
     def refuse(self, reason: str) -> NoReturn:
         """Raise a MisuseError: the ranks are out of step for ``reason``, or for what was decided before."""
         self._decide(reason)
-        raise MisuseError(self._decided or reason) from None
+        if self._decided is not None:
+            self._raise()
+        raise MisuseError(reason) from None
+
+    def _raise(self) -> NoReturn:
+        """Raise what is decided, once the others were told: a script may catch it and train anew with them."""
+        with self._at_work:
+            self._at_work.wait_for(lambda: self._told[3] is not None, timeout=_THREAD_S)
+        raise MisuseError(self._decided) from None
 
     def _absence(self, waited_s: float) -> str:
         """Who waits for whom."""
@@ -229,8 +247,13 @@ class Watch:
     def _run(self) -> None:
         seen, next_tick = 0, monotonic() + TICK_S
         while True:
-            for rank, message in self._links.receive(max(0.0, next_tick - monotonic())):
+            asked = self._asked
+            wait_s = 0.0 if asked != self._answered else max(0.0, next_tick - monotonic())
+            for rank, message in self._links.receive(wait_s):
                 self._hear(rank, message)
+            with self._at_work:
+                self._answered = asked
+                self._at_work.notify_all()
             state, paused = self._state, False
             if monotonic() >= next_tick:
                 paused, seen, next_tick = seen == state[0], state[0], monotonic() + TICK_S
@@ -244,9 +267,9 @@ class Watch:
         notes = [each for each in self.notes if each[0] <= number]
         self._links.send({"number": number, "notes": notes, "raised": raised, "ended": ended, "decided": decided})
         self._news = True
-        with self._has_told:
+        with self._at_work:
             self._told = state
-            self._has_told.notify_all()
+            self._at_work.notify_all()
 
     def _hear(self, rank: int, message: Mapping[str, Any] | None) -> None:
         peer = self._peers[rank]
@@ -286,7 +309,7 @@ class Watch:
                 self._decide(f"rank {rank} has ended{others}. {_REMEDY}")
 
     def _decide(self, reason: str) -> None:
-        with self._has_told:
+        with self._at_work:
             if self._decided is not None or self._ended:
                 return
             self._decided = reason  # before a thread comes free that waits for the GPU

@@ -7,6 +7,7 @@ of a model, is done once. After an error or a timeout they are killed, and the n
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import pickle
 import signal
@@ -14,7 +15,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Listener, wait
 from tempfile import TemporaryDirectory
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -74,6 +75,10 @@ class Pool:
                         found[rank] = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         found[rank] = (False, "the process died")
+        for process, answer in zip(self._processes, found, strict=True):
+            if answer is None:
+                process.send(signal.SIGUSR1)  # it writes to stderr where its threads are
+                sleep(1.0)
         answers = [(False, "no answer: it hangs") if answer is None else answer for answer in found]
         if not all(well for well, _ in answers):
             self.kill()
@@ -103,6 +108,7 @@ def import_in_pools(*names: str) -> None:
 
 
 def _serve(address: str, rank: int) -> None:
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     share_profiles(pytest.MonkeyPatch())
     size = int(os.environ["WORLD_SIZE"])

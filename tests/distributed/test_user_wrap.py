@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import protrain
 from protrain import beginning
 from protrain.common.quantities import format_bytes
+from protrain.distributed.watch import Watch
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
 from tests.engine.harness import seeded
@@ -84,6 +85,28 @@ def test_an_error_of_one_rank_is_raised_on_all(model: dict[str, Any], options: d
     assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap, while rank 0 went on to ")
     assert other.endswith(f": {own}")
     assert heard_s - raised_s < 10
+
+
+def hear_late(rank: int, late: bool) -> None:
+    """Let rank 1 take its time to hear that the ranks are out of step."""
+    hear = vars(Watch).get("heard_at_once", Watch._hear)
+
+    def hear_later(self: Watch, other: int, message: Any) -> None:
+        if message is not None and message["decided"] is not None:
+            sleep(2.0)
+        hear(self, other, message)
+
+    vars_of: Any = Watch
+    vars_of.heard_at_once, vars_of._hear = hear, hear_later if late and rank == 1 else hear
+
+
+def test_a_rank_that_hears_late_of_an_error_trains_anew_with_the_others() -> None:
+    on_ranks(2, hear_late, True)
+    for _ in range(2):
+        (other, _), (mine, _) = on_ranks(2, error_of, {}, ({}, {"accumulation": 0}))
+        assert mine.startswith("ValueError: accumulation must be 1 or more")
+        assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap")
+    on_ranks(2, hear_late, False)
 
 
 @pytest.mark.parametrize(
