@@ -41,7 +41,7 @@ from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
-from protrain.engine.weights.parameter import refuse_foreign_gradients, take_gradient
+from protrain.engine.weights.parameter import frozen_error, refuse_foreign_gradients, take_gradient
 from protrain.planning.plan import BlockMode
 
 _FRAMES: dict[BlockMode, type[Frame]] = {
@@ -86,6 +86,7 @@ class Engine:
         self.placeholder = bindings.placeholder
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
+        self.thawed = set[int]()
         self._ranks = memory.ranks
         self._visits = visits
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
@@ -98,7 +99,13 @@ class Engine:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """A forward of the whole model begins: fetch the chunks that it needs first."""
+        """A forward of the whole model begins: fetch the chunks that it needs first.
+
+        Raises:
+            MisuseError: it is one of the training, with a parameter that was frozen when the model was wrapped.
+        """
+        if self.thawed and torch.is_grad_enabled():
+            raise frozen_error(self.members[min(self.thawed)].name)
         self.streams.refuse_another()
         self._end_interrupted()
         self._visits.begin_forward(training=torch.is_grad_enabled())

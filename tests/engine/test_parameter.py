@@ -96,6 +96,33 @@ def test_what_was_frozen_when_wrapped_cannot_be_trained(spec: Spec, device: torc
     assert_same(states(model, optimizer), states(*untouched))
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_forward_without_gradients_may_thaw_what_was_frozen_when_wrapped(spec: Spec, device: torch.device) -> None:
+    """As the adapters of peft have it, of which set_adapter chooses one that TRL's DPOTrainer compares with."""
+
+    def run(model: nn.Module, optimizer: ProTrainOptimizer, *, thaws: bool) -> list[float]:
+        losses = Loop().run(model, optimizer, data[:2])
+        with torch.no_grad():
+            model.get_submodule("blocks.1").requires_grad_(thaws)
+            losses.append(float(default_loss(model, data[2])))
+            model.get_submodule("blocks.1").requires_grad_(False)
+        return losses + Loop().run(model, optimizer, data[2:])
+
+    def wrapped() -> tuple[nn.Module, ProTrainOptimizer]:
+        model = make()
+        model.get_submodule("blocks.1").requires_grad_(False)
+        return wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+
+    data = batches(4)
+    one, other = wrapped(), wrapped()
+    assert run(*one, thaws=True) == run(*other, thaws=False)
+    assert_same(states(*one), states(*other))
+    with torch.no_grad():
+        one[0].get_submodule("blocks.1").requires_grad_(True)
+    with pytest.raises(MisuseError, match=r"blocks\.1\..* was frozen when .* wrapped.*wrap the model anew"):
+        one[0](*data[0])
+
+
 # -- full_parameters ---------------------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ class ParameterEngine(Protocol):
     steps: int  # how often weights have changed
     buffers: BufferPool
     updated_inside: set[int]  # chunks that the current backward has updated
+    thawed: set[int]  # parameters that require a gradient now, and did not when the model was wrapped
 
     @property
     def members(self) -> Sequence[Member]:

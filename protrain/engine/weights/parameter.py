@@ -40,7 +40,12 @@ class GradientHook:
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
     handle = parameter.protrain_handle
     if value and not handle.trainable:
-        raise frozen_error(handle.name)
+        if torch.is_grad_enabled():
+            raise frozen_error(handle.name)
+        # A forward without gradients trains nothing, so that peft's set_adapter may choose any adapter for it.
+        handle.engine.thawed.add(handle.index)
+    elif not handle.trainable:
+        handle.engine.thawed.discard(handle.index)
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_REQUIRES_GRAD.__set__(parameter, value)
 
