@@ -21,7 +21,8 @@ def longest_row(dataset: Any) -> dict[str, Any] | None:
 
     Lists of mappings are measured as they are, and datasets of Hugging Face in their Arrow files, where nothing is
     decoded. Other datasets may compute their rows, or have no end. Only texts and tokens have lengths. Beside other
-    lists, such as images that a text refers to, the longest row is taken as it is.
+    lists, such as images that a text refers to, the longest row is taken as it is, as is one of which a transform of
+    the dataset makes other columns.
     """
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
         lengths, others = _lengths_of_list(dataset)
@@ -34,13 +35,20 @@ def longest_row(dataset: Any) -> dict[str, Any] | None:
     row = dict(dataset[int(np.argmax(sum(lengths.values())))])
     if others:
         return row
-    return row | {name: dataset[int(np.argmax(found))][name] for name, found in lengths.items()}
+    return row | {name: dataset[int(np.argmax(found))][name] for name, found in lengths.items() if found.any()}
 
 
 def _lengths_of_list(rows: list[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
     """By column of text or tokens the lengths of its values, and whether there are other columns of lists."""
-    kinds = {name: _kind(value) for name, value in rows[0].items() if name != _PARTS}
-    lengths = {name: np.array([len(row[name]) for row in rows]) for name, kind in kinds.items() if kind == "measured"}
+    first: dict[str, Any] = {}  # by column a value that is not None, as rows need not have equal columns
+    for row in rows:
+        first = {name: value for name, value in row.items() if value is not None} | first
+    kinds = {name: _kind(value) for name, value in first.items() if name != _PARTS}
+    lengths = {
+        name: np.array([0 if row.get(name) is None else len(row[name]) for row in rows])
+        for name, kind in kinds.items()
+        if kind == "measured"
+    }
     return lengths, "other" in kinds.values()
 
 
@@ -57,7 +65,7 @@ def _lengths_of_arrow(dataset: Any) -> tuple[dict[str, np.ndarray], bool]:
     from pyarrow import compute, types
 
     found: dict[str, list[np.ndarray]] = {}
-    others = False
+    others = dataset.format["type"] == "custom"  # a transform, which makes other columns of these
     for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
         for name in set(table.column_names) - {_PARTS}:
             kind = table[name].type

@@ -9,7 +9,9 @@ where the Trainer creates it, from its own parameter groups, and what ranks must
 
 from __future__ import annotations
 
+import copy
 import warnings
+from collections import defaultdict, deque
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -119,10 +121,27 @@ class ProTrainMixin(_Base):
             row = longest_row(loader.dataset)
             if row is None:
                 return None
-            batch = loader.collate_fn([dict(row) for _ in range(self.args.train_batch_size)])
-            return self._call_of(whole, self._prepare_inputs(batch))
+            twin = self._twin()
+            known = {id(each): each for each in (self.processing_class, *self.model.modules())} | {id(self): twin}
+            try:
+                collate = copy.deepcopy(loader.collate_fn, known)  # collators may draw from generators of their own
+            except Exception:  # it holds something that cannot be copied
+                return None
+            batch = collate([dict(row) for _ in range(self.args.train_batch_size)])
+            return twin._call_of(whole, twin._prepare_inputs(batch))
         finally:
             set_random_state(before)
+
+    def _twin(self) -> ProTrainMixin:
+        """A Trainer that shares everything with this one but its counters and records.
+
+        Trainers count and record what they prepare and compute, and the batch that is planned for is not trained on.
+        """
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            setattr(twin, name, _apart(value))
+        twin.state = copy.copy(self.state)
+        return twin
 
     def _call_of(self, whole: nn.Module, inputs: Any) -> Any:
         """The arguments with which the loss of ``inputs`` calls ``whole``, with all that Trainers add to a batch."""
@@ -221,6 +240,15 @@ def _check(args: Any) -> None:
             "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default",
             stacklevel=2,
         )
+
+
+def _apart(records: Any) -> Any:
+    """``records`` with containers of its own, so that what is added to one is not in the other."""
+    if isinstance(records, dict) and type(records) in (dict, defaultdict):
+        copied = copy.copy(records)
+        copied.update({name: _apart(value) for name, value in records.items()})
+        return copied
+    return copy.copy(records) if type(records) in (list, deque, set) else records
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -40,6 +40,22 @@ def test_tensors_have_lengths() -> None:
     assert torch.equal(found["input_ids"], torch.arange(5))
 
 
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_rows_need_not_have_equal_columns(kind: str) -> None:
+    rows: list[dict[str, Any]] = [{"text": None, "note": "a"}, {"text": "long"}, {"text": "x", "note": "abc"}]
+    given: Any = rows if kind == "list" else pytest.importorskip("datasets").Dataset.from_list(rows)
+    assert longest_row(given) == {"text": "long", "note": "abc"}
+
+
+def test_a_row_that_a_transform_makes_is_taken_as_it_is() -> None:
+    datasets = pytest.importorskip("datasets")
+    texts = datasets.Dataset.from_list([{"text": "ab"}, {"text": "abcd"}, {"text": "a"}])
+    made = texts.with_transform(
+        lambda batch: {"input_ids": [[ord(letter) for letter in text] for text in batch["text"]]}
+    )
+    assert longest_row(made) == {"input_ids": [97, 98, 99, 100]}
+
+
 def test_rows_that_are_made_when_they_are_asked_for_are_not_measured() -> None:
     class Made(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
