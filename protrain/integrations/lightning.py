@@ -17,18 +17,28 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.distributed.processes import local_processes
-from protrain.engine.weights.state_hooks import full_state_dict
+from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
 _Base: Any = DDPStrategy if TYPE_CHECKING else object  # the type checker sees what stands behind it among the bases
+_AVERAGES = "changes weights where they lie: call update() of protrain.AveragedWeights(module) in a callback instead"
+_CALLBACKS = {
+    StochasticWeightAveraging: _AVERAGES,
+    WeightAveraging: _AVERAGES,
+    BaseFinetuning: "adds parameters to the optimizer during the training: fit with all that is to be trained from its "
+    "begin, or go on with a new module and Trainer from a checkpoint",
+}
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
 
@@ -61,11 +71,15 @@ class _Steps(nn.Module):
 
 @contextmanager
 def _unlogged(module: LightningModule) -> Iterator[None]:
+    """Let nothing that ``module`` logs be heard, neither by ``log`` nor by a logger."""
+    trainer, loggers = module.trainer, module.trainer.loggers
     vars(module)["log"] = lambda *_, **__: None
+    trainer.loggers = [DummyLogger() for _ in loggers]
     try:
         yield
     finally:
         del vars(module)["log"]
+        trainer.loggers = loggers
 
 
 class _Processes(_Base):
@@ -109,14 +123,16 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         wrap_arguments: of ``protrain.wrap``, such as ``device_memory="24GiB"``.
     """
 
-    optimizers: Any  # of Lightning's strategy, as is the next
+    optimizers: Any  # of Lightning's strategy, as are the next two
     precision_plugin: Any
+    model: Any
 
     def __init__(self, *, example_batch: Any = None, **wrap_arguments: Any) -> None:
         super().__init__()
         self._example_batch = example_batch
         self._wrap_arguments = wrap_arguments
         self._steps: _Steps | None = None
+        self._optimizer: ProTrainOptimizer  # once there are steps
 
     def setup_distributed(self) -> None:
         """Start the processes' group, if there are several."""
@@ -130,14 +146,22 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             self._steps = None
         if self.world_size == 1:
             trainer._accelerator_connector.use_distributed_sampler = False
-        if trainer.state.fn == TrainerFn.FITTING and self._steps is None:
-            self.accelerator.setup(trainer)
-            self.setup_optimizers(trainer)
-            self._wrap(trainer)
-        elif self._steps is None:
+        if self._steps is None and trainer.state.fn != TrainerFn.FITTING and self.world_size > 1:
             super().setup(trainer)
             return
-        self.model = self._steps
+        self.accelerator.setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+            if self._steps is None:
+                self._wrap(trainer)
+            else:  # another fit begins with an optimizer of its own, as any does in Lightning
+                self._optimizer.start_again(*self.optimizers)
+                self.optimizers = [self._optimizer]
+        if self._steps is None:
+            self.model = self.precision_plugin.convert_module(self.model)
+            self.model_to_device()
+        else:
+            self.model = self._steps
         self.setup_precision_plugin()
 
     def _wrap(self, trainer: Trainer) -> None:
@@ -148,6 +172,17 @@ class ProTrainStrategy(_Processes, DDPStrategy):
                 "ProTrain trains LightningModules with automatic optimization and one optimizer: use Fabric, or "
                 "protrain.wrap in a loop of your own, where backward() is called outside of training_step"
             )
+        if type(self.optimizers[0]).__name__ == "_MockOptimizer":
+            raise ValueError("configure_optimizers() returned None: return torch.optim.AdamW or torch.optim.Adam")
+        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            raise ValueError(
+                "gradient_clip_algorithm='value' changes each gradient where it lies, and ProTrain keeps gradients in "
+                "chunks: use gradient_clip_algorithm='norm'"
+            )
+        for callback in trainer.callbacks:
+            for kind, why in _CALLBACKS.items():
+                if isinstance(callback, kind):
+                    raise ValueError(f"callback {type(callback).__name__} {why}")
         found: dict[str, Any] = {
             "device": self.root_device,
             "dtype": _dtype(self.precision_plugin.precision),
@@ -160,9 +195,9 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         else:
             found["example_batch"] = ("training_step", self._example_batch, 0)
         with warned_at_user():
-            _, optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
-        optimizer.when_begun(self._steps.begin)
-        self.optimizers = [optimizer]
+            _, self._optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
+        self._optimizer.when_begun(self._steps.begin)
+        self.optimizers = [self._optimizer]
 
     training_step = _step("training_step")
     validation_step = _step("validation_step")
@@ -171,9 +206,10 @@ class ProTrainStrategy(_Processes, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights for a checkpoint: all of them on the first rank, which writes it."""
-        if self._steps is None:
-            return super().lightning_module_state_dict()
-        return full_state_dict(self._steps.module)
+        module = self.lightning_module
+        assert module is not None
+        with first_rank_saves(module):
+            return module.state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer for a checkpoint, on the first rank."""
@@ -250,7 +286,8 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The weights for a checkpoint: all of them on the first rank, which writes it."""
-        return full_state_dict(module)
+        with first_rank_saves(module):
+            return module.state_dict() if self.is_global_zero else {}
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer for a checkpoint, on the first rank."""

@@ -151,6 +151,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if closure is not None and result is None and not any(self._engine.gradients.present):
+            return None  # a closure without a loss, such as Lightning's for a training_step that leaves out a batch
         vars(self._wrapped)["_opt_called"] = True  # schedulers that were made with it look for this
         self._clock.tick(updated=self._engine.update())
         return result
@@ -288,6 +290,25 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.when_begun(partial(self._load_loss_scale, state_dict.get("loss_scale")))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def start_again(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forget all states, and train with the groups of ``optimizer``, which was made anew of the same parameters.
+
+        Schedulers of ``optimizer`` work from then on, and it shares the groups with this one.
+
+        Raises:
+            ValueError: it is of another class than the one that was wrapped, or has the parameters in other groups.
+        """
+        held = [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+        new = [[id(parameter) for parameter in group["params"]] for group in optimizer.param_groups]
+        if type(optimizer) is not type(self._wrapped) or new != held:
+            raise ValueError(
+                f"the model was wrapped with {type(self._wrapped).__name__} of {len(held)} groups, and goes on with an "
+                f"optimizer of that kind and of the same groups only, not with {type(optimizer).__name__} of {len(new)}"
+            )
+        self.load_state_dict(optimizer.state_dict())
+        optimizer.param_groups = self.param_groups
+        self._wrapped = optimizer
 
     def _import(self, found: Mapping[str, Mapping[str, Any]]) -> None:
         engine = self._engine

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.distributed.pool import on_ranks
 from tests.integrations.lightning_runs import (
@@ -15,7 +16,9 @@ from tests.integrations.lightning_runs import (
     Run,
     fit,
     fit_on_rank,
+    lightning,
     loader,
+    network,
     protrain_fabric,
     protrain_strategy,
     run_fabric,
@@ -129,3 +132,121 @@ def test_manual_optimization_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(Module, "automatic_optimization", False)
     with pytest.raises(ValueError, match="automatic optimization and one optimizer: use Fabric"):
         fit(tmp_path, protrain_strategy())
+
+
+class Thaws(lightning.pytorch.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module: Any) -> None: ...
+
+    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None: ...
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, "use gradient_clip_algorithm='norm'"),
+        ({"callbacks": [lightning.pytorch.callbacks.StochasticWeightAveraging(1e-3)]}, "Stochastic.*AveragedWeights"),
+        ({"callbacks": [lightning.pytorch.callbacks.EMAWeightAveraging()]}, "EMAWeightAveraging .*AveragedWeights"),
+        ({"callbacks": [Thaws()]}, "callback Thaws adds parameters to the optimizer"),
+    ],
+)
+def test_what_would_fail_later_is_refused_before_the_training(
+    arguments: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit(tmp_path, protrain_strategy(), **arguments)
+
+
+@pytest.mark.slow
+def test_a_module_without_an_optimizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Module, "configure_optimizers", lambda _: None)
+    with pytest.raises(ValueError, match=r"configure_optimizers\(\) returned None"):
+        fit(tmp_path, protrain_strategy())
+
+
+class Eventful(Module):
+    """A module that leaves out a batch, and writes to its logger itself."""
+
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        if index == 2:
+            return None
+        loss = super().training_step(batch, index)
+        self.logger.log_metrics({"mine": float(loss)}, step=self.global_step)
+        return loss
+
+    test_step = Module.validation_step
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+        if outputs:
+            super().on_train_batch_end(outputs, batch, index)
+
+
+@pytest.mark.slow
+def test_all_that_one_trainer_does_with_a_module(tmp_path: Path) -> None:
+    """Validation and a save before the first fit, and a second fit, which has an optimizer of its own."""
+
+    def run(strategy: Any, folder: Path) -> tuple[list[float], list[float], dict[str, Tensor]]:
+        logger = lightning.pytorch.loggers.CSVLogger(folder)
+        trainer = lightning.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_epochs=1, logger=logger, log_every_n_steps=1,
+            default_root_dir=folder, callbacks=[SavesAtStart()], enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, num_sanity_val_steps=0,
+        )  # fmt: skip
+        module = Eventful()
+        trainer.validate(module, loader(), verbose=False)
+        trainer.fit(module, loader(), loader())
+        trainer.fit_loop.max_epochs = 2
+        trainer.fit(module, loader(), loader())
+        module.losses += trainer.test(module, loader(), verbose=False)[0].values()
+        logged = [row["mine"] for row in logger.experiment.metrics if "mine" in row]
+        begin = torch.load(folder / "begin.ckpt")["state_dict"]
+        assert begin.keys() == module.state_dict().keys()
+        for name, value in network().state_dict().items():
+            assert torch.equal(begin[f"network.{name}"], value)
+        return module.losses, logged, {name: value.clone() for name, value in module.state_dict().items()}
+
+    class SavesAtStart(lightning.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(Path(trainer.default_root_dir) / "begin.ckpt")
+
+    plain_losses, plain_logged, plain_weights = run("auto", tmp_path / "plain")
+    losses, logged, weights = run(protrain_strategy(), tmp_path / "ours")
+    assert losses == pytest.approx(plain_losses, rel=1e-4)
+    assert logged == pytest.approx(plain_logged, rel=1e-4)
+    for name, value in plain_weights.items():
+        assert weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_second_fit_needs_an_optimizer_of_the_same_groups(tmp_path: Path) -> None:
+    class Grows(Module):
+        fits = 0
+
+        def configure_optimizers(self) -> Any:
+            self.fits += 1
+            parameters = list(self.parameters())
+            return torch.optim.AdamW([{"params": parameters}] if self.fits == 1 else [{"params": parameters[:1]}])
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, strategy=protrain_strategy(), max_steps=1, logger=False,
+        enable_progress_bar=False, default_root_dir=tmp_path, enable_model_summary=False,
+        enable_checkpointing=False, limit_val_batches=0,
+    )  # fmt: skip
+    module = Grows()
+    trainer.fit(module, loader())
+    with pytest.raises(ValueError, match=r"wrapped with AdamW of 1 groups, and goes on with .* the same groups only"):
+        trainer.fit(module, loader())
+
+
+@pytest.mark.slow
+def test_fabric_saves_before_the_first_step_and_what_is_not_trained(tmp_path: Path) -> None:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=protrain_fabric())
+    fabric.launch()
+    plain, teacher = network(), fabric.setup_module(network())
+    model, _ = fabric.setup(plain, torch.optim.AdamW(plain.parameters()))
+    fabric.save(tmp_path / "begin.ckpt", {"model": model, "teacher": teacher})
+    for name, value in torch.load(tmp_path / "begin.ckpt").items():
+        assert_same = {key: torch.equal(each, network().state_dict()[key]) for key, each in value.items()}
+        assert len(assert_same) == len(network().state_dict()), name
+        assert all(assert_same.values()), name
