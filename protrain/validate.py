@@ -67,7 +67,10 @@ def check_arguments(
             "protrain.wrap was called inside torch.inference_mode(), where nothing can be trained: call it outside"
         )
     if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
-        raise ValueError("the model is wrapped already: use the model and optimizer that protrain.wrap returned")
+        raise ValueError(
+            "the model is wrapped already: use the model and optimizer that protrain.wrap returned, or, for another "
+            "training, a model that is made anew and loads what this one has saved"
+        )
     moved = [name for name, parameter in model.named_parameters() if has_moved(parameter)]
     if moved and weights is None:
         raise ValueError(

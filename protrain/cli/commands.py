@@ -260,7 +260,7 @@ def _add_convert(add_parser: AddParser) -> None:
         epilog=_CONVERT_EXAMPLE,
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint of either format")
-    parser.add_argument("target", metavar="TARGET", type=Path, help="where to write it in the other format")
+    parser.add_argument("target", metavar="TARGET", type=writable_folder, help="where to write it in the other format")
     parser.set_defaults(run="protrain.cli.export_run.convert")
 
 

@@ -175,7 +175,8 @@ def _value(row: dict[str, Any], column: str, kind: type) -> Any:
     value = row.get(column)
     if not isinstance(value, kind):
         expected = "text" if kind is str else "list of messages"
-        raise ValueError(f"column {column} is no {expected}, but {type(value).__name__}")
+        found = "missing, or null" if value is None else f"no {expected}, but {type(value).__name__}"
+        raise ValueError(f"column {column} is {found}")
     return value
 
 

@@ -20,12 +20,13 @@ from protrain.common.tables import wrapped
 
 Number = TypeVar("Number", int, float)
 
-# The arguments of protrain.wrap that have options. Some are common words, so they are replaced only before a "=".
+# The arguments of protrain.wrap and protrain.export that have options. Some are common words, so they are replaced
+# only before a "=".
 _ARGUMENTS = {
     name: f"--{name.replace('_', '-')}"
     for name in (
         *("device_memory", "host_memory", "step_during_backward", "chunked_loss"),
-        *("accumulation", "compile", "device", "moment_dtype", "dtype", "plan"),
+        *("accumulation", "compile", "device", "moment_dtype", "dtype", "plan", "merge"),
     )
 } | {"weights": "--model"}  # a model's folder holds the weights
 _WITH_VALUE = re.compile(rf"(?<![\w/.-])({'|'.join(_ARGUMENTS)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*)")

@@ -95,6 +95,10 @@ def _csv(path: Path) -> Iterator[Row]:
     with open(path, "rb") as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as characters:
         reader = csv.DictReader(characters, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
         try:
+            columns = list(reader.fieldnames or ())
+            twice = next((name for name in columns if columns.count(name) > 1), None)
+            if twice is not None:
+                raise ValueError(f"--data: {path}, line 1 has two columns with the name {twice!r}: rename one of them")
             for values in reader:
                 place = f"{path}, line {reader.line_num}"
                 if None in values or None in values.values():
@@ -140,7 +144,7 @@ def _saved(path: Path) -> Iterator[Row]:
 
 def _what(error: Exception) -> str:
     """What ``error`` says is wrong, without the place, which it counts from the begin of a piece of the file."""
-    return error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+    return error.msg.removesuffix(" starting at") if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _row(place: str, values: Any, share: float) -> Row:

@@ -21,8 +21,9 @@ def check_supported(optimizer: torch.optim.Optimizer) -> None:
             "give what it returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
         )
     if type(optimizer) not in _SUPPORTED:
+        kind = type(optimizer)
         raise ValueError(
-            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {type(optimizer).__name__}: "
+            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
             "ProTrain carries out the update itself and supports these two"
         )
     check_options(optimizer.param_groups)

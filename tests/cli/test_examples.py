@@ -155,7 +155,7 @@ def test_bytes_are_counted_where_the_completion_begins() -> None:
         ({"messages": [{"role": "user"}]}, "a message of the user has no content"),
         ({"messages": []}, "the chat template refuses it: "),
         ({"conversations": [{"from": "me", "value": "hi"}]}, "a message is from 'me', which is none of human, user, "),
-        ({"prompt": "hello", "completion": None}, "column completion is no text, but NoneType"),
+        ({"prompt": "hello", "completion": None}, "column completion is missing, or null"),
         ({"prompt": [], "completion": "hi"}, "column completion is no list of messages, but str"),
     ],
 )

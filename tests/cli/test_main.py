@@ -156,6 +156,7 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["train", "--model", "tiny", "--device", "cpu", "--trace", "folder"], "--trace: folder is a folder"),
         (["train", "--model", "tiny", "--device", "cpu", "--folder", "file.txt"], "--folder: file.txt is a file"),
         (["export", "folder", "out"], "folder holds no checkpoint; give the folder that save_checkpoint wrote to"),
+        (["convert", "folder", __file__], f"argument TARGET: {__file__} is a file: give a folder"),
         (["export", "folder", "."], "argument FOLDER: . is not empty: give a folder of its own"),
         (["export", "folder", "file.txt"], "argument FOLDER: file.txt is a file: give a folder"),
         (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),
@@ -205,6 +206,7 @@ def test_several_processes_need_a_launcher_that_says_where_they_meet(
             "make a new plan, or leave --plan out to have one",
         ),
         ("chunked_loss=True needs a CUDA GPU", "--chunked-loss needs a CUDA GPU"),
+        ("merge=True: the model has no adapter", "--merge: the model has no adapter"),
         ("compile=False; device_memory='0.5' is", "--no-compile; --device-memory 0.5 is"),
         (
             "device_memory of at least 2.00GiB with host_memory",

@@ -73,7 +73,7 @@ def test_a_json_file_may_hold_lines(tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"text": "one"}\n\n{"text": "tw\n',
-            "a.jsonl, line 3 is not JSON: Unterminated string starting at$",
+            "a.jsonl, line 3 is not JSON: Unterminated string$",
         ),
         ("a.jsonl", b'{"text": "one"}\n{"text": "\xff"}\n', "a.jsonl, line 2 is not JSON: 'utf-8' codec"),
         ("a.jsonl", b'{"text": "one"}\n["two"]\n', "a.jsonl, line 2 is no object with columns, but list"),
@@ -84,6 +84,7 @@ def test_a_json_file_may_hold_lines(tmp_path: Path) -> None:
         ("a.csv", b"id,text\n1,one\n2\n", "a.csv, line 3 has more or fewer fields than the first line names columns"),
         ("a.csv", b"id,text\n1,one,more\n", "a.csv, line 2 has more or fewer fields than"),
         ("a.csv", b'id,text\n1,"one\n', "a.csv, what follows line 1 is not CSV: unexpected end of data"),
+        ("a.csv", b"text,text\none,two\n", "a.csv, line 1 has two columns with the name 'text': rename one of them$"),
         ("a.csv", b"id,text\n1,\xff\n", "a.csv is no UTF-8 text"),
         ("a.parquet", b"PAR1 and no more", "a.parquet cannot be read as Parquet: "),
         ("a.arrow", b"no arrow at all", "a.arrow cannot be read by the package datasets: "),
