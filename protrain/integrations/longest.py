@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
 # Lengths of the parts of a packed row (TRL), which must fit the row: it is no length of its own.
 _PARTS = "seq_lengths"
@@ -22,10 +23,14 @@ def longest_row(dataset: Any) -> dict[str, Any] | None:
     Lists of mappings are measured as they are, and datasets of Hugging Face in their Arrow files, where nothing is
     decoded. Other datasets may compute their rows, or have no end. Only texts and tokens have lengths. Beside other
     lists, such as images that a text refers to, the longest row is taken as it is, as is one of which a transform of
-    the dataset makes other columns.
+    the dataset makes other columns. Of several datasets in one the columns must have the same names.
     """
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
         lengths, others = _lengths_of_list(dataset)
+    elif isinstance(dataset, ConcatDataset):  # of sentence-transformers, for several datasets
+        rows = [longest_row(part) for part in dataset.datasets]
+        known = [row for row in rows if row is not None and row.keys() == (rows[0] or {}).keys()]
+        return longest_row(known) if len(known) == len(rows) else None
     elif type(dataset).__module__ == "datasets.arrow_dataset" and len(dataset):
         lengths, others = _lengths_of_arrow(dataset)
     else:

@@ -215,8 +215,8 @@ class Step:
             # its weights are not on the device
             elif path in self._modules and (self._open is None or self._open.block != path):
                 raise ValueError(
-                    f"the model itself computes {path} again inside backward: take torch.utils.checkpoint out of its "
-                    "forward, as the plan decides what is checkpointed"
+                    f"the model itself computes {path} again inside backward: take out torch.utils.checkpoint, or a "
+                    "loss that does so (Cached... of sentence-transformers), as the plan decides what is checkpointed"
                 )
 
         return enter

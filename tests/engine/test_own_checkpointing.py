@@ -95,7 +95,7 @@ def test_blocks_that_the_model_runs_again_inside_backward_have_the_same_bits(ree
 def test_blocks_that_the_model_runs_again_inside_backward_cannot_be_profiled(reentrant: bool) -> None:
     model: Any = make()
     model.reentrant = reentrant
-    words = r"the model itself computes blocks\.4 again inside backward: take torch\.utils\.checkpoint out"
+    words = r"the model itself computes blocks\.4 again inside backward: take out torch\.utils\.checkpoint"
     with pytest.raises(ValueError, match=words):
         protrain.wrap(model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False)
     model.reentrant = None

@@ -47,6 +47,16 @@ def test_rows_need_not_have_equal_columns(kind: str) -> None:
     assert longest_row(given) == {"text": "long", "note": "abc"}
 
 
+def test_several_datasets_in_one_have_the_longest_of_all() -> None:
+    def of(*parts: Any) -> dict[str, Any] | None:
+        return longest_row(torch.utils.data.ConcatDataset(parts))
+
+    first, second = [{"a": "x", "b": "xyz"}, {"a": "xy", "b": "x"}], [{"a": "long", "b": ""}]
+    assert of(first, second) == {"a": "long", "b": "xyz"}
+    assert of(first, [{"a": "long"}]) is None
+    assert of([{"label": 1}], second) is None
+
+
 def test_a_row_that_a_transform_makes_is_taken_as_it_is() -> None:
     datasets = pytest.importorskip("datasets")
     texts = datasets.Dataset.from_list([{"text": "ab"}, {"text": "abcd"}, {"text": "a"}])
