@@ -17,7 +17,6 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -33,11 +32,11 @@ from protrain.wrapping import wrap
 
 _Base: Any = DDPStrategy if TYPE_CHECKING else object  # the type checker sees what stands behind it among the bases
 _AVERAGES = "changes weights where they lie: call update() of protrain.AveragedWeights(module) in a callback instead"
-_CALLBACKS = {
-    StochasticWeightAveraging: _AVERAGES,
-    WeightAveraging: _AVERAGES,
-    BaseFinetuning: "adds parameters to the optimizer during the training: fit with all that is to be trained from its "
-    "begin, or go on with a new module and Trainer from a checkpoint",
+_CALLBACKS = {  # by the name of the class, as not every release has all of them
+    "StochasticWeightAveraging": _AVERAGES,
+    "WeightAveraging": _AVERAGES,
+    "BaseFinetuning": "adds parameters to the optimizer during the training: fit with all that is to be trained "
+    "from its begin, or go on with a new module and Trainer from a checkpoint",
 }
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
@@ -180,9 +179,9 @@ class ProTrainStrategy(_Processes, DDPStrategy):
                 "chunks: use gradient_clip_algorithm='norm'"
             )
         for callback in trainer.callbacks:
-            for kind, why in _CALLBACKS.items():
-                if isinstance(callback, kind):
-                    raise ValueError(f"callback {type(callback).__name__} {why}")
+            for kind in type(callback).__mro__:
+                if kind.__name__ in _CALLBACKS:
+                    raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}")
         found: dict[str, Any] = {
             "device": self.root_device,
             "dtype": _dtype(self.precision_plugin.precision),
