@@ -308,6 +308,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             )
         self.load_state_dict(optimizer.state_dict())
         optimizer.param_groups = self.param_groups
+        if self._running is not None:
+            optimizer.state = StatesInChunks()
         self._wrapped = optimizer
 
     def _import(self, found: Mapping[str, Mapping[str, Any]]) -> None:
