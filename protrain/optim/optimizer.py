@@ -7,7 +7,7 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.common.errors import MisuseError
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.loss_scale import LossScale
@@ -23,6 +22,7 @@ from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.hardware import HardwareProfile
+from protrain.optim.parameter_states import ParameterStates
 from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group
 from protrain.planning.explain.explanation import Explanation, explain
@@ -30,7 +30,7 @@ from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
 
 
-class ProTrainOptimizer(torch.optim.Optimizer):
+class ProTrainOptimizer(ParameterStates):
     """Adam or AdamW over the chunks of an engine, sharing the param_groups of the user's optimizer.
 
     Hyperparameters are read from ``param_groups`` when ``step`` is called, so every scheduler works.
@@ -68,7 +68,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
         self._clock = StepClock()
-        self._running: Engine | None = None
+        self._running = None
         self._no_sync = False
         self._at_begin: list[Callable[[], None]] = []
         # States of parameters by name, for the engine when that begins.
@@ -101,15 +101,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._at_begin.append(action)
         else:
             action()
-
-    @property
-    def _engine(self) -> Engine:
-        if self._running is None:
-            raise MisuseError(
-                "there is no plan before the first call of the model, as protrain.wrap was given no example_batch: "
-                "call the model on a training batch before this, or pass example_batch to protrain.wrap"
-            )
-        return self._running
 
     # -- the training step ---------------------------------------------------------------------------------------------
 
@@ -328,72 +319,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """Whether the optimizer's parameters are those of ``model``, or of a module that contains the wrapped model."""
         return set(map(id, self._parameters.values())) <= set(map(id, model.parameters()))
 
-    def parameter_names(self) -> list[str]:
-        """The names of all managed parameters, in definition order."""
-        return list(self._parameters)
-
-    def export_parameter(self, name: str) -> dict[str, Tensor]:
-        """All state of one parameter as CPU copies, so that a checkpoint never holds the whole model twice.
-
-        A trainable parameter has ``master``, ``exp_avg`` and ``exp_avg_sq`` (fp32, in the parameter's shape) and
-        ``step``. A frozen one has ``weight``. With several ranks all of them must call it.
-        """
-        self._engine.bindings.refuse_inside_full_parameters("export_parameter()")
-        self.ranks.meet("export_parameter()")
-        with self._engine.quiet():
-            return parameter_state.export_parameter(self._by_name[name])
-
-    def export_part(self, name: str) -> parameter_state.Part:
-        """What this rank has of all state of one parameter, as CPU copies. Other ranks need not call it."""
-        self._engine.bindings.refuse_inside_full_parameters("export_part()")
-        with self._engine.quiet():
-            return parameter_state.export_part(self._by_name[name])
-
-    def export_bytes(self, names: Iterable[str]) -> int:
-        """The host memory that ``export_part`` of the parameters ``names`` takes on this rank."""
-        return sum(parameter_state.part_bytes(self._by_name[name]) for name in names)
-
     @property
     def free_host_bytes(self) -> int:
         """The bytes of this rank's host memory that the plan does not take."""
         return self.hardware.host_bytes - self.plan.host_bytes
-
-    def own_elements(self, name: str) -> slice:
-        """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""
-        return parameter_state.own_elements(self._by_name[name])
-
-    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Raise a ValueError if ``import_parameter`` could not set ``tensors``.
-
-        Their shapes are enough to check.
-        """
-        parameter = self._parameters.get(name)
-        if parameter is None:
-            raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
-        parameter_state.check_shapes(name, parameter.shape, tensors)
-        if name not in self._trained and not {"weight", "master"} & set(tensors):
-            raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
-
-    def import_parameter(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Set what ``export_parameter`` returned. A ValueError names a wrong name or shape.
-
-        With several ranks all of them must call it, with the same tensors.
-        """
-        self.check_parameter(name, tensors)
-        self.ranks.meet("import_parameter()")
-        self.import_part(name, slice(0, self._parameters[name].numel()), tensors)
-
-    def import_part(self, name: str, elements: slice, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``elements`` of a parameter to ``tensors``, as those of a ``Part``.
-
-        With several ranks every one of them must be given at least once what it has of each parameter, though that be
-        no elements, so that it learns of the step and drops the weights that it has gathered before.
-        """
-        self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
-        member = self._by_name[name]
-        with self._engine.quiet():
-            parameter_state.import_part(member, elements, tensors)
-            self._engine.weights_changed([member.chunk])
 
     def scalar_state(self) -> dict[str, Any]:
         """The rest of the state as JSON values: the groups' hyperparameters and parameter names, and the loss scale."""
