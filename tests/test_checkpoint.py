@@ -19,7 +19,8 @@ import protrain.checkpoint.saving
 from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.saving import save_checkpoint
-from protrain.checkpoint.tensor_files import TensorWriter
+from protrain.checkpoint.tensor_files import TensorWriter, complete_folder
+from protrain.common.errors import CheckpointError
 from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
 from tests.distributed.warm import Process
 
@@ -62,6 +63,49 @@ def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
     assert extra["step"].item() == 7
 
 
+def test_a_save_that_was_moved_away_and_linked_counts_as_one(tmp_path: Path) -> None:
+    """When its turn to be deleted comes, the link is, and not what it names."""
+    model, optimizer, _ = make_run(0)
+    runs, elsewhere = tmp_path / "runs", tmp_path / "elsewhere"
+    save_checkpoint(runs, model, optimizer, extra=1).rename(elsewhere)
+    (runs / "00001-step-0").symlink_to(elsewhere)
+    assert load_checkpoint(runs, model, optimizer) == 1
+    for extra in (2, 3):
+        save_checkpoint(runs, model, optimizer, extra=extra)
+    assert sorted(path.name for path in runs.iterdir()) == ["00002-step-0", "00003-step-0"]
+    assert load_checkpoint(elsewhere, model, optimizer) == 1
+
+
+def test_another_process_that_saves_there_meanwhile_keeps_its_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer, _ = make_run(0)
+    write = protrain.checkpoint.saving.write_parameters
+
+    def write_after_another(*args: Any) -> Any:
+        monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write)
+        save_checkpoint(tmp_path, model, optimizer, extra="of the other")
+        return write(*args)
+
+    monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write_after_another)
+    with pytest.raises(OSError, match="was deleted while it was written, as by another process that saves to"):
+        save_checkpoint(tmp_path, model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["00001-step-0"]
+    assert load_checkpoint(tmp_path, model, optimizer) == "of the other"
+
+
+def test_a_save_inside_a_save_is_refused(tmp_path: Path) -> None:
+    """A load of that folder would find the outer one, which is older."""
+    model, optimizer, _ = make_run(0)
+    save = save_checkpoint(tmp_path, model, optimizer)
+    before = sorted(save.iterdir())
+    with pytest.raises(ValueError, match=rf"00001-step-0 is itself a save: give the folder that it is in, {tmp_path}"):
+        save_checkpoint(save, model, optimizer)
+    assert sorted(save.iterdir()) == before
+    with pytest.raises(CheckpointError, match=rf"{MANIFEST} is no folder; give the folder that save_checkpoint wrote"):
+        load_checkpoint(save / MANIFEST, model, optimizer)
+
+
 def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
     for name in (".notes.tmp", ".00007.tmp", ".00001-step-1.tmp"):
@@ -69,8 +113,9 @@ def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     (tmp_path / ".file.tmp").touch()
     save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".file.tmp", ".notes.tmp", "00001-step-0"]
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        save_checkpoint(tmp_path, model, optimizer, keep=0)
+    for keep in (0, 1.5, None):
+        with pytest.raises(ValueError, match=f"keep must be at least 1, and a whole number, not {keep}"):
+            save_checkpoint(tmp_path, model, optimizer, keep=keep)  # type: ignore[arg-type]
     plain: Any = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     for use in (save_checkpoint, load_checkpoint):
         with pytest.raises(ValueError, match=r"the one that protrain\.wrap returned, not a plain AdamW"):
@@ -219,3 +264,15 @@ def test_a_save_killed_at_any_moment_leaves_a_loadable_one(tmp_path: Path) -> No
         assert {int(state["step"]) for state in optimizer.inner.state.values()} == {step}
         serials.append(int(newest.name[:5]))
     assert serials == sorted(set(serials)), "every process saved on top of what the killed one left"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_folder_that_is_a_link_is_written_where_it_leads(tmp_path: Path, exists: bool) -> None:
+    target, link = tmp_path / "target", tmp_path / "link"
+    if exists:
+        target.mkdir()
+    link.symlink_to(target)
+    with complete_folder(link, "exported model") as scratch:
+        (scratch / "file").touch()
+    assert [path.name for path in target.iterdir()] == ["file"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]

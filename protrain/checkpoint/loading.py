@@ -21,7 +21,7 @@ from protrain.checkpoint.saving import (
     OTHER_RANDOMS,
     check_wrapped,
     class_of,
-    wait_for_async_save,
+    wait_for_async_saves,
     with_extra_state,
 )
 from protrain.checkpoint.tensor_files import open_tensors
@@ -64,7 +64,7 @@ def load_checkpoint(
     check_wrapped(model, optimizer)
     ranks, root = optimizer.ranks, Path(folder)
     ranks.meet("load_checkpoint()")
-    wait_for_async_save(optimizer)
+    wait_for_async_saves(optimizer, root)
     name, manifest = Path(), dict[str, Any]()
     with raised_on_all(ranks):
         if ranks.rank == 0:

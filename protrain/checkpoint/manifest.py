@@ -32,7 +32,7 @@ def find_save(folder: Path) -> Path:
         return folder
     saves = list_saves(folder)
     if not saves:
-        what = "holds no checkpoint" if folder.is_dir() else "does not exist"
+        what = "holds no checkpoint" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {what}; give the folder that save_checkpoint wrote to")
     return saves[-1]
 

@@ -20,7 +20,8 @@ disk, it writes the manifest and renames the folder.
 
 [Note: saves beside the training] ``async_save`` takes all that can change at once, and a thread of each rank writes it.
 The threads must not issue collectives, so what they say to each other is in ``protrain.distributed.agreement.Aside``.
-The next save, or a load, waits for them first, because it would take their hidden folder for one that was left behind.
+The next save to that folder, or a load, waits for them first, because it would take their hidden folder for one that
+was left behind.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.adapters import Base, base_weights
 from protrain.checkpoint.json_values import encode
-from protrain.checkpoint.manifest import list_saves, write_manifest
+from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
 from protrain.checkpoint.parameter_files import write_parameters
 from protrain.checkpoint.random_state import random_state
 from protrain.checkpoint.tensor_files import sync, write_tensors
@@ -60,7 +61,8 @@ MODULES = "modules.safetensors"
 OTHER_RANDOMS = "random_of_other_ranks"  # the random states of rank 1 and those after it
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
-_beside: WeakKeyDictionary[ProTrainOptimizer, Future[Path]] = WeakKeyDictionary()  # the last async_save of each
+# The last async_save of each, and the folder that it saves to.
+_beside: WeakKeyDictionary[ProTrainOptimizer, tuple[Path, Future[Path]]] = WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -88,8 +90,9 @@ def save_checkpoint(
         base: The model that an adapter was added to. Its weights are then left out, and a load needs the same base.
 
     Raises:
-        ValueError: ``optimizer`` is not the wrapped one, ``keep`` is below 1, or ``scheduler``, ``extra`` or a module's
-            extra state holds what JSON cannot. Tensors in extra state are allowed.
+        ValueError: ``optimizer`` is not the wrapped one, ``folder`` is itself a save, ``keep`` is no whole number from
+            1 on, or ``scheduler``, ``extra`` or a module's extra state holds what JSON cannot. Tensors in extra state
+            are allowed.
         OSError: The disk is full or not writable. Earlier saves are intact, and no part of this one is left.
         MisuseError: Not all ranks have called it.
 
@@ -128,7 +131,7 @@ def async_save(
     check_wrapped(model, optimizer)
     ranks = optimizer.ranks
     ranks.meet("async_save()")
-    wait_for_async_save(optimizer)
+    wait_for_async_saves(optimizer, Path(folder))
     with raised_on_all(ranks):
         names = _saved_names(model, optimizer, base)
         _refuse_without_room(optimizer, names)
@@ -139,15 +142,16 @@ def async_save(
     saved = thread.submit(_finish, save, _given_up(parts), aside)
     thread.shutdown(wait=False)
     saved.add_done_callback(_warn_of_failure)
-    _beside[optimizer] = saved
+    _beside[optimizer] = save.root.resolve(), saved
     return saved
 
 
-def wait_for_async_save(optimizer: ProTrainOptimizer) -> None:
-    """Wait until the last ``async_save``, if there is one, has written its save or failed to."""
-    saved = _beside.pop(optimizer, None)
-    if saved is not None:
-        wait([saved])
+def wait_for_async_saves(optimizer: ProTrainOptimizer, folder: Path) -> None:
+    """Wait until each ``async_save`` of ``optimizer``, or of another one to ``folder``, has written or failed."""
+    for other, (root, saved) in list(_beside.items()):
+        if other is optimizer or root == folder.resolve():
+            wait([saved])
+            del _beside[other]
 
 
 def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | None) -> list[str]:
@@ -206,9 +210,9 @@ def _begin(
     base: Base | None,
 ) -> _Save:
     """Make the hidden folder of a new save and write everything but parameters to it."""
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, not {keep}")
-    wait_for_async_save(optimizer)
+    if not isinstance(keep, int) or keep < 1:
+        raise ValueError(f"keep must be at least 1, and a whole number, not {keep!r}")
+    wait_for_async_saves(optimizer, root)
     ranks, save = optimizer.ranks, _Save(root, keep)
     first = ranks.rank == 0
     randoms = ranks.all_values(random_state())
@@ -248,9 +252,14 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
             if first:
                 files = {name: entry for files, _ in written for name, entry in files.items()}
                 publish(save.scratch, target, {**save.manifest, "step": step, "files": save.manifest["files"] | files})
-    except BaseException:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
+    except BaseException as error:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
         if first:
             shutil.rmtree(save.scratch, ignore_errors=True)
+        if isinstance(error, FileNotFoundError):
+            raise OSError(
+                f"{save.scratch} was deleted while it was written, as by another process that saves to {save.root}: "
+                "give each run a folder of its own"
+            ) from error
         raise
     with raised_on_all(ranks):
         if first:
@@ -285,11 +294,16 @@ def new_save(root: Path) -> tuple[list[Path], int]:
 
     Returns:
         The saves in ``root``, and the number of the new one.
+
+    Raises:
+        ValueError: ``root`` is itself a save, so a load from it would not look for others in it.
     """
+    if (root / MANIFEST).exists():
+        raise ValueError(f"{root} is itself a save: give the folder that it is in, {root.absolute().parent}")
     root.mkdir(parents=True, exist_ok=True)
     for leftover in root.glob(".*.tmp"):
         if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
-            shutil.rmtree(leftover)
+            _delete(leftover)
     saves = list_saves(root)
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
     (root / f".{serial:05d}.tmp").mkdir()
@@ -311,8 +325,8 @@ def publish(scratch: Path, target: Path, manifest: dict[str, Any]) -> None:
     """Make a save of ``scratch``, all of whose other files are on the disk. After an error there is none."""
     write_manifest(scratch, manifest)
     sync(scratch)
+    os.rename(scratch, target)
     try:
-        os.rename(scratch, target)
         sync(target.parent)
     except BaseException:
         with suppress(OSError):
@@ -325,7 +339,15 @@ def _delete_all_but(saves: list[Path], keep: int) -> None:
         # It is renamed first, because a half-deleted save must never look like a save.
         doomed = old.with_name(f".{old.name}.tmp")
         os.rename(old, doomed)
-        shutil.rmtree(doomed)
+        _delete(doomed)
+
+
+def _delete(folder: Path) -> None:
+    """Delete ``folder``. Of a link, by which a save may have been moved to another disk, only the link is deleted."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def check_wrapped(model: nn.Module, optimizer: Any) -> None:

@@ -129,7 +129,7 @@ def complete_folder(folder: Path, what: str) -> Iterator[Path]:
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give a folder of its own for the {what}")
-    folder = folder.absolute()
+    folder = folder.resolve()  # a folder cannot be renamed to a link
     scratch = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(scratch, ignore_errors=True)
     try:

@@ -59,7 +59,8 @@ class ParameterStates(torch.optim.Optimizer):
 
     def export_bytes(self, names: Iterable[str]) -> int:
         """The host memory that ``export_part`` of the parameters ``names`` takes on this rank."""
-        return sum(parameter_state.part_bytes(self._by_name[name]) for name in names)
+        members = {member.name: member for member in self._engine.members}
+        return sum(parameter_state.part_bytes(members[name]) for name in names)
 
     def own_elements(self, name: str) -> slice:
         """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""

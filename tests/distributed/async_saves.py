@@ -90,7 +90,7 @@ def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[str], lis
         except OSError as error:
             text = str(error)
         finally:
-            saving.wait_for_async_save(training.optimizer)
+            saving.wait_for_async_saves(training.optimizer, Path(folder))
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()  # the first rank has removed what there was of the save
     return text, [str(warning.message) for warning in warned], sorted(os.listdir(folder))

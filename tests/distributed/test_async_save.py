@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import protrain
 from protrain.checkpoint.manifest import list_saves
 from protrain.common.quantities import format_bytes
 from tests.distributed.apart import Group
-from tests.distributed.async_saves import fail_to_save, save_and_train, save_and_wait_to_be_killed, save_twice
+from tests.distributed.async_saves import fail_to_save, held, save_and_train, save_and_wait_to_be_killed, save_twice
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import SECOND, THIRD, Run, Training, go_on
 from tests.engine.harness import assert_same
@@ -47,6 +48,22 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(
         assert "state-00002-00001.safetensors" in text
         assert any("an async_save has failed: OSError: cannot write" in each for each in warned)
         assert names == ["00001-step-0"]
+
+
+def test_saves_and_loads_of_another_model_wait_for_one_to_their_folder(tmp_path: Path) -> None:
+    """As of generator and discriminator: a save would take the unfinished one for what a killed process has left."""
+    one, other = Training(0, 1, None), Training(0, 1, None)
+    for training in (one, other):
+        training.train(range(1))
+    with held() as go_on:
+        first = protrain.async_save(tmp_path, one.model, one.optimizer, scheduler=one.scheduler, extra="one")
+        threading.Timer(0.1, go_on.set).start()
+        other.save(str(tmp_path), extra="other")
+    assert [first.result(), tmp_path / "00002-step-1"] == list_saves(tmp_path)
+    with held() as go_on:
+        protrain.async_save(tmp_path, one.model, one.optimizer, scheduler=one.scheduler, extra="again")
+        threading.Timer(0.1, go_on.set).start()
+        assert other.load(str(tmp_path)) == "again"
 
 
 def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path) -> None:

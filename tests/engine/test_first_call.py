@@ -159,12 +159,20 @@ def test_an_evaluation_cannot_be_the_first_call(context: Callable[[], Any]) -> N
         lambda optimizer: optimizer.step(),
         lambda optimizer: optimizer.clip_grad_norm_(1.0),
         lambda optimizer: optimizer.export_parameter("head.weight"),
+        lambda optimizer: optimizer.export_bytes(["head.weight"]),
     ],
 )
 def test_what_needs_a_plan_says_that_there_is_none(asked: Callable[[ProTrainOptimizer], Any]) -> None:
     _, optimizer = wrapped()
     with pytest.raises(MisuseError, match="there is no plan before the first call"):
         asked(optimizer)
+
+
+@pytest.mark.parametrize("asked", [protrain.full_state_dict, lambda model: protrain.AveragedWeights(model).update()])
+def test_what_needs_chunks_says_that_the_model_must_be_called_first(asked: Callable[[nn.Module], Any]) -> None:
+    model, _ = wrapped()
+    with pytest.raises(ValueError, match="without example_batch must be called on a training batch first"):
+        asked(model)
 
 
 def test_a_model_that_waits_for_its_first_call_cannot_be_moved() -> None:

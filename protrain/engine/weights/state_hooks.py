@@ -252,7 +252,10 @@ def members_of(module: nn.Module, what: str) -> tuple[Engine, list[Member]]:
     """The engine and the parameters of ``module``. ValueError if it is not wrapped, which ``what`` needs."""
     handles = [p.protrain_handle for p in module.parameters() if isinstance(p, PresentParameter)]
     if not handles:
-        raise ValueError(f"{what} needs a model that protrain.wrap returned, or a part of one")
+        raise ValueError(
+            f"{what} needs a model that protrain.wrap returned, or a part of one. One that was wrapped without "
+            "example_batch must be called on a training batch first"
+        )
     engine = handles[0].engine
     assert isinstance(engine, Engine)
     return engine, [engine.members[handle.index] for handle in handles]
