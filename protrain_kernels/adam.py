@@ -29,7 +29,14 @@ import triton
 import triton.language as tl
 
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars
-from protrain_kernels.checks import LAUNCH_OPTIONS, are_aligned_vectors, check_aligned, check_scalar, check_vector
+from protrain_kernels.checks import (
+    LAUNCH_OPTIONS,
+    are_aligned_vectors,
+    check_aligned,
+    check_apart,
+    check_scalar,
+    check_vector,
+)
 from protrain_kernels.host_kernels import host_adam
 from protrain_kernels.launch import launch
 from protrain_kernels.rounding import check_gradient_factor, finished_reference, narrow
@@ -38,6 +45,7 @@ from protrain_kernels.stochastic_rounding import random_bits, round_moments_refe
 
 BLOCK = 1024
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference replaces the C kernel, to bound its temporaries
+_NAMES = "weight", "exp_avg", "exp_avg_sq", "grad", "master"
 _DTYPES = {  # the types of weight, exp_avg, exp_avg_sq, grad, and master where there is one
     (weight, moment, moment, grad, *([] if master is None else [master]))
     for weight, master in MASTER_DTYPES.items()
@@ -229,6 +237,7 @@ def check_adam(
         device = tensor.device if anywhere else weight.device
         check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
         check_aligned(name, tensor)
+    check_apart(dict(zip(_NAMES, tensors, strict=False)))
 
 
 def adam(
@@ -259,7 +268,7 @@ def adam(
         threads: the number of host threads for CPU tensors; 0 means torch.get_num_threads().
 
     Raises:
-        ValueError: a tensor has the wrong type, device, layout or length.
+        ValueError: a tensor has the wrong type, device, layout or length, or two share memory.
     """
     check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, scale)
     numel = weight.numel()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 STEPS_APART = 1 << 24  # how many step numbers fp32 represents; the random bits count steps modulo this
+_MOST_STEPS = 1 << 63
 MASTER_DTYPES = {
     torch.bfloat16: torch.int16,
     torch.float16: torch.float32,
@@ -75,9 +76,9 @@ def adam_scalars(
     for name, value in (("beta1", beta1), ("beta2", beta2)):
         if not 0.0 <= value < 1.0:
             raise ValueError(f"{name} must be in [0, 1), not {value!r}")
-    if step < 1:
-        raise ValueError(f"step counts from 1, not {step!r}")
-    return AdamScalars(
+    if not 1 <= step < _MOST_STEPS or step != int(step):
+        raise ValueError(f"step counts from 1, in whole numbers, not {step!r}")
+    scalars = AdamScalars(
         decay=_fp32(1.0 - lr * weight_decay if decoupled else 1.0),
         l2=_fp32(0.0 if decoupled else weight_decay),
         beta1=_fp32(beta1),
@@ -89,6 +90,12 @@ def adam_scalars(
         step_size=_fp32(lr / (1.0 - beta1**step)),
         step=float(step % STEPS_APART),
     )
+    if not all(map(math.isfinite, scalars.values)):
+        raise ValueError(
+            f"float32 cannot hold the constants of a step with lr {lr!r}, eps {eps!r} and weight_decay "
+            f"{weight_decay!r}: give smaller ones"
+        )
+    return scalars
 
 
 def _fp32(value: float) -> float:

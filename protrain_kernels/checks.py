@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ TILE_UNROLL = 4  # how many rows are loaded together: all 16 at once would spill
 TILE_CONSTANTS = (TILE_GROUP, TILE_ROWS, TILE_LANES, TILE_UNROLL)
 PROGRAM_ELEMENTS = TILE_GROUP * TILE
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+DEVICES = ("cpu", "cuda")  # whose memory the kernels reach
 
 
 def tiles(numel: int) -> int:
@@ -35,6 +36,24 @@ def padded(numel: int) -> int:
     return -(-numel // PADDING) * PADDING
 
 
+def check_memory(name: str, tensor: torch.Tensor) -> None:
+    """ValueError unless the values of ``tensor`` are those in its memory, and a kernel can read that."""
+    if tensor.device.type not in DEVICES:
+        raise ValueError(f"{name} is on {tensor.device}: the kernels take tensors on {' and '.join(DEVICES)}")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a view that negates what its memory holds: pass {name}.resolve_neg()")
+
+
+def check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
+    """ValueError if two of ``tensors`` share memory, as one of them is written while the other is used."""
+    names, reached, last = list(tensors), 0, 0
+    for start, size, index in sorted([(t.data_ptr(), t.nbytes, index) for index, t in enumerate(tensors.values())]):
+        if size and start < reached:
+            raise ValueError(f"{names[max(index, last)]} overlaps {names[min(index, last)]}: pass memory of its own")
+        if start + size > reached:
+            reached, last = start + size, index
+
+
 def check_vector(
     name: str, tensor: torch.Tensor, *, dtypes: Collection[torch.dtype], device: torch.device, numel: int | None = None
 ) -> None:
@@ -43,6 +62,7 @@ def check_vector(
         raise ValueError(f"{name} must be {' or '.join(str(d) for d in dtypes)}, not {tensor.dtype}: cast it first")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the other tensors on {device}: move it there")
+    check_memory(name, tensor)
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-d and contiguous: pass {name}.contiguous().view(-1)")
     if numel is not None and tensor.numel() != numel:
@@ -58,17 +78,22 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
 
 
 def are_aligned_vectors(tensors: Sequence[torch.Tensor], device: torch.device, numel: int) -> bool:
-    """Whether tensors of at least 2 bytes an element pass ``check_vector`` and ``check_aligned``, apart from types.
+    """Whether tensors of at least 2 bytes an element pass ``check_vector`` and ``check_aligned``, and are apart.
 
-    This takes a third of the host time of those checks. They decide where the answer is False.
+    Types are left out. This takes a third of the host time of those checks. They decide where the answer is False.
     """
-    if numel % PADDING:
+    if numel % PADDING or device.type not in DEVICES:
         return False
     for tensor in tensors:  # a stride of (1,) means 1-d and contiguous, since the length is not 1
         if tensor.numel() != numel or tensor.stride() != (1,) or tensor.device != device:
             return False
-        if tensor.storage_offset() % PADDING:
+        if tensor.storage_offset() % PADDING or tensor.is_neg():
             return False
+    reached = 0
+    for start, itemsize in sorted([(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]):
+        if start < reached:
+            return False
+        reached = start + numel * itemsize
     return True
 
 

@@ -111,7 +111,7 @@ def plan_for(
 ) -> FlattenPlan:
     """The plan of tensors like these at these offsets, made at the first call with them."""
     key = (
-        tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device) for tensor in tensors]),
+        tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()) for tensor in tensors]),
         tuple(offsets),
         None if partial_offsets is None else tuple(partial_offsets),
     )

@@ -19,6 +19,7 @@ from protrain_kernels.checks import (
     TILE_CONSTANTS,
     TILE_OPTIONS,
     check_aligned,
+    check_memory,
     check_vector,
     padded,
     tiles,
@@ -68,6 +69,7 @@ class FlattenPlan:
             name = f"tensors[{index}]"
             if tensor.device != self.device:
                 raise ValueError(f"{name} is on {tensor.device}, tensors[0] on {self.device}: move it there")
+            check_memory(name, tensor)
             if tensor.dtype not in FLOATS:
                 allowed = " or ".join(str(dtype) for dtype in FLOATS)
                 raise ValueError(f"{name} must be {allowed}, not {tensor.dtype}: cast it first")

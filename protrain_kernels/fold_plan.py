@@ -16,6 +16,7 @@ from protrain_kernels.checks import (
     TILE_OPTIONS,
     TILE_ROWS,
     check_aligned,
+    check_memory,
     check_vector,
 )
 from protrain_kernels.fold_kernels import fold_kernel
@@ -153,6 +154,7 @@ def _check_pieces(pieces: torch.Tensor) -> int:
         raise ValueError(f"pieces must be {' or '.join(map(str, FLOATS))}, not {pieces.dtype}: cast them first")
     if pieces.dim() != 2 or not pieces.is_contiguous():
         raise ValueError("pieces must be [ranks, elements] and contiguous: pass pieces.contiguous()")
+    check_memory("pieces", pieces)
     ranks, elements = pieces.shape
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from protrain_kernels.adam import adam
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, AdamStates
-from protrain_kernels.checks import check_aligned, check_scalar, check_vector
+from protrain_kernels.checks import check_aligned, check_apart, check_scalar, check_vector
 from protrain_kernels.host_kernels import host_adam_out_of_place
 from protrain_kernels.rounding import check_gradient_factor
 
@@ -45,11 +45,13 @@ def adam_out_of_place(
         threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
-        ValueError: a tensor has the wrong type, device, layout or length, or ``new`` overlaps ``old``.
+        ValueError: a tensor has the wrong type, device, layout or length, or two share memory.
     """
     _check(old, grad, gradient_factor, scale)
     for kind, tensor, like in zip(AdamStates._fields, new, old, strict=True):
-        _check_new(f"new.{kind}", tensor, f"old.{kind}", like, old.weight.dtype)
+        numel = 0 if like is None else like.numel()
+        _check_state(f"new.{kind}", tensor, None if like is None else like.dtype, old.weight.dtype, numel)
+    check_apart({**_named("old", old), **_named("new", new), "grad": grad})
     if host_adam_out_of_place(old, new, grad, scalars, gradient_factor=gradient_factor, scale=scale, threads=threads):
         return
     for source, target in zip(old, new, strict=True):
@@ -80,10 +82,11 @@ def adam_weight(
         threads: the number of host threads; 0 means torch.get_num_threads().
 
     Raises:
-        ValueError: a tensor has the wrong type, device, layout or length, or ``new_weight`` overlaps ``old.weight``.
+        ValueError: a tensor has the wrong type, device, layout or length, or two share memory.
     """
     _check(old, grad, gradient_factor, scale)
-    _check_new("new_weight", new_weight, "old.weight", old.weight, old.weight.dtype)
+    _check_state("new_weight", new_weight, old.weight.dtype, old.weight.dtype, old.weight.numel())
+    check_apart({**_named("old", old), "new_weight": new_weight, "grad": grad})
     new = new_weight, None, None, None
     if host_adam_out_of_place(old, new, grad, scalars, gradient_factor=gradient_factor, scale=scale, threads=threads):
         return
@@ -112,11 +115,10 @@ def _check(old: AdamStates, grad: Tensor, gradient_factor: float, scale: Tensor 
         _check_state(f"old.{kind}", tensor, expected, dtype, count)
 
 
-def _check_new(name: str, tensor: Tensor | None, old_name: str, old: Tensor | None, weight_dtype: torch.dtype) -> None:
-    """ValueError unless a new state is like the checked old one, and does not overlap it."""
-    _check_state(name, tensor, None if old is None else old.dtype, weight_dtype, 0 if old is None else old.numel())
-    if tensor is not None and old is not None and _overlap(tensor, old):
-        raise ValueError(f"{name} overlaps {old_name}: pass memory of its own")
+def _named(which: str, states: AdamStates) -> dict[str, Tensor]:
+    return {
+        f"{which}.{kind}": tensor for kind, tensor in zip(states._fields, states, strict=True) if tensor is not None
+    }
 
 
 def _check_state(
@@ -127,7 +129,3 @@ def _check_state(
     if tensor is not None and dtype is not None:
         check_vector(name, tensor, dtypes=(dtype,), device=_CPU, numel=count)
         check_aligned(name, tensor)
-
-
-def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

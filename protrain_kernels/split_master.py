@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels.checks import LAUNCH_OPTIONS, check_vector
+from protrain_kernels.checks import LAUNCH_OPTIONS, check_apart, check_vector
 from protrain_kernels.host_kernels import host_join, host_split
 from protrain_kernels.launch import launch
 
@@ -93,6 +93,7 @@ def _check(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) 
     check_vector("master", master, dtypes=(torch.float32,), device=device)
     check_vector("weight", weight, dtypes=(torch.bfloat16,), device=device, numel=numel)
     check_vector("remainder", remainder, dtypes=(torch.int16,), device=device, numel=numel)
+    check_apart({"master": master, "weight": weight, "remainder": remainder})
 
 
 def launch_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> None:

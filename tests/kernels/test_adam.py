@@ -164,6 +164,20 @@ def _floor_log2(value: Any) -> int:
     return exponent if 2**exponent <= value else exponent - 1
 
 
+@pytest.mark.parametrize("options", [{"lr": 1e39}, {"eps": 1e39}, {"weight_decay": 1e300, "decoupled": False}])
+def test_constants_that_fp32_cannot_hold_are_refused(options: dict[str, Any]) -> None:
+    """As infinities they would make weights NaN, or leave them for good."""
+    with pytest.raises(ValueError, match="float32 cannot hold the constants of a step with lr"):
+        _scalars(1, **options)
+
+
+@pytest.mark.parametrize("step", [0, -1, 1.5, math.nan, math.inf, 1 << 63])
+def test_steps_are_whole_numbers_from_1(step: Any) -> None:
+    with pytest.raises(ValueError, match=f"step counts from 1, in whole numbers, not {step}"):
+        _scalars(step)
+    assert _scalars(1 << 31).step == 0.0
+
+
 def test_scalars_are_doubles_rounded_once() -> None:
     scalars = _scalars(7, lr=3e-4, weight_decay=0.01)
     single = {
@@ -268,6 +282,19 @@ def _arguments(count: int = 256) -> dict[str, Any]:
         ({"grad": torch.zeros(384, dtype=torch.bfloat16)[64:320]}, "grad must start at a multiple of 256 bytes"),
         ({"scale": torch.zeros(2)}, "scale must be one float32"),
         ({"threads": -1}, "threads must be 0"),
+        ({"grad": torch._neg_view(torch.zeros(256, dtype=torch.bfloat16))}, r"negates .*: pass grad\.resolve_neg\(\)"),
+        (
+            dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.zeros(256)),
+            "exp_avg_sq overlaps exp_avg: pass memory of its own",
+        ),
+        (
+            dict.fromkeys(("weight", "grad"), torch.zeros(256, dtype=torch.bfloat16)),
+            "grad overlaps weight: pass memory",
+        ),
+        (
+            dict.fromkeys(("weight", "grad"), torch.zeros(256, device="meta")),
+            "weight is on meta: the kernels take tensors",
+        ),
     ],
 )
 def test_bad_arguments_are_named(compiled: None, changes: dict[str, Any], message: str) -> None:
@@ -295,8 +322,9 @@ def _spaced(*shape: int, first: int = 0, step: int = 1) -> torch.Tensor:
         (_spaced(256, first=1), False),
         (_spaced(256).to("meta"), False),
         (_spaced(0), False),
+        (torch._neg_view(_spaced(256)), False),
     ],
-    ids=["whole", "slice", "length", "2-d", "spaced", "expanded", "odd start", "odd address", "device", "empty"],
+    ids=["whole", "slice", "length", "2-d", "spaced", "expanded", "odd start", "odd address", "device", "empty", "neg"],
 )
 def test_the_cheap_check_passes_nothing_that_the_whole_one_refuses(tensor: torch.Tensor, sound: bool) -> None:
     """Beside sound tensors and in every place, twice: no verdict outlives its tensors."""

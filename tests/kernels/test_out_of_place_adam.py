@@ -76,6 +76,9 @@ def test_bad_arguments_are_named() -> None:
     new = copy(old)
     for wrong, message in (
         (new._replace(exp_avg=old.exp_avg), r"new\.exp_avg overlaps old\.exp_avg"),
+        (new._replace(exp_avg=old.exp_avg_sq), r"new\.exp_avg overlaps old\.exp_avg_sq"),
+        (new._replace(exp_avg_sq=new.exp_avg), r"new\.exp_avg_sq overlaps new\.exp_avg"),
+        (new._replace(weight=grad), r"grad overlaps new\.weight"),
         (new._replace(master=None), r"new\.master must be torch\.int16 for torch\.bfloat16"),
         (new._replace(weight=new.weight.half()), r"new\.weight must be torch\.bfloat16"),
         (new._replace(exp_avg_sq=new.exp_avg_sq.bfloat16()), r"new\.exp_avg_sq must be torch\.float32"),

@@ -86,3 +86,5 @@ def test_bad_arguments_are_named() -> None:
         split(master, remainder=torch.zeros(4, dtype=torch.int16))
     with pytest.raises(ValueError, match="master must be 1-d and contiguous"):
         split(torch.zeros(8, 2)[:, 0])
+    with pytest.raises(ValueError, match="weight overlaps master: pass memory of its own"):
+        split(master, weight=master.view(torch.bfloat16)[:8])
