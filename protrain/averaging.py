@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import own_elements, read_own_master, whole, write_master
+from protrain.engine.states.parameter_state import check_values, own_elements, read_own_master, whole, write_master
 from protrain.engine.weights.state_hooks import members_of
 
 
@@ -56,25 +56,26 @@ class AveragedWeights:
     def applied(self) -> Iterator[None]:
         """Give the model the averages inside, to evaluate, save or export it, and its own weights back afterwards.
 
-        With several ranks all of them must enter and leave it.
+        With several ranks all of them must enter and leave it. Inside, the model cannot be trained, edited or loaded,
+        as leaving would take that back.
 
         Raises:
-            MisuseError: there was no update, or the model was trained inside.
+            MisuseError: there was no update, or this is called from a hook inside a forward or backward.
         """
         if not self._own:
             raise MisuseError("there is no average yet: call update() after steps of the training")
         engine, members = self._members()
         engine.memory.ranks.meet("AveragedWeights.applied()")
-        steps = [member.steps for member in engine.members]
+        engine.refuse_write("AveragedWeights.applied()")
         self._exchange(engine, members)
         self._is_applied = True
+        engine.bindings.lent_to = "AveragedWeights.applied()"
         try:
             yield
         finally:
             self._is_applied = False
+            engine.bindings.lent_to = ""
             self._exchange(engine, members)
-        if steps != [member.steps for member in engine.members]:
-            raise MisuseError("the model was trained inside AveragedWeights.applied(): leave it before step()")
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages by name, whole. All ranks must call it, and each gets them."""
@@ -88,10 +89,12 @@ class AveragedWeights:
         """Go on from what ``state_dict`` returned. Each rank takes its part of the whole averages.
 
         Raises:
-            ValueError: they are those of another model.
+            ValueError: they are those of another model, or no whole tensors.
         """
         engine, members = self._members()
         engine.memory.ranks.meet("the load_state_dict() of AveragedWeights")
+        for name, value in state_dict.items():
+            check_values(f"the average of {name}", value)
         if {m.name: m.shape for m in members} != {name: value.shape for name, value in state_dict.items()}:
             raise ValueError("the averages are of another model, as their names or shapes differ")
         for member in members:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ OFFLOADED = Spec("none", "least", (CKPT, NONE), speculate=True)
 BOTH = pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 DECAY = 0.9
+CPU = torch.device("cpu")
 
 
 def step(model: nn.Module, optimizer: Any, batch: Any) -> None:
@@ -94,17 +96,55 @@ def test_misuse() -> None:
         protrain.AveragedWeights(model, 1)
     with pytest.raises(ValueError, match=r"AveragedWeights needs a model that protrain\.wrap returned"):
         protrain.AveragedWeights(model).update()
-    model, optimizer = wrap_under(RESIDENT, model, adamw(model), batches()[0], device=torch.device("cpu"))
+    model, _ = wrap_under(RESIDENT, model, adamw(model), batches()[0], device=torch.device("cpu"))
     averaged = protrain.AveragedWeights(model)
     with pytest.raises(MisuseError, match=r"no average yet: call update\(\)"), averaged.applied():
         pass
     with pytest.raises(ValueError, match="averages are of another model"):
         averaged.load_state_dict({"enter.weight": torch.zeros(1)})
+    for wrong, kind in ((torch.empty(1, device="meta"), "a meta tensor"), ([0.0], "a list and no tensor")):
+        with pytest.raises(ValueError, match=f"the average of enter.weight is {kind}"):
+            averaged.load_state_dict({"enter.weight": wrong})  # type: ignore[dict-item]
     averaged.update()
     with pytest.raises(MisuseError, match="has the averages now: leave"), averaged.applied():
         averaged.update()
-    with pytest.raises(MisuseError, match="was trained inside"), averaged.applied():
-        step(model, optimizer, batches()[0])
+
+
+def edit(model: nn.Module) -> None:
+    with protrain.full_parameters(model), torch.no_grad():
+        next(model.parameters()).zero_()
+
+
+INSIDE: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "step": lambda model, optimizer: step(model, optimizer, batches()[0]),
+    "load weights": lambda model, optimizer: model.load_state_dict(model.state_dict()),
+    "load states": lambda model, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "edit": lambda model, optimizer: edit(model),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("what", INSIDE)
+def test_nothing_is_written_that_leaving_the_averages_would_take_back(what: str, inside: bool) -> None:
+    model, data = make(), batches()
+    spec = RESIDENT if inside else OFFLOADED
+    model, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, step_during_backward=inside)
+    averaged = protrain.AveragedWeights(model, DECAY)
+    for batch in data[:2]:
+        step(model, optimizer, batch)
+        averaged.update()
+    before, average = states(model, optimizer), averaged.state_dict()
+    with (
+        pytest.raises(
+            MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`, which has given the model other"
+        ),
+        averaged.applied(),
+    ):
+        INSIDE[what](model, optimizer)
+    optimizer.zero_grad()
+    assert_same(states(model, optimizer), before)
+    assert_same(averaged.state_dict(), average)
+    step(model, optimizer, data[2])
 
 
 def average_on_rank(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:

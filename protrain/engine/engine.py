@@ -350,6 +350,7 @@ class Engine:
         """
         self.streams.refuse_another()
         self.bindings.refuse_inside_full_parameters("step()")
+        self.bindings.refuse_lent("step()")
         self._end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
@@ -377,6 +378,11 @@ class Engine:
         self.streams.synchronize()
         self.bindings.refuse_edits()
         yield
+
+    def refuse_write(self, what: str) -> None:
+        """MisuseError unless ``what`` may write weights and states now."""
+        self._end_interrupted()
+        self.bindings.refuse_write(what)
 
     def weights_changed(self, chunks: list[Chunk]) -> None:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""

@@ -98,6 +98,7 @@ class Step:
         self._gradients.check_backward()
         if self._inside:
             self._groups.check()
+            self._bindings.refuse_lent("backward() with step_during_backward=True")
             self._bindings.refuse_edits()  # step() would be too late
         if not self._gradients.no_sync:
             self._groups.check_members()

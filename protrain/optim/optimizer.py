@@ -76,7 +76,7 @@ class ProTrainOptimizer(ParameterStates):
         for name, parameter in self._trained.items():
             if parameter in optimizer.state:
                 self._state_at_begin[name] = optimizer.state[parameter]
-                parameter_state.check_shapes(name, parameter.shape, optimizer.state[parameter])
+                parameter_state.check_state(name, parameter.shape, optimizer.state[parameter])
 
     def begin(self, engine: Engine, *, hardware: HardwareProfile) -> None:
         """Train with ``engine`` from now on. It has the chunks of all parameters and was planned for ``hardware``."""
@@ -263,13 +263,20 @@ class ProTrainOptimizer(ParameterStates):
         With several ranks all of them must call it, with the same whole state.
 
         Raises:
-            ValueError: the groups or shapes are those of another model, or an option of a group is not supported.
+            ValueError: the groups or shapes are those of another model, the states are not those of Adam, or an option
+                of a group is not supported. Nothing is loaded then.
         """
         if self._running is not None:
             self._running.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
+            self._running.refuse_write("the optimizer's load_state_dict()")
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"an optimizer state needs {missing[0]!r}: load what state_dict() of an optimizer returned"
+            )
         check_options(state_dict["param_groups"])
         found = match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

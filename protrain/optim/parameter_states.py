@@ -84,6 +84,8 @@ class ParameterStates(torch.optim.Optimizer):
         With several ranks all of them must call it, with the same tensors.
         """
         self.check_parameter(name, tensors)
+        for kind, value in tensors.items():
+            parameter_state.check_values(f"{kind} of {name}", value)
         self.ranks.meet("import_parameter()")
         self.import_part(name, slice(0, self._parameters[name].numel()), tensors)
 
@@ -93,7 +95,8 @@ class ParameterStates(torch.optim.Optimizer):
         With several ranks every one of them must be given at least once what it has of each parameter, though that be
         no elements, so that it learns of the step and drops the weights that it has gathered before.
         """
-        self._engine.bindings.refuse_inside_full_parameters("import_parameter()")
+        self._engine.bindings.refuse_inside_full_parameters("a load of states")
+        self._engine.refuse_write("a load of states")
         member = self._by_name[name]
         with self._engine.quiet():
             parameter_state.import_part(member, elements, tensors)

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from protrain.common.errors import MisuseError
-from protrain.engine.states.parameter_state import check_shapes
+from protrain.engine.states.parameter_state import check_state
 
 
 class StatesInChunks(defaultdict[Any, Any]):
@@ -48,9 +48,16 @@ def match_state(
     """The states in ``state_dict`` of trainable ``parameters``, by name.
 
     Raises:
-        ValueError: the groups or shapes are those of another model.
+        ValueError: the groups or shapes are those of another model, or the states those of another optimizer.
     """
     saved = state_dict["param_groups"]
+    numbers = {number for group in saved for number in group["params"]}
+    unknown = [number for number in state_dict["state"] if number not in numbers]
+    if unknown:
+        raise ValueError(
+            f"the optimizer state has an entry {unknown[0]!r}, which is none of the parameters in its groups: load "
+            "what state_dict() returned, where the keys of 'state' are numbers"
+        )
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
         raise ValueError(
             f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
@@ -63,5 +70,5 @@ def match_state(
             if id(parameter) in names:
                 name = names[id(parameter)]
                 found[name] = state_dict["state"].get(number, {})
-                check_shapes(name, parameter.shape, found[name])
+                check_state(name, parameter.shape, found[name])
     return found

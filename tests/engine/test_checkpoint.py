@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 import protrain
 from protrain.common.errors import CheckpointError, MisuseError
 from tests.engine import residual
-from tests.engine.harness import NONE, Loop, Spec, adamw, assert_same, wrap_under
+from tests.engine.harness import NONE, Loop, Spec, adamw, assert_same, states, wrap_under
 
 
 def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.device, tmp_path: Path) -> None:
@@ -68,3 +69,58 @@ def test_a_load_inside_full_parameters_changes_nothing(tmp_path: Path) -> None:
     ):
         protrain.load_checkpoint(tmp_path, model, optimizer)
     assert model.get_buffer("count") == 5.0
+
+
+def edit(model: nn.Module) -> None:
+    with protrain.full_parameters(model), torch.no_grad():
+        next(model.parameters()).zero_()
+
+
+def apply_averages(model: nn.Module) -> None:
+    averaged = protrain.AveragedWeights(model)
+    averaged.update()
+    with averaged.applied():
+        pass
+
+
+WRITES: dict[str, Callable[[Any, Any, Path], Any]] = {
+    "load_checkpoint": lambda model, optimizer, folder: protrain.load_checkpoint(folder, model, optimizer),
+    "model": lambda model, optimizer, folder: model.load_state_dict(model.state_dict()),
+    "part": lambda model, optimizer, folder: model.leave.load_state_dict(model.leave.state_dict()),
+    "optimizer": lambda model, optimizer, folder: optimizer.load_state_dict(optimizer.state_dict()),
+    "edit": lambda model, optimizer, folder: edit(model),
+    "averages": lambda model, optimizer, folder: apply_averages(model),
+}
+
+
+@pytest.mark.parametrize("what", WRITES)
+@pytest.mark.parametrize(
+    "spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE,), speculate=True)], ids=str
+)
+def test_a_hook_may_save_and_what_would_write_there_changes_nothing(spec: Spec, what: str, tmp_path: Path) -> None:
+    """Under every plan, as a unit is using its weights then, and a speculative update its states."""
+    data = residual.batches(3)
+    found = []
+    for acts in (False, True):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=torch.device("cpu"))
+        Loop().run(wrapped, optimizer, data[:1])
+        before = states(wrapped, optimizer)
+        refused: list[str] = []
+
+        def act(*_: Any) -> None:
+            protrain.save_checkpoint(tmp_path, wrapped, optimizer)  # noqa: B023
+            with pytest.raises((MisuseError, RuntimeError), match="inside a forward or backward, which uses") as error:
+                WRITES[what](wrapped, optimizer, tmp_path)  # noqa: B023
+            refused.append(str(error.value))  # noqa: B023
+
+        block = wrapped.get_submodule("blocks.1")
+        hooks = [block.register_forward_hook(act), block.register_full_backward_hook(act)] if acts else []
+        Loop().run(wrapped, optimizer, data[1:2])
+        for hook in hooks:
+            hook.remove()
+        assert len(refused) == len(hooks)
+        found.append(states(wrapped, optimizer))
+    assert_same(*found)
+    protrain.load_checkpoint(tmp_path, wrapped, optimizer)
+    assert_same(states(wrapped, optimizer), before)

@@ -327,6 +327,61 @@ def test_states_are_not_looked_for_where_there_are_none(device: torch.device) ->
             look()
 
 
+def without(kind: str) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["state"][3].pop(kind)
+
+
+def with_value(kind: str, change: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], None]:
+    return lambda state: state["state"][3].update({kind: change(state["state"][3][kind])})
+
+
+def as_names(state: dict[str, Any]) -> None:
+    """As a state that went through JSON has it."""
+    state["state"] = {str(number): value for number, value in state["state"].items()}
+
+
+def of_sgd(state: dict[str, Any]) -> None:
+    state["state"] = {number: {"momentum_buffer": value["exp_avg"]} for number, value in state["state"].items()}
+
+
+WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (of_sgd, "the state of enter.weight lacks 'step' and has 'momentum_buffer': load a state of Adam"),
+    (without("exp_avg_sq"), "the state of blocks.1.first.weight lacks 'exp_avg_sq' and has 'step', 'exp_avg'"),
+    (as_names, "has an entry '0', which is none of the parameters in its groups"),
+    (lambda state: state.pop("state"), "an optimizer state needs 'state'"),
+    (with_value("exp_avg", lambda value: value.to("meta")), "exp_avg of blocks.1.first.weight is a meta tensor"),
+    (with_value("exp_avg", lambda value: value.to_sparse()), "exp_avg of blocks.1.first.weight is a sparse or nested"),
+    (
+        with_value("exp_avg_sq", lambda value: value.tolist()),
+        "exp_avg_sq of blocks.1.first.weight is a list and no tensor",
+    ),
+    (
+        with_value("step", lambda value: value + 0.5),
+        "step of blocks.1.first.weight must be a whole number from 0 on, not 2.5",
+    ),
+    (with_value("step", lambda value: value * torch.nan), "must be a whole number from 0 on, not nan"),
+    (with_value("step", lambda value: -value), "must be a whole number from 0 on, not -2.0"),
+    (with_value("step", lambda value: value.expand(2)), r"must be a whole number from 0 on, not \[2.0, 2.0\]"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_STATES)
+def test_what_is_no_state_of_adam_changes_nothing(
+    change: Callable[[dict[str, Any]], Any], message: str, device: torch.device
+) -> None:
+    """Moments that would silently begin anew, and errors when half of them were loaded."""
+    model, data = residual.make(), residual.batches(2)
+    wrapped, optimizer = wrap_under(FIRST, model, adamw(model), data[0], device=device)
+    Loop(scheduler=False).run(wrapped, optimizer, data)
+    before, state = states(wrapped, optimizer), optimizer.state_dict()
+    state["param_groups"][0]["lr"] = 17.0
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        optimizer.load_state_dict(state)
+    assert_same(states(wrapped, optimizer), before)
+    assert optimizer.param_groups[0]["lr"] != 17.0
+
+
 def test_moments_begin_anew_where_a_state_has_none(device: torch.device) -> None:
     """As the message about optimizer.state says, and as in torch."""
     found = []

@@ -222,6 +222,46 @@ def test_full_parameters_are_whole_and_their_edits_exact(dtype: torch.dtype, mak
         assert len(LOOP.run(model, optimizer, batches[:2])) == 4
 
 
+@pytest.mark.parametrize("how", ["load", "edit"])
+def test_the_sign_of_a_zero_is_taken_over(how: str, dtype: torch.dtype, make: Make) -> None:
+    """0 and -0 are equal, and have other bits."""
+    for spec in SPECS:
+        model, optimizer = make(spec, dtype)
+        name = "transformer.wpe.weight"
+        weight = model.state_dict()[name]
+        for sign in (1.0, -1.0):
+            zeros = torch.zeros_like(weight) * sign
+            if how == "load":
+                model.load_state_dict({name: zeros}, strict=False)
+            else:
+                with protrain.full_parameters(model.transformer.wpe), torch.no_grad():
+                    model.transformer.wpe.weight.copy_(zeros)
+            for value in (model.state_dict()[name], optimizer.export_parameter(name)["master"]):
+                assert not value.any()
+                assert (value.signbit() == (sign < 0)).all(), f"{spec}, {sign}"
+
+
+def give(model: Any, weight: nn.Parameter, data: Tensor) -> None:
+    with protrain.full_parameters(model), torch.no_grad():
+        model.transformer.wte.weight.zero_()
+        weight.data = data
+
+
+def test_edits_without_values_are_refused_and_none_is_kept(make: Make) -> None:
+    model, optimizer = make(SPECS[1], torch.bfloat16)
+    weight, before = model.transformer.wpe.weight, states(model, optimizer)
+    for data, kind in (
+        (torch.empty_like(weight, device="meta"), "a meta"),
+        (torch.ones(weight.shape).to_sparse(), "a sp"),
+    ):
+        with pytest.raises(ValueError, match=rf"transformer\.wpe\.weight is {kind}.*: give a whole dense tensor"):
+            give(model, weight, data)
+        assert_same(states(model, optimizer), before)
+        with pytest.raises(RuntimeError, match=f"transformer.wpe.weight is {kind}"):
+            model.load_state_dict({"transformer.wpe.weight": data}, strict=False)
+        assert_same(states(model, optimizer), before)
+
+
 def test_edits_last_even_when_the_body_raises(make: Make) -> None:
     model, _ = make()
 

@@ -14,6 +14,7 @@ in the order of a contiguous tensor:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +114,9 @@ def write_weight(member: Member, value: Tensor, elements: slice | None = None) -
         return
     rounded = split(flat.float())[0] if weight.dtype is torch.bfloat16 else flat.to(weight.dtype)
     master = _master_of(weight, chunk.master[target])
-    _write_own_master(chunk, target, torch.where(rounded == weight, master, flat.float()))
+    # Bits are compared, as 0 and -0 are equal and NaN is not equal to itself.
+    unchanged = rounded.view(torch.int16) == weight.view(torch.int16)
+    _write_own_master(chunk, target, torch.where(unchanged, master, flat.float()))
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,43 @@ def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | N
         _write_state(member, name, tensors.get(name, 0.0), elements)
     if "master" in tensors and tensors.get("master_step", member.steps) == member.steps:
         write_master(member, tensors["master"], elements)
+
+
+def check_values(what: str, value: Any) -> None:
+    """ValueError unless ``value``, of ``what``, is a tensor that has all its values in its own memory."""
+    kind = "a meta tensor, which has no values"
+    if not isinstance(value, Tensor):
+        kind = f"a {type(value).__name__} and no tensor"
+    elif value.layout is not torch.strided or value.is_nested:
+        kind = "a sparse or nested tensor"
+    elif hasattr(value, "full_tensor"):
+        kind = "a DTensor, of which each rank has a part"
+    elif not value.is_meta:
+        return
+    raise ValueError(f"{what} is {kind}: give a whole dense tensor, as to_dense() or full_tensor() make it")
+
+
+def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
+    """ValueError if an optimizer's ``state`` of the parameter ``name``, which has ``shape``, is not that of Adam.
+
+    An empty one is that of a parameter that was never updated.
+    """
+    missing = [kind for kind in ("step", *_STATES) if kind not in state]
+    if state and missing:
+        raise ValueError(
+            f"the state of {name} lacks {missing[0]!r} and has {', '.join(map(repr, state))}: load a state of Adam or "
+            "AdamW, or one without entries for parameters that are to begin anew"
+        )
+    for kind in ("master", *_STATES):
+        if kind in state:
+            check_values(f"{kind} of {name}", state[kind])
+    check_shapes(name, shape, state)
+    step = state.get("step", 0)
+    if isinstance(step, Tensor):
+        check_values(f"step of {name}", step)
+        step = step.item() if step.numel() == 1 else step.tolist()
+    if not isinstance(step, int | float) or not 0 <= step < math.inf or step != int(step):
+        raise ValueError(f"step of {name} must be a whole number from 0 on, not {step!r}")
 
 
 def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> None:

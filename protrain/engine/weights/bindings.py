@@ -34,6 +34,7 @@ class Bindings:
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
         self.in_state_dict: dict[int, Member] = {}  # parameters that a state_dict() or load_state_dict() uses now
         self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
+        self.lent_to = ""  # the context, if any, inside which the model has other weights
         self._members = members
         self._resident = [member for member in members if member.chunk.resident]
         for member in self._resident:
@@ -130,6 +131,23 @@ class Bindings:
             name = self._members[min(self.full)].name
             raise MisuseError(
                 f"{what} inside `with protrain.full_parameters(...)`, which has {name} on the CPU: leave it first"
+            )
+
+    def refuse_lent(self, what: str) -> None:
+        """MisuseError inside a context that has given the model other weights, as it would take ``what`` back."""
+        if self.lent_to:
+            raise MisuseError(
+                f"{what} inside `with {self.lent_to}`, which has given the model other weights: leave it first"
+            )
+
+    def refuse_write(self, what: str) -> None:
+        """MisuseError where ``what`` would write weights or states that are lent, or that a unit uses now."""
+        self.refuse_lent(what)
+        bound = next((member for member in self._members if member.bound), None)
+        if bound is not None:
+            raise MisuseError(
+                f"{what} inside a forward or backward, which uses {bound.name} now: call it between steps, not in "
+                "a hook"
             )
 
     def refuse_edits(self) -> None:

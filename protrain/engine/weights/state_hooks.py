@@ -24,8 +24,8 @@ from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import read_weight, read_weights, write_weight
-from protrain.engine.weights.parameter import PresentParameter
+from protrain.engine.states.parameter_state import check_values, read_weight, read_weights, write_weight
+from protrain.engine.weights.parameter import PresentParameter, same_bits
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
 _SAVING = "state_dict()"
@@ -78,6 +78,7 @@ class StateHooks:
     def load(self, index: int, value: Tensor) -> None:
         """Write a weight from a state_dict."""
         member = self.engine.members[index]
+        check_values(member.name, value)
         write_weight(member, value)
         self.engine.weights_changed([member.chunk])
 
@@ -115,6 +116,7 @@ class StateHooks:
     ) -> None:
         if self._open_module(module):
             self._meet(module, "load_state_dict()")
+            self.engine.refuse_write("load_state_dict()")
         if not members:
             return
         if local_metadata.get("assign_to_params_buffers"):
@@ -147,7 +149,8 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
 
     Raises:
         ValueError: ``module`` is not wrapped, or a parameter was given another shape, and no edit is kept.
-        MisuseError: not all ranks have entered, or their edits differ, and no edit is kept.
+        MisuseError: not all ranks have entered, their edits differ, or a hook has edited weights inside a forward or
+            backward, and no edit is kept.
     """
     engine, members = members_of(module, "full_parameters")
     engine.memory.ranks.meet("full_parameters()")
@@ -165,14 +168,15 @@ def full_parameters(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        edited = [member.parameter.data.to("cpu") for member in members]
+        given = [member.parameter.data for member in members]
         _put_back(engine, members)
         with raised_on_all(engine.memory.ranks):
-            edits = _find_edits(members, copies, edited)
+            edits = _find_edits(members, copies, given)
         _refuse_other_edits(engine.memory.ranks, edits)
-        for member, value in edits:
-            write_weight(member, value)
         if edits:
+            engine.refuse_write("an edit of weights, which is not kept,")
+            for member, value in edits:
+                write_weight(member, value)
             engine.weights_changed([member.chunk for member, _ in edits])
 
 
@@ -182,16 +186,18 @@ def _put_back(engine: Engine, members: list[Member]) -> None:
         end_full(member.parameter)
 
 
-def _find_edits(members: list[Member], copies: list[Tensor], edited: list[Tensor]) -> list[tuple[Member, Tensor]]:
+def _find_edits(members: list[Member], copies: list[Tensor], given: list[Tensor]) -> list[tuple[Member, Tensor]]:
     """The parameters whose values were edited, with their values. A ValueError names one of another shape."""
     found = []
-    for member, copy, value in zip(members, copies, edited, strict=True):
+    for member, copy, data in zip(members, copies, given, strict=True):
+        check_values(member.name, data)
+        value = data.to("cpu")
         if value.shape != member.shape:
             raise ValueError(
                 f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit of this "
                 "full_parameters is kept"
             )
-        if value.dtype != copy.dtype or not torch.equal(value, copy):
+        if value.dtype != copy.dtype or not same_bits(value, copy):
             found.append((member, value))
     return found
 
