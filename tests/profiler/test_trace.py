@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import random
 from collections.abc import Callable
 from functools import partial
@@ -373,6 +375,17 @@ def test_a_profile_survives_its_file(tmp_path: Any) -> None:
     traced = profile(_Model(), _batch())
     traced.save(tmp_path / "profile.json")
     assert ModelProfile.load(tmp_path / "profile.json") == traced
+    for change, message in (
+        ({"accumulation": 0}, "accumulation must be at least 1, not 0"),
+        ({"output_bytes": 2**63}, "output_bytes must be less than 2"),
+        (
+            {"segments": (dataclasses.replace(traced.segments[0], duration_ms=math.nan),)},
+            "duration_ms must be a finite",
+        ),
+    ):
+        dataclasses.replace(traced, **change).save(tmp_path / "edited.json")
+        with pytest.raises(ValueError, match=message):
+            ModelProfile.load(tmp_path / "edited.json")
 
 
 @pytest.mark.gpu
