@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from protrain.common.errors import MisuseError
 from protrain.engine.activations.saved import Frame
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Chunk
@@ -30,6 +31,7 @@ from protrain.planning.predict import predict
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, STREAM, UP, Timeline, lanes_of
 
 _MEASURED, _PREDICTED = 1, 2  # process ids in the trace
+_tracing: list[_Recorder] = []  # the trace that runs, if one does
 
 
 @contextmanager
@@ -43,17 +45,32 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
         path: a JSON file, written when the body ends. Its folder is made if missing. With several ranks the first
             writes this file, and rank 1 writes one of the same name with "-rank1" behind the stem, and so on.
         kernels: whether to include what torch.profiler sees.
+
+    Raises:
+        ValueError: ``optimizer`` is another one, or ``path`` is a folder.
+        MisuseError: this is inside another trace.
     """
-    engine = optimizer._engine
-    recorder = _Recorder(engine)
-    with _profiler(engine.memory.device) if kernels else nullcontext() as profiler, recorder.installed():
-        yield
-        engine.wait_for_updates()
-        engine.streams.synchronize()
-    target = Path(path)
+    if not isinstance(optimizer, ProTrainOptimizer):
+        raise ValueError(
+            f"protrain.trace needs the optimizer that protrain.wrap returned, not a {type(optimizer).__name__}"
+        )
+    if _tracing:
+        raise MisuseError("protrain.trace inside protrain.trace: leave the other one first")
+    engine, target = optimizer._engine, Path(path)
     if engine.memory.ranks.rank:
         target = target.with_stem(f"{target.stem}-rank{engine.memory.ranks.rank}")
+    if target.is_dir():
+        raise ValueError(f"{target} is a folder: give the file to write, such as {target / 'trace.json'}")
     target.parent.mkdir(parents=True, exist_ok=True)
+    recorder = _Recorder(engine)
+    _tracing.append(recorder)
+    try:
+        with _profiler(engine.memory.device) if kernels else nullcontext() as profiler, recorder.installed():
+            yield
+            engine.wait_for_updates()
+            engine.streams.synchronize()
+    finally:
+        _tracing.clear()
     found = {"traceEvents": []} if profiler is None else _exported(profiler)
     base_us = found.get("baseTimeNanoseconds", 0) / 1e3
     events = recorder.events()
@@ -121,7 +138,7 @@ class _Recorder:
         }
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy
-            patches[engine.gradients, "_offload"] = self._offload
+            patches[engine.gradients.on_host, "_offload"] = self._offload
         if engine.memory.ranks.several:
             patches[engine.memory.ranks, "gather"] = partial(self._collective, GATHER)
             patches[engine.memory.ranks, "exchange"] = partial(self._collective, REDUCE)

@@ -109,3 +109,25 @@ def test_an_error_inside_leaves_the_engine_as_it_was(
     assert "run_unit" not in vars(optimizer._engine)
     assert optimizer._engine.step.updates.worker.times is None
     assert len(LOOP.run(wrapped, optimizer, [tiny_batch()])) == 2
+
+
+def test_what_cannot_be_traced_is_said_before_any_step(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path
+) -> None:
+    model = tiny_model("gpt2")
+    wrapped, optimizer = wrap_under(
+        Spec("none", "least", (NONE,)), model, adamw(model), tiny_batch(), device=torch.device("cpu")
+    )
+    asked: list[tuple[Any, Path, type[Exception], str]] = [
+        (wrapped, tmp_path / "trace.json", ValueError, "needs the optimizer that protrain.wrap returned, not a GPT2"),
+        (optimizer, tmp_path, ValueError, f"{tmp_path} is a folder: give the file to write, such as {tmp_path}/trace"),
+    ]
+    for whose, path, kind, said in asked:
+        with pytest.raises(kind, match=said), protrain.trace(whose, path):
+            pytest.fail("a step may begin")
+    with protrain.trace(optimizer, tmp_path / "trace.json", kernels=False):
+        other = protrain.trace(optimizer, tmp_path / "other.json")
+        with pytest.raises(protrain.MisuseError, match="leave the other one first"), other:
+            pytest.fail("a step may begin")
+        LOOP.run(wrapped, optimizer, [tiny_batch()])
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
