@@ -27,6 +27,7 @@ from bench.train.task import WEIGHT_DECAY, Task
 from protrain.cli.summary import device_name
 from protrain.common.records import Record
 from protrain.distributed.processes import local_rank
+from protrain.optim.optimizer import ProTrainOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,7 @@ def train(task: Task, training: Training, tokens: torch.Tensor, device: torch.de
     )
 
 
-def checksum(optimizer: protrain.ProTrainOptimizer, device: torch.device) -> str:
+def checksum(optimizer: ProTrainOptimizer, device: torch.device) -> str:
     """A checksum of all states, the same on any number of ranks.
 
     Each element is hashed with its place, and the hashes are added. So every rank adds those of its own shards, and no
