@@ -17,8 +17,8 @@ While nothing is wrong, a thread sends at most what a pause of more than a secon
 
 [Note: an error that is caught] A rank that raises an exception may catch it and go on, and so may all others, if all
 raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, and for some seconds
-nothing new has come from the one that raised, unless the other has raised at the same place. If it goes on with
-another call, its notes tell.
+nothing new has come from the one that raised, unless the other has raised as often at the same place. If it goes on
+with another call, its notes tell.
 
 [Note: absence] A slow loader or a cold compilation is no error. The others warn once, and raise an error at the timeout
 of the process group.
@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import torch.distributed as dist
 
@@ -66,7 +66,16 @@ _REMEDY = "All ranks must make the same calls in the same order, and have equall
 WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
 
 NoteOf: TypeAlias = tuple[str, int]  # what a collective is for, and its bytes
-Raised: TypeAlias = tuple[str, str]  # where an exception was raised, and the exception
+
+
+class Raised(NamedTuple):
+    """An exception."""
+
+    where: str
+    error: str  # its type and text, "" if they are not known
+    times: int  # how many there were since the last note, with this one
+
+
 # The number of the last note, an exception after it, whether the process has ended, and who is to blame.
 State: TypeAlias = tuple[int, Raised | None, bool, str | None]
 
@@ -187,11 +196,17 @@ class Watch:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
         if self._decided is not None or os.getpid() != self._process:
             return
+        known, mark = self._state[1], f"protrain watch {id(self)}"
+        if error is not None:
+            if mark in vars(error):  # it leaves one context after another
+                return
+            vars(error)[mark] = True
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        known = self._state[1]
-        if known is None or known[1] != text:  # or else it leaves one context after another
-            self._raised = self._number, (where or (known[0] if known else ""), text)
-            self._links.wake()
+        times = 1
+        if known is not None:  # one of which nothing was known may be this one
+            times, where = known.times + bool(known.error), where or known.where
+        self._raised = self._number, Raised(where, text, times)
+        self._links.wake()
 
     def end(self) -> None:
         """This rank takes no part any more. Returns when the others were told."""
@@ -278,7 +293,7 @@ class Watch:
                 self._decide(f"rank {rank} has died: its process was killed or crashed. See what it printed last")
             return
         raised = message["raised"]
-        peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and (raised[0], raised[1])
+        peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and Raised(*raised)
         peer.notes = by_number(message["notes"])
         peer.heard = monotonic()
         self._news = True
@@ -301,10 +316,13 @@ class Watch:
             if self._number <= peer.number:
                 continue
             others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
-            alike = self._raised is not None and self._raised[0] == peer.number  # this rank raised there, too
-            if peer.raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
-                where, error = peer.raised
-                self._decide(f"rank {rank} has raised an exception{where and f' in {where}'}{others}: {error or '?'}")
+            number, own = self._raised or (-1, None)
+            raised = peer.raised
+            # This rank has raised there, too, and caught it as the other may.
+            alike = own is not None and raised is not None and number == peer.number and own.times >= raised.times
+            if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
+                place = raised.where and f" in {raised.where}"
+                self._decide(f"rank {rank} has raised an exception{place}{others}: {raised.error or '?'}")
             elif peer.ended:
                 self._decide(f"rank {rank} has ended{others}. {_REMEDY}")
 

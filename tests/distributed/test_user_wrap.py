@@ -87,6 +87,15 @@ def test_an_error_of_one_rank_is_raised_on_all(model: dict[str, Any], options: d
     assert heard_s - raised_s < 10
 
 
+def test_an_error_of_one_rank_after_one_of_both() -> None:
+    """Both have caught theirs, so it blames nobody, and does not hide the next one."""
+    for mine, _ in on_ranks(2, error_of, {}, ({"accumulation": 0}, {"accumulation": 0})):
+        assert mine.startswith("ValueError: accumulation must be 1 or more")
+    (other, _), (mine, _) = on_ranks(2, error_of, {}, ({}, {"device": "tpu"}))
+    assert mine == "ValueError: device must be a CUDA GPU or the CPU, not 'tpu'"
+    assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
+
+
 def hear_late(rank: int, late: bool) -> None:
     """Let rank 1 take its time to hear that the ranks are out of step."""
     hear = vars(Watch).get("heard_at_once", Watch._hear)
