@@ -198,7 +198,7 @@ def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
 def _trained_as(required: Mapping[str, bool], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """A context in which ``parameters`` require gradients as they ``required`` them when the model was wrapped.
 
-    What is frozen for the first steps has states, and can be trained later.
+    A parameter that a script freezes for the first steps has states by this, and can be trained later.
 
     Raises:
         MisuseError: a parameter requires a gradient now and did not then.

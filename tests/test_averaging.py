@@ -104,7 +104,7 @@ def test_misuse() -> None:
         averaged.load_state_dict({"enter.weight": torch.zeros(1)})
     for wrong, kind in ((torch.empty(1, device="meta"), "a meta tensor"), ([0.0], "a list and no tensor")):
         with pytest.raises(ValueError, match=f"the average of enter.weight is {kind}"):
-            averaged.load_state_dict({"enter.weight": wrong})  # type: ignore[dict-item]
+            averaged.load_state_dict({"enter.weight": wrong})  # type: ignore[dict-item]  # that is the fault
     averaged.update()
     with pytest.raises(MisuseError, match="has the averages now: leave"), averaged.applied():
         averaged.update()

@@ -115,7 +115,7 @@ def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".file.tmp", ".notes.tmp", "00001-step-0"]
     for keep in (0, 1.5, None):
         with pytest.raises(ValueError, match=f"keep must be at least 1, and a whole number, not {keep}"):
-            save_checkpoint(tmp_path, model, optimizer, keep=keep)  # type: ignore[arg-type]
+            save_checkpoint(tmp_path, model, optimizer, keep=keep)  # type: ignore[arg-type]  # that is the fault
     plain: Any = torch.optim.AdamW([nn.Parameter(torch.zeros(1))])
     for use in (save_checkpoint, load_checkpoint):
         with pytest.raises(ValueError, match=r"the one that protrain\.wrap returned, not a plain AdamW"):

@@ -5,6 +5,6 @@ from typing import TYPE_CHECKING
 from protrain.common.late_names import late_names
 
 if TYPE_CHECKING:
-    from protrain.profiler.public import *  # noqa: F403
+    from protrain.profiler.public import *  # noqa: F403  # what type checkers see of the package
 else:
     __getattr__ = late_names(__name__)

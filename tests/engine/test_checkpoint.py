@@ -109,10 +109,10 @@ def test_a_hook_may_save_and_what_would_write_there_changes_nothing(spec: Spec, 
         refused: list[str] = []
 
         def act(*_: Any) -> None:
-            protrain.save_checkpoint(tmp_path, wrapped, optimizer)  # noqa: B023
+            protrain.save_checkpoint(tmp_path, wrapped, optimizer)  # noqa: B023  # called in this turn
             with pytest.raises((MisuseError, RuntimeError), match="inside a forward or backward, which uses") as error:
-                WRITES[what](wrapped, optimizer, tmp_path)  # noqa: B023
-            refused.append(str(error.value))  # noqa: B023
+                WRITES[what](wrapped, optimizer, tmp_path)  # noqa: B023  # called in this turn
+            refused.append(str(error.value))  # noqa: B023  # called in this turn
 
         block = wrapped.get_submodule("blocks.1")
         hooks = [block.register_forward_hook(act), block.register_full_backward_hook(act)] if acts else []
