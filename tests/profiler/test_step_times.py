@@ -177,11 +177,14 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
 def test_on_a_gpu_the_products_before_a_long_step_take_a_quarter_of_a_second() -> None:
     device = torch.device("cuda")
     before = torch.cuda.memory_allocated()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    step_times._keep_busy(device)
-    torch.cuda.synchronize()
-    assert 0.15 < time.perf_counter() - begin < 1.0  # others may keep the GPU busy too
+    took_s = []
+    for _ in range(5):  # other tests keep the GPU busy at times, and then fewer products are queued
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step_times._keep_busy(device)
+        torch.cuda.synchronize()
+        took_s.append(time.perf_counter() - begin)
+    assert any(0.15 < took < 1.0 for took in took_s), took_s
     assert torch.cuda.memory_allocated() == before
 
 

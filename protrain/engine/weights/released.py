@@ -70,7 +70,7 @@ class ReleasedParameter(PresentParameter):
         if func is Tensor.view_as and args[1] is args[0] and torch.is_grad_enabled() and parameter.requires_grad:
             # Autograd asks so for the node of a parameter (register_multi_grad_hook, get_gradient_edge), and expects
             # that what it gets has been made by one operation.
-            return _Copied.apply(parameter, _Source.now(handle), partial(_copy_of, handle))
+            return _copy_by_one_operation(parameter)
         if func in _MEMORY:
             raise MisuseError(
                 f"the memory of {handle.name} cannot be read or replaced ({func.__name__}), as it moves in every step: "
@@ -159,9 +159,16 @@ def weight_of(handle: Handle) -> Tensor:
     return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
 
 
-def _copy_of(handle: Handle) -> WeightCopy:
-    """A copy of the weight that a script may get as it is."""
-    copy = weight_of(handle).as_subclass(WeightCopy)
+def _copy_by_one_operation(parameter: ReleasedParameter) -> WeightCopy:
+    """A copy of the weight whose node in the graph is one of autograd's own, next to the parameter's.
+
+    In torch 2.11 the node of an ``autograd.Function`` does not know the next nodes once its result is gone.
+    """
+    handle = parameter.protrain_handle
+    with torch._C.DisableTorchFunctionSubclass():
+        copy: Any = parameter.clone(memory_format=torch.contiguous_format)
+        copy.detach().copy_(weight_of(handle))
+    copy.__class__ = WeightCopy
     copy.protrain_source = _Source.now(handle)
     return copy
 
