@@ -80,10 +80,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             for device_memory in memories:
                 Training(gpus=gpus, device_memory=device_memory).save(out)
                 command = [sys.executable, "-m", "bench.exactness.worker", task_file, tokens, out]
+                where = f"{gpus} GPUs, {device_memory or 'all memory'}"
                 status = run_ranks([str(each) for each in command], gpus)
                 if status:
+                    print(f"{parser.prog}: the training on {where} failed", file=sys.stderr)
                     return status
                 trainings.append(Training.load(out))
+                print(f"{where}: last loss {trainings[-1].losses[-1]!r}, {trainings[-1].checksum}", flush=True)
     record = Exactness(
         command=f"python -m bench.exactness {shlex.join(arguments)}",
         commit=commit_of_checkout(),
