@@ -82,7 +82,7 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
             event["ts"] -= base_us
     lanes = lanes_of(optimizer.plan.world_size)
     found["traceEvents"] += [*_names(_MEASURED, "measured", lanes), *_names(_PREDICTED, "predicted", lanes), *events]
-    target.write_text(json.dumps(found))
+    target.write_text(json.dumps(found), encoding="utf-8")
 
 
 def _profiler(device: torch.device) -> torch.profiler.profile:
@@ -96,7 +96,7 @@ def _exported(profiler: torch.profiler.profile) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder) / "profiler.json"
         profiler.export_chrome_trace(os.fspath(raw))
-        found: dict[str, Any] = json.loads(raw.read_text())
+        found: dict[str, Any] = json.loads(raw.read_text(encoding="utf-8"))
     return found
 
 

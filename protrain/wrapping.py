@@ -23,7 +23,7 @@ from protrain.common.progress import Progress
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
-from protrain.engine.weights.parameter import frozen_error
+from protrain.engine.weights.parameter import PresentParameter, frozen_error
 from protrain.hardware import detect
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -129,7 +129,7 @@ def wrap(
             checked=checked,
             device_memory=device_memory,
             host_memory=host_memory,
-            weights=os.fspath(weights) if weights is not None else None,
+            weights=os.path.abspath(weights) if weights is not None else None,
             step_during_backward=step_during_backward,
             accumulation=accumulation,
             compile=compile,
@@ -149,6 +149,11 @@ def wrap(
         required = {name: parameter.requires_grad for name, parameter in managed.items()}
 
     def begin(batch: Any) -> None:
+        if any(isinstance(parameter, PresentParameter) for parameter in managed.values()):
+            raise MisuseError(
+                "an earlier first call of this model failed after its weights had moved: mend what that error named, "
+                "build the model again, wrap it, and load its checkpoint again"
+            )
         with ranks.reporting("protrain.wrap"), first_alone_warns(ranks), _trained_as(required, managed):
             stages = Progress(enabled=progress and ranks.rank == 0)
             begin_training(model, optimizer, wrapped, batch, way, ranks=ranks, stages=stages)

@@ -108,7 +108,9 @@ def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
     Where ``folder`` cannot be written, a folder for temporary files replaces it.
     """
     version = _run([*compiler, "--version"])
-    identity = "\0".join((*(path.read_text() for path in _FILES), *compiler, *flags, version, _cpu_model()))
+    identity = "\0".join(
+        (*(path.read_text(encoding="utf-8") for path in _FILES), *compiler, *flags, version, _cpu_model())
+    )
     name = f"host_kernels-{hashlib.sha256(identity.encode()).hexdigest()[:20]}.so"
     try:
         if (folder / name).exists():
@@ -142,7 +144,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 def _cpu_model() -> str:
     """What ``-march=native`` looks at: the model of the CPU and its features."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.processor()
     keys = ("model name", "flags", "Features", "CPU part")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -76,22 +78,47 @@ def test_a_save_that_was_moved_away_and_linked_counts_as_one(tmp_path: Path) -> 
     assert load_checkpoint(elsewhere, model, optimizer) == 1
 
 
-def test_another_process_that_saves_there_meanwhile_keeps_its_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_process_that_saves_there_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, _ = make_run(0)
+    write = protrain.checkpoint.saving.write_parameters
+    said = f"another process writes to {re.escape(str(tmp_path))} at this moment: give each run a folder of its own"
+
+    def write_beside_another(*args: Any) -> Any:
+        with pytest.raises(OSError, match=said):
+            save_checkpoint(tmp_path, model, optimizer, extra="of the other")
+        return write(*args)
+
+    monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write_beside_another)
+    save_checkpoint(tmp_path, model, optimizer, extra="of the first")
+    monkeypatch.undo()
+    assert load_checkpoint(tmp_path, model, optimizer) == "of the first"
+    save_checkpoint(tmp_path, model, optimizer, extra="of the other")
+    assert load_checkpoint(tmp_path, model, optimizer) == "of the other"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00001-step-0", "00002-step-0"]
+
+
+def test_a_folder_that_is_deleted_during_a_save_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = make_run(0)
     write = protrain.checkpoint.saving.write_parameters
 
-    def write_after_another(*args: Any) -> Any:
-        monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write)
-        save_checkpoint(tmp_path, model, optimizer, extra="of the other")
-        return write(*args)
+    def write_after_a_deletion(scratch: Path, *args: Any) -> Any:
+        shutil.rmtree(scratch)
+        return write(scratch, *args)
 
-    monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write_after_another)
-    with pytest.raises(OSError, match="was deleted while it was written, as by another process that saves to"):
+    monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write_after_a_deletion)
+    with pytest.raises(OSError, match=r"00001\.tmp was deleted while it was written, as by another process that saves"):
         save_checkpoint(tmp_path, model, optimizer)
-    assert [path.name for path in tmp_path.iterdir()] == ["00001-step-0"]
-    assert load_checkpoint(tmp_path, model, optimizer) == "of the other"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["a file", "a link to itself"])
+def test_what_is_no_folder_is_named(tmp_path: Path, what: str) -> None:
+    model, optimizer, _ = make_run(0)
+    target = tmp_path / "target"
+    target.write_text("notes") if what == "a file" else target.symlink_to(target)
+    with pytest.raises(ValueError, match=f"{re.escape(str(target))} is no folder: give one to save to"):
+        save_checkpoint(target, model, optimizer)
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_save_inside_a_save_is_refused(tmp_path: Path) -> None:
@@ -276,3 +303,31 @@ def test_a_folder_that_is_a_link_is_written_where_it_leads(tmp_path: Path, exist
         (scratch / "file").touch()
     assert [path.name for path in target.iterdir()] == ["file"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_a_save_goes_where_a_link_leads(tmp_path: Path) -> None:
+    model, optimizer, _ = make_run(0)
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "saves")
+    save_checkpoint(tmp_path / "link", model, optimizer, extra="there")
+    assert load_checkpoint(tmp_path / "disk" / "saves", model, optimizer) == "there"
+
+
+def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    with complete_folder(tmp_path / "model", "exported model") as scratch:
+        (scratch / "file").touch()
+        with (
+            pytest.raises(OSError, match=r"another process writes to .*: give another folder for the exported model"),
+            complete_folder(tmp_path / "model", "exported model"),
+        ):
+            pass
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["file"]
+
+
+def test_a_disk_itself_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == tmp_path)
+    with (
+        pytest.raises(ValueError, match=r"is where a disk is mounted: give a folder in it for the exported model"),
+        complete_folder(tmp_path, "exported model"),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())

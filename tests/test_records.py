@@ -88,7 +88,7 @@ def test_a_record_goes_to_the_file_that_a_link_names(tmp_path: Path) -> None:
 def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FULL.save(tmp_path / "record.json")
 
-    def full(self: Path, text: str) -> None:
+    def full(self: Path, text: str, **_: str) -> None:
         self.write_bytes(text[:5].encode())
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -20,7 +20,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ def convert(source: Path, target: Path) -> Path:
     Raises:
         CheckpointError: ``source`` is no checkpoint, or damaged.
         ValueError: ``target`` is in use.
-        OSError: the disk is full or not writable.
+        OSError: the disk is full or not writable, or another process is writing to ``target``.
     """
     return _from_dcp(source, target) if (source / _METADATA).exists() else _to_dcp(find_save(source), target)
 
@@ -138,16 +138,17 @@ def _from_dcp(source: Path, root: Path) -> Path:
         file: dict(zip(keys, load([_other_key(file, key) for key in keys]), strict=True))
         for file, keys in own["others"].items()
     }
-    _, serial = new_save(root)
-    scratch = root / f".{serial:05d}.tmp"
-    try:
-        files = write_others(scratch, others[BUFFERS], others.get(MODULES, {}))
-        written, step = write_parameters(scratch, parts(), Ranks(None))
-        target = root / f"{serial:05d}-step-{step}"
-        publish(scratch, target, {**own["manifest"], "step": step, "files": files | written})
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    with ExitStack() as unlock:
+        _, serial = new_save(root, unlock)
+        scratch = root / f".{serial:05d}.tmp"
+        try:
+            files = write_others(scratch, others[BUFFERS], others.get(MODULES, {}))
+            written, step = write_parameters(scratch, parts(), Ranks(None))
+            target = root / f"{serial:05d}-step-{step}"
+            publish(scratch, target, {**own["manifest"], "step": step, "files": files | written})
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
     return target
 
 

@@ -217,4 +217,4 @@ def _write_index(folder: Path, writer: TensorWriter, stem: str) -> None:
         "metadata": {"total_size": sum(file.bytes for file in writer.files)},
         "weight_map": {key: file.name for file in writer.files for key in file.keys},
     }
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

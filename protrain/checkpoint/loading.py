@@ -62,7 +62,7 @@ def load_checkpoint(
     An error on one rank is raised on all of them.
     """
     check_wrapped(model, optimizer)
-    ranks, root = optimizer.ranks, Path(folder)
+    ranks, root = optimizer.ranks, Path(folder).absolute()  # the first call may read it from another working folder
     ranks.meet("load_checkpoint()")
     wait_for_async_saves(optimizer, root)
     name, manifest = Path(), dict[str, Any]()

@@ -38,13 +38,16 @@ def find_save(folder: Path) -> Path:
 
 
 def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
-    """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk."""
+    """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk. An OSError names the file."""
     has_parts = any("parts" in entry for entry in manifest["files"].values())
     whole = {"format": FORMAT if "base" in manifest else 2 if has_parts else 1, **manifest}
-    with open(save / MANIFEST, "w") as file:
-        json.dump({**whole, "crc32": _own_crc32(whole)}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with open(save / MANIFEST, "w", encoding="utf-8") as file:
+            json.dump({**whole, "crc32": _own_crc32(whole)}, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(f"cannot write {save / MANIFEST}: {error.strerror or error}") from error
 
 
 def read_manifest(save: Path) -> dict[str, Any]:

@@ -32,7 +32,7 @@ import shutil
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,7 @@ from protrain.checkpoint.random_state import random_state
 from protrain.checkpoint.tensor_files import sync, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError
+from protrain.common.folder_use import used_alone
 from protrain.common.quantities import format_bytes
 from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
@@ -93,7 +94,8 @@ def save_checkpoint(
         ValueError: ``optimizer`` is not the wrapped one, ``folder`` is itself a save, ``keep`` is no whole number from
             1 on, or ``scheduler``, ``extra`` or a module's extra state holds what JSON cannot. Tensors in extra state
             are allowed.
-        OSError: The disk is full or not writable. Earlier saves are intact, and no part of this one is left.
+        OSError: The disk is full or not writable, or another process is saving to ``folder``. Earlier saves are
+            intact, and no part of this one is left.
         MisuseError: Not all ranks have called it.
 
     An error on one rank is raised on all of them.
@@ -131,12 +133,13 @@ def async_save(
     check_wrapped(model, optimizer)
     ranks = optimizer.ranks
     ranks.meet("async_save()")
-    wait_for_async_saves(optimizer, Path(folder))
+    root = Path(folder).absolute()  # the thread goes by it, whatever folder the process works in by then
+    wait_for_async_saves(optimizer, root)
     with raised_on_all(ranks):
         names = _saved_names(model, optimizer, base)
         _refuse_without_room(optimizer, names)
         parts = [(name, optimizer.export_part(name)) for name in names]
-    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep, base)
+    save = _begin(root, model, optimizer, scheduler, extra, keep, base)
     aside = Aside(ranks, ranks.of_first(f"async_save {uuid4()}"))
     thread = ThreadPoolExecutor(1, "protrain async_save")
     saved = thread.submit(_finish, save, _given_up(parts), aside)
@@ -193,6 +196,7 @@ class _Save:
     manifest: dict[str, Any] = field(default_factory=dict)
     older: list[Path] = field(default_factory=list)
     serial: int = 0
+    unlock: ExitStack = field(default_factory=ExitStack)  # lets others save to the folder
 
     @property
     def scratch(self) -> Path:
@@ -223,7 +227,7 @@ def _begin(
                 save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
                 save.manifest |= {} if base is None else {"base": base.to_dict()}
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
-                save.older, save.serial = new_save(root)
+                save.older, save.serial = new_save(root, save.unlock)
                 others = unmanaged_tensors(model, base_weights(model, base))
                 save.manifest["files"] = write_others(save.scratch, others, tensors)
         save.serial = ranks.of_first(save.serial)
@@ -235,36 +239,40 @@ def _begin(
     except BaseException:
         if first and save.serial:
             shutil.rmtree(save.scratch, ignore_errors=True)
+        save.unlock.close()
         raise
     return save
 
 
 def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside) -> Path:
     """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
-    first = ranks.rank == 0
-    try:
-        with raised_on_all(ranks):
-            own = write_parameters(save.scratch, parts, ranks)
-        written = ranks.all_values(own)
-        step = max(step for _, step in written)
-        target = save.root / f"{save.serial:05d}-step-{step}"
+    with save.unlock:
+        first = ranks.rank == 0
+        try:
+            with raised_on_all(ranks):
+                own = write_parameters(save.scratch, parts, ranks)
+            written = ranks.all_values(own)
+            step = max(step for _, step in written)
+            target = save.root / f"{save.serial:05d}-step-{step}"
+            with raised_on_all(ranks):
+                if first:
+                    files = {name: entry for files, _ in written for name, entry in files.items()}
+                    publish(
+                        save.scratch, target, {**save.manifest, "step": step, "files": save.manifest["files"] | files}
+                    )
+        except BaseException as error:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
+            if first:
+                shutil.rmtree(save.scratch, ignore_errors=True)
+            if isinstance(error, FileNotFoundError):
+                raise OSError(
+                    f"{save.scratch} was deleted while it was written, as by another process that saves to "
+                    f"{save.root}: give each run a folder of its own"
+                ) from error
+            raise
         with raised_on_all(ranks):
             if first:
-                files = {name: entry for files, _ in written for name, entry in files.items()}
-                publish(save.scratch, target, {**save.manifest, "step": step, "files": save.manifest["files"] | files})
-    except BaseException as error:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
-        if first:
-            shutil.rmtree(save.scratch, ignore_errors=True)
-        if isinstance(error, FileNotFoundError):
-            raise OSError(
-                f"{save.scratch} was deleted while it was written, as by another process that saves to {save.root}: "
-                "give each run a folder of its own"
-            ) from error
-        raise
-    with raised_on_all(ranks):
-        if first:
-            _delete_all_but([*save.older, target], save.keep)
-    return target
+                _delete_all_but([*save.older, target], save.keep)
+        return target
 
 
 def _manifest(
@@ -289,18 +297,26 @@ def _manifest(
     }
 
 
-def new_save(root: Path) -> tuple[list[Path], int]:
+def new_save(root: Path, unlock: ExitStack) -> tuple[list[Path], int]:
     """Remove what killed saves have left in ``root``, and make the hidden folder of a new one.
+
+    Until ``unlock`` is closed, no other process can do so there. It would take this save for what a killed one has
+    left.
 
     Returns:
         The saves in ``root``, and the number of the new one.
 
     Raises:
-        ValueError: ``root`` is itself a save, so a load from it would not look for others in it.
+        ValueError: ``root`` is itself a save, so a load from it would not look for others in it; or it is no folder.
+        OSError: another process is saving there.
     """
     if (root / MANIFEST).exists():
         raise ValueError(f"{root} is itself a save: give the folder that it is in, {root.absolute().parent}")
-    root.mkdir(parents=True, exist_ok=True)
+    try:
+        Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
+    except FileExistsError:
+        raise ValueError(f"{root} is no folder: give one to save to") from None
+    unlock.enter_context(used_alone(root, "give each run a folder of its own"))
     for leftover in root.glob(".*.tmp"):
         if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
             _delete(leftover)

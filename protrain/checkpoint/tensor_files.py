@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from protrain.common.errors import CheckpointError
+from protrain.common.folder_use import used_alone
 
 FILE_BYTES = 1024**3  # the host memory that a save may need besides the training state
 
@@ -125,23 +126,28 @@ def file_crc32(path: Path) -> int:
 def complete_folder(folder: Path, what: str) -> Iterator[Path]:
     """A hidden folder that becomes ``folder`` when the body has ended and all of it is on the disk.
 
-    After an error neither of them is there. ``what`` the folder is for is named in the ValueError if it is not empty.
+    After an error neither of them is there. ``what`` the folder is for is named in the ValueError if it is not empty or
+    a mount point. An OSError says that another process writes it.
     """
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: give a folder of its own for the {what}")
+    if folder.is_mount():  # which cannot take the place of another folder
+        raise ValueError(f"{folder} is where a disk is mounted: give a folder in it for the {what}")
     folder = folder.resolve()  # a folder cannot be renamed to a link
     scratch = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(scratch, ignore_errors=True)
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        for path in (*scratch.iterdir(), scratch):
-            sync(path)
-        os.rename(scratch, folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    scratch.mkdir(parents=True, exist_ok=True)
+    with used_alone(scratch, f"give another folder for the {what}"):
+        try:
+            for left in scratch.iterdir():  # by a killed process
+                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            yield scratch
+            for path in (*scratch.iterdir(), scratch):
+                sync(path)
+            os.rename(scratch, folder)
+            sync(folder.parent)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
 
 
 def sync(path: Path) -> None:

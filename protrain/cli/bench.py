@@ -155,7 +155,7 @@ def run(args: argparse.Namespace) -> None:
         status = _wait(process, requests)
         results = sorted(Path(folder or scratch).glob(benchmark.writes), key=lambda path: path.stat().st_mtime)
         if args.json and results:
-            print(results[-1].read_text(), end="", flush=True)
+            print(results[-1].read_text(encoding="utf-8"), end="", flush=True)
     if requests.received:
         raise InterruptedRun(requests.received, "interrupted")
     if status:

@@ -96,7 +96,7 @@ def _add_calibrate(add_parser: AddParser) -> None:
         "--repeat-check", action="store_true", help="measure twice and print the figures that differ by more than 5%%"
     )
     add_output_options(parser)
-    parser.set_defaults(run="protrain.cli.calibrate_run.run")
+    parser.set_defaults(run="protrain.cli.calibrate_run:run")
 
 
 def _add_plan(add_parser: AddParser) -> None:
@@ -149,7 +149,7 @@ def _add_plan(add_parser: AddParser) -> None:
         help="also a picture of one step, or of the frontier: .png, .svg or .pdf",
     )
     add_output_options(parser)
-    parser.set_defaults(run="protrain.cli.plan_run.run")
+    parser.set_defaults(run="protrain.cli.plan_run:run")
 
 
 def _add_machine_options(parser: Parser) -> None:
@@ -233,7 +233,7 @@ def _add_train(add_parser: AddParser) -> None:
     )
     add_output_options(parser)
     parser.set_defaults(folder=None, resume=False, gpus=None, trace=None, json=False, out=None)
-    parser.set_defaults(run="protrain.cli.train_run.run")
+    parser.set_defaults(run="protrain.cli.train_run:run")
 
 
 def _add_export(add_parser: AddParser) -> None:
@@ -251,7 +251,7 @@ def _add_export(add_parser: AddParser) -> None:
         lora="the --lora of the training (default: that of the run)",
         merge="of a run with --lora: write the whole model with the adapter added",
     )
-    parser.set_defaults(run="protrain.cli.export_run.export")
+    parser.set_defaults(run="protrain.cli.export_run:export")
 
 
 def _add_convert(add_parser: AddParser) -> None:
@@ -261,7 +261,7 @@ def _add_convert(add_parser: AddParser) -> None:
     )
     parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint of either format")
     parser.add_argument("target", metavar="TARGET", type=writable_folder, help="where to write it in the other format")
-    parser.set_defaults(run="protrain.cli.export_run.convert")
+    parser.set_defaults(run="protrain.cli.export_run:convert")
 
 
 # From the name of a command to its line in the help of `protrain`, and the function that adds its parser.

@@ -50,7 +50,7 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
     with raised_on_all(run.ranks):
         if run.writes:
             if text is not None:
-                (folder / SAMPLE_FILE).write_text(text)
+                (folder / SAMPLE_FILE).write_text(text, encoding="utf-8", errors="backslashreplace")
             draw_loss_curve(folder, run.metrics.rows, run.tokens.unigram_entropy)
             summary.save(folder / SUMMARY_FILE)
     return summary

@@ -29,7 +29,7 @@ def claimed(folder: Path, *, new: bool = False) -> Iterator[Path]:
         new: take no folder that exists. Runs of one model that begin in the same second get a number behind the name.
 
     Raises:
-        ValueError: another process trains there.
+        ValueError: another process trains there, or it is a link that leads to no folder.
     """
     made = [path for path in folder.parents if not path.exists()]
     if new:
@@ -37,7 +37,10 @@ def claimed(folder: Path, *, new: bool = False) -> Iterator[Path]:
         made.insert(0, folder)
     else:
         made = made if folder.exists() else [folder, *made]
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
+        except FileExistsError:
+            raise ValueError(f"--folder: {folder} is a link that leads to no folder: give another one") from None
     lock = _lock(folder)
     try:
         yield folder

@@ -46,9 +46,14 @@ def _wandb(folder: Path, options: dict[str, Any]) -> Log:
     file = folder / WANDB_FILE
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(uuid.uuid4().hex)
+        file.write_text(uuid.uuid4().hex, encoding="utf-8")
     run = wandb.init(
-        project="protrain", name=folder.name, id=file.read_text(), resume="allow", dir=str(folder), config=options
+        project="protrain",
+        name=folder.name,
+        id=file.read_text(encoding="utf-8"),
+        resume="allow",
+        dir=str(folder),
+        config=options,
     )
 
     def log(row: dict[str, Any]) -> None:

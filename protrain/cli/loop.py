@@ -159,7 +159,7 @@ def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int)
         if run.writes:
             discard_unfinished(run.folder)
         if saved_step != run.step:
-            Progress(enabled=True).note(f"saved {run.save()}")
+            Progress(enabled=True).note(f"saved {_saved(run, saved_step)}")
         if isinstance(error, Stopped):
             raise _interrupted(run, _told_to_stop(run, requests)) from None
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import select
 import signal
 import sys
@@ -29,6 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     and they never get here.
     """
     name = "protrain"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show must not cost the results
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args = _parsed(argv)
         name = f"protrain {args.command}"

@@ -166,11 +166,11 @@ class MetricsFile:
             self._has_others = True
         if self._has_others:
             scratch = self._path.with_suffix(".tmp")
-            scratch.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+            scratch.write_text("".join(json.dumps(row) + "\n" for row in self.rows), encoding="utf-8")
             os.replace(scratch, self._path)
             self._has_others = False
         self.rows.append(row)
-        with open(self._path, "a") as file:
+        with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         if self._log is not None:
             self._log(row)
@@ -274,7 +274,7 @@ class ProgressLine:
 def resident_bytes() -> int:
     """The memory that this process holds now. On other systems than Linux, it is the most that it ever held."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     except OSError:
         return peak_resident_bytes()
     return pages * resource.getpagesize()

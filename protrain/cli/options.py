@@ -7,6 +7,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -79,6 +80,10 @@ class Parser(argparse.ArgumentParser):
 
         If the parser has `--config`, options may also stand in that file.
         """
+        for at, word in enumerate(args or ()):
+            if not word or (word.startswith("--") and word.endswith("=")):
+                said = shlex.join(args[max(0, at - 1) : at + 1] if not word else [word])
+                self.error(f"{said}: nothing is given, as by a shell variable that is not set")
         if "--config" in self._option_string_actions:
             try:
                 args = _with_config(args, self._option_string_actions)
@@ -136,7 +141,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text())
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeError) as error:
@@ -154,7 +159,7 @@ def _words(path: Path, option: str, value: Any, action: argparse.Action) -> list
         if value:
             return [option]
         return [f"--no-{option[2:]}"] if f"--no-{option[2:]}" in action.option_strings else []
-    values = value if isinstance(value, list) else [value]
+    values = value if isinstance(value, list) and isinstance(action, argparse._AppendAction) else [value]
     if any(isinstance(each, dict | list | bool | None) for each in values):
         raise ValueError(f"--config {path}: {option[2:]} must be a number or text, not {value!r}")
     return [f"{option}={each}" for each in values]

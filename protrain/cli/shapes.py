@@ -78,7 +78,7 @@ def describe(name: str, *, layers: int | None = None) -> str:
     if name in SHAPES:
         return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
     try:
-        return (Path(name) / "config.json").read_text()
+        return (Path(name) / "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeError):
         return ""
 

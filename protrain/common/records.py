@@ -73,7 +73,7 @@ class Record:
         name, kind = os.fspath(path), cls.file_kind or cls.__name__
         remedy = f"; {cls.file_source}" if cls.file_source else ""
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
         except (ValueError, RecursionError) as error:  # it is no text, no JSON, or has endless numbers or nesting
@@ -103,7 +103,7 @@ class Record:
         target = Path(path).resolve()
         scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            scratch.write_text(self.to_json() + "\n")
+            scratch.write_text(self.to_json() + "\n", encoding="utf-8")
             os.replace(scratch, target)
         except OSError:
             scratch.unlink(missing_ok=True)

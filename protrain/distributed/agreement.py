@@ -34,6 +34,8 @@ class Aside:
         self._ranks = ranks
         self._name = name
         self._exchanges = 0
+        # It is held, as scripts end with destroy_process_group() while their last save is under way.
+        self._store: Any = dist.distributed_c10d._get_default_store() if ranks.several else None
 
     def all_values(self, value: Value, what: str = "") -> list[Value]:
         """The ``value`` of every rank, in rank order: any object that can be pickled. All must call it.
@@ -45,7 +47,7 @@ class Aside:
         """
         if not self.several:
             return [value]
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = self._store
         self._exchanges += 1
         keys = [f"protrain/{self._name}/{self._exchanges}/{rank}" for rank in range(self.size)]
         read = [f"{key}/read" for key in keys[1:]]

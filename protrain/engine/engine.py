@@ -16,6 +16,7 @@ A step, in the order in which things happen:
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -87,6 +88,7 @@ class Engine:
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
         self.thawed = set[int]()
+        self._process = os.getpid()
         self._ranks = memory.ranks
         self._visits = visits
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
@@ -259,8 +261,17 @@ class Engine:
             self.gradients.abandon()
         return failed
 
+    def refuse_another_process(self) -> None:
+        """MisuseError in a forked process, which has neither the host memory of states nor the threads of updates."""
+        if os.getpid() != self._process:
+            raise MisuseError(
+                "this process was forked from the one that called protrain.wrap, and has no model states: train, read "
+                "and save the model there, or call protrain.wrap in this process"
+            )
+
     def _end_interrupted(self) -> None:
         """Clean up after an error or Ctrl-C in the middle of a step: between steps no unit uses any chunk."""
+        self.refuse_another_process()
         self.abandon_backward()
         if self._backward is None and self.buffers.any_in_use() and not self._runs_a_unit():
             self.bindings.release_all()

@@ -71,7 +71,7 @@ def _field(path: Path, name: str) -> str | None:
 
 def _read(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return None
 

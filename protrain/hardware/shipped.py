@@ -42,7 +42,7 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     text = os.fspath(name_or_path)
     if text.lower() in shipped_names():
         resource = files("protrain.hardware").joinpath("profiles", f"{text.lower()}.json")
-        return HardwareProfile.from_json(resource.read_text())
+        return HardwareProfile.from_json(resource.read_text(encoding="utf-8"))
     if not os.path.exists(text):
         raise ValueError(f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}")
     return HardwareProfile.load(text)

@@ -58,6 +58,7 @@ def test_options_of_the_command_line_win(job: str) -> None:
         ("steps: true", "steps must be a number or text, not True"),
         ("steps: {a: 1}", "steps must be a number or text, not {'a': 1}"),
         ("steps:", "steps must be a number or text, not None"),
+        ("steps: [1, 2]", "steps must be a number or text, not [1, 2]"),
         ("steps: many", "argument --steps: must be a whole number, not 'many'"),
         ("- steps", "must have a line for each option, like 'steps: 1000'"),
         ("a: b: c", "is no YAML"),

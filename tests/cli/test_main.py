@@ -160,6 +160,12 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["export", "folder", "."], "argument FOLDER: . is not empty: give a folder of its own"),
         (["export", "folder", "file.txt"], "argument FOLDER: file.txt is a file: give a folder"),
         (["plan", "tiny", "--device", "cpu", "--picture", "folder"], "--picture: folder is a folder"),
+        (
+            ["train", "--model", "tiny", "--device", "cpu", "--folder", ""],
+            "--folder '': nothing is given, as by a shell",
+        ),
+        (["train", "--model", "tiny", "--device", "cpu", "--folder="], "--folder=: nothing is given, as by a shell"),
+        (["train", "--model", "tiny", "--device", "cpu", "--folder", "link"], "link is a link that leads to no folder"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_status_2(
@@ -168,6 +174,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "file.txt").touch()
+    (tmp_path / "link").symlink_to("link")
     (tmp_path / "zeros.bin").write_bytes(bytes(100))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setenv("TRITON_INTERPRET", "0")  # stands for a GPU where the loss is chosen
@@ -176,6 +183,16 @@ def test_a_bad_argument_is_one_line_and_status_2(
     assert (status, len(lines), out) == (2, 1, ""), err
     assert lines[0].startswith("protrain")
     assert message in lines[0]
+
+
+def test_a_torch_that_cannot_be_imported_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "protrain.cli.calibrate_run", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    status, out, err = run(capsys, "calibrate", "--device", "cpu")
+    assert (status, out) == (2, "")
+    assert err == "protrain calibrate: import of torch halted; None in sys.modules\n"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")

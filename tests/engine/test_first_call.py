@@ -258,8 +258,21 @@ def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path
         file.unlink()
     with pytest.raises((CheckpointError, OSError)):
         train(model, optimizer, batches())
-    with pytest.raises(MisuseError):
+    with pytest.raises(MisuseError, match="an earlier first call of this model failed after its weights had moved"):
         train(model, optimizer, batches())
+
+
+def test_a_relative_folder_is_that_of_the_call_that_named_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    begun = wrapped()
+    train(*begun, batches()[:1])
+    protrain.save_checkpoint("saves", *begun)
+    expected = train(*begun, batches()[1:])
+    model, optimizer = wrapped()
+    protrain.load_checkpoint("saves", model, optimizer)
+    monkeypatch.chdir(tmp_path / "other")
+    assert train(model, optimizer, batches()[1:]) == expected
 
 
 def test_what_is_frozen_in_the_first_call_may_be_trained_later() -> None:

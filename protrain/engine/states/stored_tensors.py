@@ -39,7 +39,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [whole]
     if index.is_file():
         try:
-            named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"weights: {index} is no readable index: {error}") from None
         missing = [name for name in named if not (folder / name).is_file()]

@@ -36,6 +36,9 @@ class ParameterEngine(Protocol):
     def in_backward(self) -> bool:
         """Whether a backward that brings gradients runs now."""
 
+    def refuse_another_process(self) -> None:
+        """MisuseError in a forked process, which has no states."""
+
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
 
