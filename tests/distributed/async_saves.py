@@ -109,3 +109,17 @@ def save_and_wait_to_be_killed(rank: int, size: int, folder: str) -> None:
         path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
         Path(folder, f"rank{rank}").touch()
         path.result()
+
+
+def save_and_end_the_group(rank: int, size: int, folder: str) -> None:
+    """Save, and end the process group before the save is written, as scripts do at their end."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = Training(rank, size, None)  # the harness would leave no memory for a copy
+    training.train(range(1))
+    with held() as go_on:
+        protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        torch.save(training.states(), Path(folder, f"states{rank}"))
+        dist.barrier()
+        dist.destroy_process_group()
+        go_on.set()

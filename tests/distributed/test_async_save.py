@@ -13,7 +13,14 @@ import protrain
 from protrain.checkpoint.manifest import list_saves
 from protrain.common.quantities import format_bytes
 from tests.distributed.apart import Group
-from tests.distributed.async_saves import fail_to_save, held, save_and_train, save_and_wait_to_be_killed, save_twice
+from tests.distributed.async_saves import (
+    fail_to_save,
+    held,
+    save_and_end_the_group,
+    save_and_train,
+    save_and_wait_to_be_killed,
+    save_twice,
+)
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import SECOND, THIRD, Run, Training, go_on
 from tests.engine.harness import assert_same
@@ -88,3 +95,32 @@ def test_a_rank_that_is_killed_while_it_writes_leaves_the_earlier_save(tmp_path:
     loaded = Training(0, 1, THIRD)
     loaded.load(str(folder))
     assert_same(loaded.states(), torch.load(folder / "states0"))
+
+
+@pytest.mark.slow
+def test_a_script_may_end_the_process_group_while_it_is_written(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Group(2, save_and_end_the_group, str(folder), folder=tmp_path) as group:
+        endings = group.endings(range(2), timeout_s=60)
+    assert [endings[rank].status for rank in range(2)] == [0, 0]
+    loaded = Training(0, 1, THIRD)
+    loaded.load(str(folder))
+    assert_same(loaded.states(), torch.load(folder / "states0"))
+
+
+def test_it_goes_where_the_process_worked_when_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(0, 1, None)
+    training.train(range(1))
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    with held() as go_on:
+        saved = protrain.async_save("saves", training.model, training.optimizer, scheduler=training.scheduler)
+        monkeypatch.chdir(tmp_path / "other")
+        go_on.set()
+        assert saved.result() == tmp_path / "one" / "saves" / "00001-step-1"
+    assert list_saves(tmp_path / "one" / "saves") == [saved.result()]
+    assert not list((tmp_path / "other").iterdir())
