@@ -153,7 +153,7 @@ def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
         plain = not _shows_blocks()
     shades = _PLAIN_SHADES if plain else _SHADES
     width = max(map(len, timeline.lanes.values()))
-    screen = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH
+    screen = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
     columns = max(_LEAST_COLUMNS, min(WIDTH, screen) - width - len("    100%"))
     lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
     for lane, name in timeline.lanes.items():
@@ -190,7 +190,7 @@ def _phase_line(timeline: Timeline, columns: int) -> str:
 
 def _shows_blocks() -> bool:
     try:
-        _SHADES.encode(sys.stdout.encoding or "ascii")
+        _SHADES.encode(getattr(sys.stdout, "encoding", None) or "ascii")
     except UnicodeEncodeError:
         return False
     return True

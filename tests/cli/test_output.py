@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from protrain.cli.main import main
+from protrain.planning import Plan
 
 
 @pytest.mark.slow
@@ -72,3 +74,12 @@ def test_another_pipe_that_broke_is_an_error(
     monkeypatch.setattr("protrain.cli.plan_run.run", fail)
     status = main(["plan", "tiny"])
     assert (status, capsys.readouterr().err) == (1, "protrain plan: [Errno 32] Broken pipe\n")
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)  # as Python has it where the descriptor is closed
+    out = tmp_path / "plan.json"
+    argv = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32", "--out", str(out)]
+    assert main(argv) == 0
+    assert Plan.load(out).tokens == 64
