@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
-from protrain.common.parameters import DTYPES, is_managed
+from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.distributed.processes import announced_processes, local_rank
 from protrain.engine.states.empty import check_recorded
 from protrain.engine.states.weight_files import check_weights
@@ -25,6 +26,7 @@ from protrain.optim.user_optimizer import check_supported
 from protrain.planning import Plan
 from protrain.planning.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks, refuse_scripted
+from protrain.profiler.storages import storage_key
 from protrain.profiler.trace import parameter_records
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
@@ -143,6 +145,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make "
                     "the optimizer from this model's parameters()"
                 )
+    _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_managed(parameter):
             raise ValueError(_not_trained(name, parameter))
@@ -179,6 +182,30 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             f"have no .grad. One of them is {forgotten[0]}",
             stacklevel=4,  # the caller of wrap
         )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Raise a ValueError if a trained parameter shares memory with another parameter or a buffer.
+
+    In a chunk it would have memory of its own, and what becomes of one would no longer become of the other.
+    """
+    ends: dict[StorageWeakRef, tuple[int, str, bool]] = {}  # how far a storage is occupied, and by what
+    found = [
+        (storage_key(tensor), int(tensor.storage_offset()) * tensor.element_size(), name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel() and split_up(tensor) is None
+    ]
+    for storage, start, name, tensor in sorted(found, key=lambda part: part[1]):
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        bytes_to_end = tensor.element_size() * (1 + sum((int(size) - 1) * stride for size, stride in steps))
+        end, other, trained = ends.get(storage, (0, "", False))
+        if start < end and (trained or tensor.requires_grad):
+            raise ValueError(
+                f"{other} and {name} share memory without being one parameter, so training would part them: make them "
+                "one (module.weight = other.weight), or give each its own memory (clone()). peft makes such parameters "
+                "of tied embeddings that have adapters: leave out ensure_weight_tying"
+            )
+        ends[storage] = max((end, other, trained), (start + bytes_to_end, name, tensor.requires_grad))
 
 
 def _check_statistics(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -324,3 +324,38 @@ def test_reversible_layers() -> None:
     words = r"the backward of _Reversible uses a weight while the block that owns it does not run.* \(Reformer\)"
     model = _Reversible()
     refused(model, adamw(model), (torch.randn(2, 4),), words, ValueError)
+
+
+def part_of_a_weight(first: nn.Linear, second: nn.Linear) -> None:
+    second.bias = nn.Parameter(first.weight.detach()[1])
+
+
+def transposed_weight(first: nn.Linear, second: nn.Linear) -> None:
+    second.weight = nn.Parameter(first.weight.detach().T, requires_grad=False)
+
+
+def buffer_of_a_weight(first: nn.Linear, second: nn.Linear) -> None:
+    second.register_buffer("kept", first.weight.detach())
+
+
+@pytest.mark.parametrize("share", [part_of_a_weight, transposed_weight, buffer_of_a_weight])
+def test_a_trained_parameter_in_the_memory_of_another_tensor(share: Callable[..., None]) -> None:
+    words = "0.weight and 1.* share memory without being one parameter.*module.weight = other.weight.*clone"
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    share(*model)
+    refused(model, adamw(model), (torch.ones(2, 4),), words, ValueError)
+    with protrain.empty_parameters():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        share(*model)
+    with pytest.raises(ValueError, match=words):
+        protrain.wrap(model, adamw(model), example_batch=(torch.ones(2, 4),), device="cpu", progress=False)
+
+
+def test_tensors_that_lie_beside_each_other_or_are_frozen_may_share_memory() -> None:
+    first, second, memory = nn.Linear(4, 4), nn.Linear(4, 4), torch.ones(2, 4, 4)
+    first.weight, second.weight = nn.Parameter(memory[0]), nn.Parameter(memory[1])  # as in a file that is mapped
+    bias = torch.ones(4)
+    first.bias, second.bias = (nn.Parameter(bias, requires_grad=False) for _ in range(2))
+    model = nn.Sequential(first, second)
+    protrain.wrap(model, adamw(model), example_batch=(torch.ones(2, 4),), device="cpu", progress=False)
+    assert torch.equal(second.bias.detach(), bias)
