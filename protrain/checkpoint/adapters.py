@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.checkpoint.tensor_files import file_crc32
-from protrain.common.adapters import adapted_layers, adapter_names, base_name, in_peft_model
+from protrain.common.adapters import adapted_layers, adapter_names, base_name, in_peft_model, is_peft_model
 from protrain.common.errors import CheckpointError
 from protrain.common.records import Record
 from protrain.distributed.agreement import raised_on_all
@@ -30,8 +30,8 @@ ADAPTER_FILE = "adapter_model"
 
 
 def has_adapter(model: nn.Module) -> bool:
-    """Whether peft has added an adapter to ``model``."""
-    return bool(getattr(model, "peft_config", None)) and bool(adapter_names(model))
+    """Whether peft has added an adapter to ``model``. Some adapters are no layers: prompts, and prefixes."""
+    return bool(getattr(model, "peft_config", None)) and (is_peft_model(model) or bool(adapter_names(model)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,26 +95,38 @@ def reading_base(model: nn.Module, folder: Path, dtype: torch.dtype) -> Iterator
 
 
 def adapter_weights(
-    model: nn.Module, names: Iterable[str], read: Callable[[str], Tensor]
+    model: Any, names: Iterable[str], read: Callable[[str], Tensor], others: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the adapter of ``model``, by the names that ``PeftModel.from_pretrained`` expects.
+    """The tensors that peft saves of the adapter of ``model``, by the names that ``PeftModel.from_pretrained`` expects.
 
-    ``read`` gives the value of each parameter in ``names``, so ``model`` may be on the meta device.
+    ``read`` gives the value of each parameter in ``names``, so ``model`` may be on the meta device. ``others`` are its
+    buffers. What the adapter trains is held at once, as adapters are small.
 
     Raises:
-        ValueError: ``model`` has several adapters, or trains what is no part of the adapter and would be lost.
+        ValueError: ``model`` has several adapters, or trains what peft does not save and would be lost.
     """
+    from peft import get_peft_model_state_dict
+
     adapter, own = _only_adapter(model), adapter_names(model)
-    lost = [name for name, p in model.named_parameters() if p.requires_grad and name not in own]
-    if lost:
+    every = {name: p.requires_grad for name, p in model.named_parameters()}
+    values = {name: read(name) if every[name] or name in own else torch.empty(0, device="meta") for name in names}
+    values.update(others)
+    names_of = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    tied = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    first_names = {name: names_of[id(tensor)] for name, tensor in tied}
+    state = {name: values[first] for name, first in first_names.items() if first in values}
+    saved = get_peft_model_state_dict(model, state, adapter)
+    kept = {id(value) for value in saved.values()}
+    lost = [name for name, trained in every.items() if trained and name not in own and id(values.get(name)) not in kept]
+    if lost and not model.peft_config[adapter].is_prompt_learning:  # of which peft saves what the trained modules make
         raise ValueError(
             f"{lost[0]} is trained and is no part of the adapter, so exporting the adapter would lose it: export with "
             "merge=True, or freeze it"
         )
-    for name in names:
-        if name in own:
-            # A name in the files of peft does not say which adapter it is of.
-            yield in_peft_model(name).replace(f".{adapter}.", ".").removesuffix(f".{adapter}"), read(name)
+    left = {id(value): name for name, value in values.items() if value.is_meta}
+    for name, value in saved.items():  # a tied value is saved under several names
+        whole = read(left[id(value)]) if value.is_meta else value.clone()
+        yield name if is_peft_model(model) else in_peft_model(name), whole
 
 
 def write_adapter_config(model: Any, folder: Path) -> None:
@@ -136,8 +148,9 @@ def merged_weights(
     """
     adapter, own = _only_adapter(model), adapter_names(model)
     _refuse_other_than_lora(model)
+    trained_copy = f".modules_to_save.{adapter}."  # of a whole module, which takes the place of ``original_module``
     for name in names:
-        if name in own:
+        if name in own or ".original_module." in name:
             continue
         weight, path = read(name), name.removesuffix(".base_layer.weight")
         if path != name:
@@ -145,7 +158,7 @@ def merged_weights(
             a, b = (read(f"{path}.lora_{part}.{adapter}.weight").float() for part in "AB")
             product = (b @ a).T if layer.fan_in_fan_out else b @ a
             weight = (weight.float() + product * layer.scaling[adapter]).to(weight.dtype)
-        yield base_name(name), weight
+        yield base_name(name.replace(trained_copy, ".")), weight
 
 
 def _only_adapter(model: Any) -> str:

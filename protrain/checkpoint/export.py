@@ -162,7 +162,7 @@ def _write(
         raise ValueError("merge=True: the model has no adapter of peft to merge; leave it out")
     alone = adapted and not merge  # only the adapter is written
     if alone:
-        weights, others = adapter_weights(model, names, read), {}
+        weights, others = adapter_weights(model, names, read, others), {}
     elif adapted:
         weights, others = merged_weights(model, names, read), {base_name(name): other for name, other in others.items()}
     else:

@@ -6,6 +6,7 @@ peft puts a layer that it adapts into a module of its own, as ``base_layer`` bes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,12 @@ _AROUND_MODEL = "base_model.model."
 
 def within_peft(model: Any) -> Any:
     """The model that ``get_peft_model`` was given, if ``model`` is what it returned; otherwise ``model``."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return model.get_base_model() if is_peft_model(model) else model
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether ``get_peft_model`` returned ``model``."""
+    return hasattr(model, "get_base_model")
 
 
 def adapted_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -38,7 +44,7 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 def base_name(name: str) -> str:
     """The name that the parameter ``name`` has in the model without adapters, and so in its files."""
-    return name.removeprefix(_AROUND_MODEL).replace(".base_layer.", ".")
+    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(_AROUND_MODEL))
 
 
 def in_peft_model(name: str) -> str:

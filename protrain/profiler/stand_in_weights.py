@@ -31,6 +31,14 @@ _STAGE_ELEMENTS = 16 * 1024**2
 _NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
 
 
+class _StandIn(nn.Parameter):
+    """What takes the place of a parameter."""
+
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As of a managed parameter (``PresentParameter.set_``)."""
+        return self if source is self else super().set_(source, *args, **kwargs)
+
+
 class StandInWeights:
     """The stand-ins of ``model``'s managed (floating-point) parameters, by index in definition order.
 
@@ -226,7 +234,7 @@ class StandInWeights:
         data = torch.empty(parameter.shape, dtype=self._dtype, device=self.device)
         if self.device.type != "meta":
             data.untyped_storage().resize_(0)
-        stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        stand_in = _StandIn(data, requires_grad=parameter.requires_grad)
         stand_in.__dict__.update(parameter.__dict__)
         return stand_in
 

@@ -70,6 +70,13 @@ class PresentParameter(nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """The memory of the parameter is its chunk's. Only its own is accepted: ``register_parametrization`` gives it.
+
+        peft does so in the forward of a layer with ``target_parameters``.
+        """
+        return self if source is self else super().set_(source, *args, **kwargs)
+
     @property
     def grad(self) -> Tensor | None:
         """None if there is no gradient, and a stand-in if the gradient lies in a chunk.

@@ -1,0 +1,118 @@
+"""Adapters of peft that are more than low-rank matrices beside linear layers: how they train, and what is exported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.engine.harness import FEW_PLANS, Loop, adamw, check_equal_to_plain, plain_run, seeded, wrap_under
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+CPU = torch.device("cpu")
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+TASK = {"task_type": "CAUSAL_LM"}
+
+
+def llama(**sizes: Any) -> nn.Module:
+    with seeded():
+        made: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **sizes))
+        return made
+
+
+def mixtral() -> nn.Module:
+    with seeded():
+        config = transformers.MixtralConfig(**SIZES, num_local_experts=4)
+        made: nn.Module = transformers.MixtralForCausalLM(config)
+        return made
+
+
+def adapted(base: nn.Module, config: Any) -> Any:
+    with seeded(1):
+        made: Any = peft.get_peft_model(base, config)
+        return made
+
+
+def lora(**options: Any) -> Any:
+    return peft.LoraConfig(r=4, init_lora_weights=False, **{"target_modules": ["q_proj"]} | options, **TASK)
+
+
+def batches(count: int = 4) -> list[dict[str, Tensor]]:
+    made = []
+    for seed in range(count):
+        tokens = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(seed))
+        made.append({"input_ids": tokens, "labels": tokens})
+    return made
+
+
+@pytest.mark.slow
+def test_adapters_of_parameters_that_are_no_layers() -> None:
+    """peft registers a parametrization in forward, so the parameter belongs to another module while it runs."""
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = lora(target_parameters=targets)
+    check_equal_to_plain(lambda: adapted(mixtral(), config), batches(), device=CPU, specs=FEW_PLANS[:2])
+
+
+def head_too() -> Any:
+    return lora(modules_to_save=["lm_head"])
+
+
+def tied_embedding() -> Any:
+    return lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+
+
+def prompts() -> Any:
+    return peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, **TASK)
+
+
+def shared_buffers() -> Any:
+    return peft.VeraConfig(r=4, target_modules=["q_proj"], **TASK)
+
+
+@pytest.mark.parametrize("config", [head_too, tied_embedding, prompts, shared_buffers])
+def test_an_export_is_what_peft_saves(config: Callable[[], Any], tmp_path: Path) -> None:
+    tied = config is tied_embedding
+    model = adapted(llama(tie_word_embeddings=tied), config())
+    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model, 0.1), batches()[0], device=CPU)
+    Loop().run(model, optimizer, batches())
+    protrain.export(model, tmp_path / "export")
+    peft.PeftModel.save_pretrained(model, tmp_path / "peft")
+    found, expected = (
+        peft.PeftModel.from_pretrained(llama(tie_word_embeddings=tied), tmp_path / name).eval()
+        for name in ("export", "peft")
+    )
+    with torch.no_grad():
+        trained, read = (each(**batches()[0]) for each in (model.eval(), found))
+        assert torch.equal(read.logits, trained.logits)
+        assert torch.equal(read.logits, expected(**batches()[0]).logits)
+        untrained = adapted(llama(tie_word_embeddings=tied), config()).eval()
+        assert not torch.equal(untrained(**batches()[0]).logits, trained.logits)
+
+
+def test_a_merged_export_has_the_module_that_was_trained_as_a_whole(tmp_path: Path) -> None:
+    def make() -> nn.Module:
+        return adapted(llama(), head_too())
+
+    model = make()
+    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU)
+    Loop().run(model, optimizer, batches())
+    protrain.export(model, tmp_path / "merged", merge=True)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    _, final = plain_run(make, batches(), loop=Loop(), device=CPU, dtype=torch.float32)
+    assert torch.equal(found.lm_head.weight, final["model.base_model.model.lm_head.modules_to_save.default.weight"])
+    assert found.state_dict().keys() == llama().state_dict().keys()
