@@ -65,7 +65,7 @@ def test_adapters_of_parameters_that_are_no_layers() -> None:
     """peft registers a parametrization in forward, so the parameter belongs to another module while it runs."""
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = lora(target_parameters=targets)
-    check_equal_to_plain(lambda: adapted(mixtral(), config), batches(), device=CPU, specs=FEW_PLANS[:2])
+    check_equal_to_plain(lambda: adapted(mixtral(), config), batches(), device=CPU, specs=FEW_PLANS[:1])
 
 
 def head_too() -> Any:
