@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -31,12 +31,19 @@ _STAGE_ELEMENTS = 16 * 1024**2
 _NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
 
 
-class _StandIn(nn.Parameter):
-    """What takes the place of a parameter."""
+def _accept_own_memory(stand_in: Tensor) -> Callable[..., Tensor]:
+    """What ``set_`` of ``stand_in`` is: as of a managed parameter (``PresentParameter.set_``).
 
-    def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As of a managed parameter (``PresentParameter.set_``)."""
-        return self if source is self else super().set_(source, *args, **kwargs)
+    It is no method of a class, because torch.compile treats other classes than Parameter in another way.
+    """
+    own = weakref.ref(stand_in)  # so that the stand-in goes with its last user
+
+    def set_(source: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        tensor = own()
+        assert tensor is not None
+        return tensor if source is tensor else Tensor.set_(tensor, source, *args, **kwargs)
+
+    return set_
 
 
 class StandInWeights:
@@ -234,8 +241,8 @@ class StandInWeights:
         data = torch.empty(parameter.shape, dtype=self._dtype, device=self.device)
         if self.device.type != "meta":
             data.untyped_storage().resize_(0)
-        stand_in = _StandIn(data, requires_grad=parameter.requires_grad)
-        stand_in.__dict__.update(parameter.__dict__)
+        stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        stand_in.__dict__.update(parameter.__dict__, set_=_accept_own_memory(stand_in))
         return stand_in
 
     def _copied(self, tensor: Tensor) -> Tensor:
