@@ -30,7 +30,7 @@ from protrain.cli.options import whole
 from protrain.cli.sources import find_source
 from protrain.cli.summary import device_name, versions
 from protrain.cli.text import tokenize
-from protrain.common.progress import Progress
+from protrain.common.progress import stage
 from protrain.optim.optimizer import ProTrainOptimizer
 
 KINDS = ("float32", "bfloat16", "bfloat16, to nearest")
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, Progress(enabled=True).stage("training") as show:
+    with tempfile.TemporaryDirectory() as folder, stage("training") as show:
         tokens = tokenize(find_source(None).paths, Codec(), Path(folder), held_out=0.02)
         for seed in range(args.seeds):
             for kind in KINDS:

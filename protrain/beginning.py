@@ -20,7 +20,7 @@ from torch import nn
 from protrain.common import tables
 from protrain.common.errors import PlanError
 from protrain.common.parameters import unmanaged_bytes
-from protrain.common.progress import COUNTED, Progress
+from protrain.common.progress import COUNTED, bar, note, stage
 from protrain.consensus import largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import warn_of_little_memory
 from protrain.distributed.ranks import Ranks
@@ -74,7 +74,6 @@ def begin_training(
     way: Way,
     *,
     ranks: Ranks,
-    stages: Progress,
 ) -> None:
     """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine.
 
@@ -85,7 +84,6 @@ def begin_training(
         batch: no batch of the training is larger.
         way: how to train.
         ranks: that train together.
-        stages: reports what takes time.
 
     Raises:
         PlanError: no plan fits the memory. It is raised before any memory is taken.
@@ -101,7 +99,7 @@ def begin_training(
         hardware = replace(hardware, device_bytes=hardware.device_bytes + hardware.collective_bytes)
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
-        stages.note(_NOT_CALIBRATED)
+        note(_NOT_CALIBRATED)
     change = partial(change_forwards, model, target, compile=way.compile, chunked_loss=way.chunked_loss)
     with ExitStack() as changes:
         changes.callback(change())
@@ -114,18 +112,17 @@ def begin_training(
             dtype=checked.dtype,
             change=change,
             changes=changes,
-            stages=stages,
         )
         model_profile = largest_of_all(ranks, model_profile)
         model_profile = replace(model_profile, accumulation=way.accumulation, moment_dtype=checked.moment_dtype)
-        with stages.stage("planning"), naming(checked.plan_file):
+        with stage("planning"), naming(checked.plan_file):
             chosen = plan_of_first(
                 ranks, partial(_plan, checked.plan, model_profile, hardware, step_during_backward=inside)
             )
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
-        stages.note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
+        note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
-        with stages.bar("moving model states into place") as show:
+        with bar("moving model states into place") as show:
             engine = build_engine(
                 model,
                 model_profile,
@@ -166,14 +163,13 @@ def _profile(
     dtype: torch.dtype,
     change: Callable[..., Callable[[], None]],
     changes: ExitStack,
-    stages: Progress,
 ) -> ModelProfile:
     """Measure the profile. If the trace does not fit the device, count it on the meta device.
 
     A trace needs about as much memory as the smallest plan. With the counted profile, the search says by how much the
     batch is too large, or finds a plan that just fits.
     """
-    with stages.stage("profiling the model") as show:
+    with stage("profiling the model") as show:
         try:
             return cached_profile(
                 model,
@@ -194,7 +190,7 @@ def _profile(
             finally:
                 undo()
             changes.callback(change())
-    stages.note(COUNTED)
+    note(COUNTED)
     return counted
 
 

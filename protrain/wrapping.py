@@ -19,7 +19,7 @@ from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import is_managed
-from protrain.common.progress import Progress
+from protrain.common.progress import heard
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
@@ -154,9 +154,13 @@ def wrap(
                 "an earlier first call of this model failed after its weights had moved: mend what that error named, "
                 "build the model again, wrap it, and load its checkpoint again"
             )
-        with ranks.reporting("protrain.wrap"), first_alone_warns(ranks), _trained_as(required, managed):
-            stages = Progress(enabled=progress and ranks.rank == 0)
-            begin_training(model, optimizer, wrapped, batch, way, ranks=ranks, stages=stages)
+        with (
+            ranks.reporting("protrain.wrap"),
+            first_alone_warns(ranks),
+            _trained_as(required, managed),
+            heard(progress and ranks.rank == 0),
+        ):
+            begin_training(model, optimizer, wrapped, batch, way, ranks=ranks)
         compare_first_batches(model, ranks, target)
 
     if example_batch is not None:

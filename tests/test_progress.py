@@ -113,7 +113,7 @@ def test_a_long_stage_says_that_it_began_and_what_it_does(
 
         return seen
 
-    with progress.Progress(enabled=True).stage("profiling the model") as show:
+    with progress.stage("profiling the model") as show:
         wait_for(heard("protrain: profiling the model ..."))
         show("forward of layers.3")
         wait_for(heard("0 s: forward of layers.3"))
@@ -130,7 +130,7 @@ def test_a_stage_under_a_display_of_rich_is_one_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     screen = io.StringIO()
     with Progress(console=Console(file=screen, force_terminal=True, width=80)):
-        for begin in (progress.Progress(enabled=True).stage, progress.Progress(enabled=True).bar):
+        for begin in (progress.stage, progress.bar):
             with begin("planning"):
                 pass
     assert screen.getvalue().count("planning") == 2
@@ -138,10 +138,10 @@ def test_a_stage_under_a_display_of_rich_is_one_line(monkeypatch: pytest.MonkeyP
 
 def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureFixture[str]) -> None:
     for enabled in (True, False):
-        with progress.Progress(enabled=enabled).stage("planning") as show:
+        with progress.heard(enabled), progress.stage("planning") as show:
             show("something")
         assert len(capsys.readouterr().err.splitlines()) == enabled
-    with pytest.raises(ValueError, match="no plan"), progress.Progress(enabled=True).stage("planning"):
+    with pytest.raises(ValueError, match="no plan"), progress.stage("planning"):
         raise ValueError("no plan")
     assert not any(thread.name == "protrain-progress" for thread in threading.enumerate())
 
@@ -151,14 +151,14 @@ def test_what_nobody_reads_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     with open(writer, "w", buffering=1) as pipe:
         monkeypatch.setattr(sys, "stderr", pipe)
         os.close(reader)
-        with progress.Progress(enabled=True).stage("planning"):
-            progress.Progress(enabled=True).note("something")
+        with progress.stage("planning"):
+            progress.note("something")
         print("also what others write", file=pipe)
     with open("/dev/full", "w", buffering=1) as full:
         monkeypatch.setattr(sys, "stderr", full)
         progress.say("to a disk without room")
     monkeypatch.setattr(sys, "stderr", None)
-    with progress.Progress(enabled=True).stage("planning"):
+    with progress.stage("planning"):
         progress.say("in a process without standard error")
 
 

@@ -12,7 +12,7 @@ from protrain.cli.devices import own_device
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
 from protrain.cli.signals import stop_requests
-from protrain.common.progress import Progress, say
+from protrain.common.progress import bar, note
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
-    with Progress(enabled=speaks).bar("measuring") as progress:
+    with bar("measuring") as progress:
         measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
         before = measure(save=False) if args.repeat_check else None
         hardware = measure()
@@ -37,8 +37,8 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
         return
     emit(hardware, args, report(hardware))
     if before is not None:
-        say(f"protrain: {_repeated(differences(before, hardware))}")
-    say(f"protrain: {_kept(hardware, device)}")
+        note(_repeated(differences(before, hardware)))
+    note(_kept(hardware, device))
 
 
 def _repeated(lines: list[str]) -> str:

@@ -15,7 +15,7 @@ from protrain.cli.models import read_architecture, read_codec
 from protrain.cli.run_files import JOB_FILE, saves_of
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import DTYPES
-from protrain.common.progress import Progress
+from protrain.common.progress import stage
 from protrain.distributed.ranks import Ranks
 
 
@@ -34,7 +34,7 @@ def export(args: argparse.Namespace) -> None:
     if dtype is None:
         raise ValueError(f"--dtype: {save} was made by a version that did not save it, so give that of the weights")
     tokenizer = None if architecture.folder is None else read_codec(architecture.folder).tokenizer
-    with Progress(enabled=True).stage(f"writing {args.folder}"):
+    with stage(f"writing {args.folder}"):
         export_save(
             save,
             manifest,
@@ -58,6 +58,6 @@ def convert(args: argparse.Namespace) -> None:
     """Run `protrain convert`."""
     import protrain.checkpoint.dcp as dcp  # no other command should wait for torch's checkpoints to be imported
 
-    with Progress(enabled=True).stage(f"converting {args.source}"):
+    with stage(f"converting {args.source}"):
         written = dcp.convert(saves_of(args.source), args.target)
     print(written)

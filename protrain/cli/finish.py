@@ -18,7 +18,7 @@ from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
 from protrain.cli.run_files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.summary import TrainSummary, device_name, versions
 from protrain.cli.training_run import Run
-from protrain.common.progress import Progress
+from protrain.common.progress import stage
 from protrain.distributed.agreement import raised_on_all
 
 WARMING_UP_STEPS = 5  # not counted in reported times, because allocators grow and caches fill
@@ -31,19 +31,18 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
     The first rank writes. If it cannot, the error is raised on all ranks.
     """
     job, folder = run.job, run.folder
-    stages = Progress(enabled=True)
-    with stages.stage("evaluating"):
+    with stage("evaluating"):
         evaluation_loss = run.evaluate()
     look()
     if job.save_model:
-        with stages.stage("writing the model"):
+        with stage("writing the model"):
             if run.writes:
                 shutil.rmtree(folder / MODEL_FOLDER, ignore_errors=True)  # of a finish that was interrupted
             export(run.model, folder / MODEL_FOLDER, tokenizer=run.loaded.codec.tokenizer, merge=job.merge)
         look()
     text = None
     if job.sample_tokens:
-        with stages.stage("writing a sample"):
+        with stage("writing a sample"):
             text = sample(run)
         look()
     summary = summarise(run, times, evaluation_loss)

@@ -18,12 +18,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch.distributed as dist
 
 from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
-from protrain.common.progress import say, unheard
+from protrain.common.progress import heard, say
 from protrain.distributed.joining import start_group
 from protrain.distributed.processes import announced_by_slurm, announced_processes
 
@@ -154,10 +154,7 @@ def together() -> Iterator[int]:
     rank = dist.get_rank()
     failures = f"protrain {next(_runs)}: failures"
     try:
-        with ExitStack() as silence:
-            if rank:
-                silence.enter_context(warnings.catch_warnings(action="ignore"))
-                silence.enter_context(unheard())
+        with heard(rank == 0), warnings.catch_warnings(action="ignore") if rank else nullcontext():
             yield rank
     except (Exception, KeyboardInterrupt) as error:
         if _fails_first(failures):

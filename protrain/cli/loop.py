@@ -29,7 +29,7 @@ from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.cli.training_run import Run
 from protrain.common.errors import MisuseError
-from protrain.common.progress import Progress
+from protrain.common.progress import note
 
 _STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced ones
@@ -159,7 +159,7 @@ def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int)
         if run.writes:
             discard_unfinished(run.folder)
         if saved_step != run.step:
-            Progress(enabled=True).note(f"saved {_saved(run, saved_step)}")
+            note(f"saved {_saved(run, saved_step)}")
         if isinstance(error, Stopped):
             raise _interrupted(run, _told_to_stop(run, requests)) from None
         raise

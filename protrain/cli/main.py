@@ -19,7 +19,7 @@ from protrain.cli.commands import build_parser
 from protrain.cli.options import in_options
 from protrain.cli.signals import InterruptedRun
 from protrain.common.errors import MisuseError
-from protrain.common.progress import StandardError, say, silence
+from protrain.common.progress import note, say, silence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +62,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     try:
         return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
     except SystemExit:
-        StandardError().flush()
+        say("", end="")  # flushes
         if sys.stdout is not None:
             sys.stdout.flush()
         raise
@@ -78,8 +78,9 @@ def own_warnings_as_lines() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], filename: str, *more: Any, **named: Any) -> None:
             if category in (UserWarning, RuntimeWarning) and any(Path(filename).is_relative_to(path) for path in ours):
-                say(f"protrain: {in_options(str(message))}")
+                note(in_options(str(message)))
             else:
+                say("", end="")  # in the place of a line of progress
                 shown(message, category, filename, *more, **named)
 
         warnings.showwarning = show

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import torch
 
 from protrain.cli.loggers import Log
 from protrain.cli.run_files import CURVE_FILE, METRICS_FILE
-from protrain.common.progress import StandardError, say
+from protrain.common.progress import is_terminal, say, say_in_place
 from protrain.common.tables import WIDTH
 
 
@@ -233,23 +233,18 @@ class ProgressLine:
     """
 
     def __init__(self, description: str, total: int, *, done: int = 0) -> None:
-        from rich.console import Console
-        from rich.progress import Progress, TextColumn
-
-        self._console = Console(file=cast(TextIO, StandardError()))
-        self._live = self._console.is_terminal
-        self._progress = Progress(TextColumn("{task.description}"), console=self._console, disable=not self._live)
         self._description = description
         self._total = total
         self._first, self._begun_s = done, time.monotonic()
-        self._task = self._progress.add_task(f"{description}{done}/{total}", total=total)
+        self._line = f"{description}{done}/{total}"
 
     def __enter__(self) -> ProgressLine:
-        self._progress.start()
+        self._show()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._progress.stop()
+        if is_terminal():
+            say(self._line)
 
     def update(self, done: int, status: str, *, plain: bool) -> None:
         """Show ``status`` and the time that is left. Outside a terminal it is printed only if ``plain`` asks for it."""
@@ -258,17 +253,20 @@ class ProgressLine:
             left_s = (time.monotonic() - self._begun_s) / (done - self._first) * (self._total - done)
             left = f"{timedelta(seconds=round(left_s))} left"
         text = "  ".join(part for part in (f"{self._description}{done}/{self._total}", status, left) if part)
-        text = text if len(text) <= WIDTH else text.replace("  ", " ")
-        self._progress.update(self._task, description=text)
-        if plain and not self._live:
-            say(text)
+        before, self._line = self._line, text if len(text) <= WIDTH else text.replace("  ", " ")
+        if plain and not is_terminal():
+            say(self._line)
+        elif self._line != before:
+            self._show()
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
-        if self._live:
-            self._console.print(text, highlight=False)
-        else:
-            say(text)
+        say(text)
+        self._show()
+
+    def _show(self) -> None:
+        if is_terminal():
+            say_in_place(self._line)
 
 
 def resident_bytes() -> int:

@@ -19,7 +19,7 @@ from protrain.cli.plan_step import PlannedStep
 from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
-from protrain.common.progress import COUNTED, Progress
+from protrain.common.progress import COUNTED, note, stage
 from protrain.common.quantities import format_bytes
 from protrain.common.tables import format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
@@ -44,11 +44,10 @@ def run(args: argparse.Namespace) -> None:
     if args.max_model:
         _max_model(args, hardware)
         return
-    say = Progress(enabled=True)
-    with say.stage("profiling the model") as show:
+    with stage("profiling the model") as show:
         profile = _profile(args, hardware, show=show)
     if args.frontier:
-        with say.stage("planning under every limit"):
+        with stage("planning under every limit"):
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
         if args.picture is not None:
             draw_frontier(found, args.picture)
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> None:
         return
     inside = args.step_during_backward
     try:
-        with say.stage("planning"):
+        with stage("planning"):
             plan = search(profile, hardware, step_during_backward=inside)
             timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     except PlanError as error:
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
         raise
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    with say.stage("explaining"):
+    with stage("explaining"):
         why = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
     answer = Answer.of(profile, hardware, why)
     print(answer.to_json() if args.json else _text(args, profile, hardware, why, timeline, answer.verdict), flush=True)
@@ -112,7 +111,7 @@ def _profile(
 
         profile = plan_trace.measured(step, device_bytes=hardware.device_bytes, show=show)
         if profile is None:
-            Progress(enabled=True).note(COUNTED)
+            note(COUNTED)
     if profile is None:
         profile = counted_profile(step.description(), counted)
     return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
@@ -121,7 +120,7 @@ def _profile(
 def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
     if args.model not in SHAPES:
         raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
-    with Progress(enabled=True).stage("looking for the largest depth") as show:
+    with stage("looking for the largest depth") as show:
         found = largest(
             lambda layers: _profile(args, hardware, layers, show=lambda part: show(f"{layers} layers: {part}")),
             hardware,
@@ -135,10 +134,9 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
 def _compare(args: argparse.Namespace) -> None:
     machines = machines_of(args)
     first = next(iter(machines.values()))
-    say = Progress(enabled=True)
-    with say.stage("profiling the model") as show:
+    with stage("profiling the model") as show:
         profile = _profile(args, first, show=show)
-    with say.stage("planning for every machine"):
+    with stage("planning for every machine"):
         found = compare(profile, machines, step_during_backward=args.step_during_backward)
     lines = [_title(args, profile, 1, " and GPU")]
     lines += [f"{name}: {Machine.of(machine)}" for name, machine in machines.items()]

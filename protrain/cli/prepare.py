@@ -32,7 +32,7 @@ from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE
 from protrain.cli.trained import adamw, choose_trained, loaded_in_4bit, shape_in_4bit
 from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
-from protrain.common.progress import Progress
+from protrain.common.progress import note, stage
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import find_head
@@ -71,12 +71,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         check_plan(job.plan, loaded.model, plain, dtype, batch=job.batch, sequence=sequence)
     base = saved = None
     if job.lora is not None and loaded.folder is not None:
-        with Progress(enabled=ranks.rank == 0).stage("reading the model's files, to which checkpoints refer"):
+        with stage("reading the model's files, to which checkpoints refer"):
             base = Base.of(loaded.folder, ranks)
     if resume:
         saved = _checked_save(job, folder, loaded.model, base)
     if loaded.folder is not None and loaded.codec.tokenizer is None:
-        Progress(enabled=True).note(f"{loaded.folder} has no tokenizer: text is read as bytes")
+        note(f"{loaded.folder} has no tokenizer: text is read as bytes")
     if job.chat_template is not None:
         set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
@@ -86,7 +86,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
 
     if job.load_in_4bit:
         torch.manual_seed(job.seed)  # for the adapter
-        with Progress(enabled=True).stage("quantising the model"):
+        with stage("quantising the model"):
             loaded, plain = _trained(loaded_in_4bit(loaded, device, dtype), job)
     trained = sum(parameter.numel() for parameter in loaded.model.parameters() if parameter.requires_grad)
     torch.manual_seed(job.seed)
@@ -111,7 +111,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
     if saved is not None:
-        with Progress(enabled=True).stage("loading the checkpoint"):
+        with stage("loading the checkpoint"):
             step = load_checkpoint(folder / CHECKPOINTS, model, optimizer, scheduler=scheduler, base=base)["step"]
         # The saved rate of the next step is that of a run with the steps which the run had then.
         for group, peak in zip(optimizer.param_groups, scheduler.base_lrs, strict=True):

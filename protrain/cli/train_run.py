@@ -18,7 +18,7 @@ from protrain.cli.options import emit
 from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
-from protrain.common.progress import Progress
+from protrain.common.progress import note
 from protrain.common.tables import wrapped
 from protrain.distributed.joining import join
 from protrain.distributed.ranks import Ranks
@@ -58,7 +58,7 @@ def _train(args: argparse.Namespace, requests: StopRequests, ranks: Ranks) -> No
         assert decided is not None, "the first has decided"
         job, summary = decided
         if summary is not None:
-            Progress(enabled=True).note(f"nothing to resume: all {job.steps} steps of {folder} are done")
+            note(f"nothing to resume: all {job.steps} steps of {folder} are done")
         else:
             summary = train(job, folder, requests, resume=args.resume, trace=args.trace)
     if first:

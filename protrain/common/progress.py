@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import os
 import shutil
@@ -11,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import TextIO
 
 _BAR_WIDTH = 24
 _CLEAR = "\r\033[K"  # clears the line of a terminal
@@ -25,63 +24,49 @@ COUNTED = (
     "estimated"
 )
 
-
 _is_heard = True
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """Inside, nothing of this module is written, as for all but the first of several processes that do the same."""
+def heard(is_heard: bool) -> Iterator[None]:
+    """Inside, nothing is written unless ``is_heard``, as for all but the first of processes that do the same."""
     global _is_heard
-    _is_heard, before = False, _is_heard
+    before = _is_heard
+    _is_heard = before and is_heard
     try:
         yield
     finally:
         _is_heard = before
 
 
-class StandardError(io.TextIOBase):
-    """The present standard error, whose reader may leave: `tee` may end, or a terminal may be closed.
+def say(text: str, *, end: str = "\n") -> None:
+    """Write ``text`` to standard error. In a terminal it takes the place of a line that has no end yet.
 
-    Messages there are only for people and must not end a training run. Once nobody reads them, they are dropped.
+    Messages there are only for people and must not end a training run. So what cannot be written is dropped: `tee` may
+    have ended, or the terminal may be closed.
     """
+    stream = sys.stderr
+    if not _is_heard or stream is None:  # a process may have no standard error
+        return
+    try:
+        print(f"{_CLEAR if is_terminal() else ''}{text}", end=end, file=stream, flush=True)
+    except BlockingIOError:  # the reader is slow, not gone
+        pass
+    except OSError:
+        silence(stream)
 
-    def __init__(self) -> None:
-        # None if the process has no standard error, or is one that is unheard
-        self._stream: Any = sys.stderr if _is_heard else None
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]  # the base class has a property too, whatever its stub says
-        """The encoding of the stream."""
-        return getattr(self._stream, "encoding", None) or "utf-8"
+def say_in_place(text: str) -> None:
+    """Show ``text`` in a terminal, as far as it fits into one line, until something else is said."""
+    say(text[: shutil.get_terminal_size().columns - 1], end="")
 
-    def isatty(self) -> bool:
-        """Whether the stream is a terminal where a line can be written over.
 
-        Under a display of rich, as Lightning's Trainer has one, it is none: rich puts each piece on a line of its own.
-        """
-        if self._stream is None or hasattr(self._stream, "rich_proxied_file"):
-            return False
-        return bool(self._stream.isatty())
+def is_terminal() -> bool:
+    """Whether standard error is a terminal where a line can be written over.
 
-    def write(self, text: str) -> int:
-        """Write ``text``, or drop it if nobody reads it."""
-        self._call("write", text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, unless nobody reads the stream."""
-        self._call("flush")
-
-    def _call(self, method: str, *args: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            getattr(self._stream, method)(*args)
-        except BlockingIOError:  # the reader is slow, not gone
-            pass
-        except OSError:
-            silence(self._stream)
+    Under a display of rich, as Lightning's Trainer has one, it is none: rich puts each piece on a line of its own.
+    """
+    return sys.stderr is not None and not hasattr(sys.stderr, "rich_proxied_file") and sys.stderr.isatty()
 
 
 def silence(stream: TextIO) -> None:
@@ -93,54 +78,39 @@ def silence(stream: TextIO) -> None:
         os.close(nowhere)
 
 
-def say(text: str, *, end: str = "\n") -> None:
-    """Write ``text`` to standard error, if anybody reads it."""
-    print(text, end=end, file=StandardError(), flush=True)
+def note(text: str) -> None:
+    """Print ``text`` as a line of ProTrain's own."""
+    say(f"protrain: {text}")
 
 
-class Progress:
-    """Prints the stages of a long call and how long each took. It is silent unless ``enabled``."""
+@contextmanager
+def stage(what: str) -> Iterator[Callable[[str], None]]:
+    """Run the body as one stage. The body is given a function to tell what it is doing, which a long stage shows.
 
-    def __init__(self, *, enabled: bool) -> None:
-        self.enabled = enabled
+    A terminal shows the stage while it runs. Elsewhere a line is printed if the stage takes time, and further lines,
+    ever more seldom, if it goes on. A line at the end says how long it took.
+    """
+    live = is_terminal()
+    start = time.perf_counter()
+    doing = ""
+    done = threading.Event()
 
-    def note(self, text: str) -> None:
-        """Print ``text`` as a line by itself."""
-        if self.enabled:
-            say(f"protrain: {text}")
+    def tell(part: str) -> None:
+        nonlocal doing
+        doing = part
 
-    @contextmanager
-    def stage(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Run the body as one stage. The body is given a function to tell what it is doing, which a long stage shows.
+    def go_on_saying() -> None:
+        pauses = itertools.repeat(_BLINK_S) if live else iter(_pauses())
+        while not done.wait(next(pauses)):
+            past_s = time.perf_counter() - start
+            line = f"protrain: {what} ..."
+            if past_s >= _LONG_S:  # fits into 80 columns with the path of a layer
+                line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
+            (say_in_place if live else say)(line)
 
-        A terminal shows the stage while it runs. Elsewhere a line is printed if the stage takes time, and further
-        lines, ever more seldom, if it goes on.
-        """
-        if not self.enabled:
-            yield lambda part: None
-            return
-        live = StandardError().isatty()
-        start = time.perf_counter()
-        doing = ""
-        done = threading.Event()
-
-        def tell(part: str) -> None:
-            nonlocal doing
-            doing = part
-
-        def go_on_saying() -> None:
-            pauses = itertools.repeat(_BLINK_S) if live else iter(_pauses())
-            while not done.wait(next(pauses)):
-                past_s = time.perf_counter() - start
-                line = f"protrain: {what} ..."
-                if past_s >= _LONG_S:  # fits into 80 columns with the path of a layer
-                    line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
-                if live:
-                    line = f"{_CLEAR}{line[: shutil.get_terminal_size().columns - 1]}"
-                say(line, end="" if live else "\n")
-
+    with _timed(what):
         if live:
-            say(f"protrain: {what} ...", end="")
+            say_in_place(f"protrain: {what} ...")
         speaker = threading.Thread(target=go_on_saying, name="protrain-progress", daemon=True)
         speaker.start()
         try:
@@ -148,34 +118,36 @@ class Progress:
         finally:
             done.set()
             speaker.join()
-            if live:
-                say(_CLEAR, end="")
-        say(f"protrain: {what}: {time.perf_counter() - start:.1f} s")
 
-    @contextmanager
-    def bar(self, what: str) -> Iterator[Callable[[str, float], None]]:
-        """Run the body, which is given a function to call with the next part's name and the share done, from 0 to 1.
 
-        A terminal shows a bar while the body runs. Elsewhere one line at the end says how long it took.
-        """
-        live = self.enabled and StandardError().isatty()
+@contextmanager
+def bar(what: str) -> Iterator[Callable[[str, float], None]]:
+    """Run the body, which is given a function to call with the next part's name and the share done, from 0 to 1.
 
-        def show(part: str, done: float) -> None:
-            if live:
-                full = round(_BAR_WIDTH * done)
-                line = f"protrain: {what} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * done:3.0f}% {part}"
-                columns = shutil.get_terminal_size().columns
-                say(f"{_CLEAR}{line[: columns - 1]}", end="")
+    A terminal shows a bar while the body runs. A line at the end says how long it took.
+    """
 
-        start = time.perf_counter()
+    def show(part: str, done: float) -> None:
+        if is_terminal():
+            full = round(_BAR_WIDTH * done)
+            say_in_place(f"protrain: {what} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * done:3.0f}% {part}")
+
+    with _timed(what):
         show("", 0.0)
-        try:
-            yield show
-        finally:
-            if live:
-                say(_CLEAR, end="")
-        if self.enabled:
-            say(f"protrain: {what}: {time.perf_counter() - start:.1f} s")
+        yield show
+
+
+@contextmanager
+def _timed(what: str) -> Iterator[None]:
+    """Say how long the body took, in the place of what it has shown in a terminal."""
+    start = time.perf_counter()
+    try:
+        yield
+    except BaseException:
+        if is_terminal():
+            say("", end="")
+        raise
+    note(f"{what}: {time.perf_counter() - start:.1f} s")
 
 
 def _pauses() -> Iterator[float]:

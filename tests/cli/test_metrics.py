@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -155,6 +156,19 @@ def test_a_line_of_progress_says_what_time_is_left_within_80_columns(
     assert first == "1100/20000 loss 2.500 held out 2.750 lr 0.0003 norm 1.2 123k tok/s 2:37:30 left"
     assert last == f"20000/20000  {status}"
     assert max(len(first), len(last)) <= 80
+
+
+def test_a_terminal_sees_one_line_of_progress_below_the_notes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with ProgressLine("", 10) as line:
+        line.update(1, "loss 5.000", plain=True)
+        line.note("saved it")
+        line.update(10, "loss 4.000", plain=True)
+    written = capsys.readouterr().err.split("\n")
+    assert [text.rpartition("\r\033[K")[2] for text in written] == ["saved it", "10/10  loss 4.000", ""]
+    assert "1/10  loss 5.000" in written[1], "shown again below the note"
 
 
 def test_the_status_line_and_the_curve(tmp_path: Path) -> None:
