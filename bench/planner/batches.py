@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from bench.planner.output import put_out
 from bench.train.results import Comparison
-from protrain.cli.models import read_architecture
-from protrain.cli.plan_trace import profile_of
+from protrain.cli.plan_step import PlannedStep
+from protrain.cli.plan_trace import counted
 from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned
@@ -110,16 +108,21 @@ def _cell(row: Row) -> str:
 
 def profile_of_batch(model: str, batch: int, sequence: int) -> ModelProfile:
     """The profile on the meta device, with the forwards that bench.train gives ProTrain on a GPU."""
-    return profile_of(
-        read_architecture(model),
+    step = PlannedStep(
+        model=model,
+        layers=None,
+        lora=None,
+        load_in_4bit=False,
+        freeze=(),
         batch=batch,
         sequence=sequence,
-        device=torch.device("cuda"),
-        dtype=torch.bfloat16,
+        rows=False,
+        device_type="cuda",
+        dtype="bfloat16",
         compile=True,
         chunked_loss=True,
-        elsewhere=True,
     )
+    return counted(step)
 
 
 def measured(folder: Path | None, model: str, sequence: int) -> dict[tuple[int, int], tuple[float, ...]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import LoadedModel, fit_positions, read_architecture
@@ -26,17 +27,22 @@ def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None
 
     Measuring takes at most ``device_bytes``.
     """
+    model, example, how = _prepared(step, _architecture(step), on_meta=False)
     try:
-        return _profile(_architecture(step), step, elsewhere=False, device_bytes=device_bytes, show=show)
+        device = torch.device(step.device_type)
+        return cached_profile(model, example, device=device, device_bytes=device_bytes, show=show, **how)
     except torch.OutOfMemoryError:
         return None
 
 
-def counted(step: PlannedStep, *, show: Callable[[str], None]) -> ModelProfile:
-    """The profile of ``step`` from the shapes of its tensors."""
+def counted(step: PlannedStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:
+    """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here."""
     with torch.device("meta"):  # nothing is computed, so there is no need for a record of how values are made
-        architecture = _architecture(step)
-    return _profile(architecture, step, elsewhere=True, show=show)
+        loaded = _architecture(step)
+    if step.compile:
+        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
+    model, example, how = _prepared(step, loaded, on_meta=True)
+    return profile(model, example, device="meta", show=show, **how)
 
 
 def _architecture(step: PlannedStep) -> LoadedModel:
@@ -46,50 +52,14 @@ def _architecture(step: PlannedStep) -> LoadedModel:
     return choose_trained(loaded, step.lora, step.freeze)
 
 
-def _profile(architecture: LoadedModel, step: PlannedStep, *, elsewhere: bool, **options: Any) -> ModelProfile:
-    return profile_of(
-        architecture,
-        batch=step.batch,
-        sequence=step.sequence or architecture.sequence,
-        rows=step.rows,
-        device=torch.device(step.device_type),
-        dtype=DTYPES[step.dtype],
-        compile=step.compile,
-        chunked_loss=step.chunked_loss,
-        elsewhere=elsewhere,
-        **options,
-    )
-
-
-def profile_of(
-    architecture: LoadedModel,
-    *,
-    batch: int,
-    sequence: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    compile: bool,
-    chunked_loss: bool,
-    elsewhere: bool,
-    rows: bool = False,
-    show: Callable[[str], None] | None = None,
-    device_bytes: int | None = None,
-) -> ModelProfile:
-    """The profile of a step of `protrain train` on ``device``. The forwards of the model are changed.
-
-    If it is to run ``elsewhere``, operations are counted on the meta device, as times of another machine cannot be
-    measured here. If sequences are packed of ``rows`` of data, attention needs a mask. Measuring takes at most
-    ``device_bytes``.
-    """
-    fit_positions(architecture, sequence)
-    example = example_batch(stand_in(sequence, rows=rows), seed=0, batch=batch, sequence=sequence)
-    if compile and elsewhere:
-        torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
-    change_forwards(architecture.model, device, compile=compile, chunked_loss=chunked_loss, on_meta=elsewhere)
-    optimizer = adamw(architecture.model, architecture.learning_rate, weight_decay=0.0)
-    how: dict[str, Any] = {"optimizer": optimizer, "dtype": dtype, "show": show}
-    if elsewhere:
-        return profile(architecture.model, architecture.arguments(example), device="meta", **how)
-    return cached_profile(
-        architecture.model, architecture.arguments(example), device=device, device_bytes=device_bytes, **how
-    )
+def _prepared(
+    step: PlannedStep, loaded: LoadedModel, *, on_meta: bool
+) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
+    """The model with the forwards that it trains with, the arguments of one call, and options of a profile."""
+    sequence = step.sequence or loaded.sequence
+    fit_positions(loaded, sequence)
+    example = example_batch(stand_in(sequence, rows=step.rows), seed=0, batch=step.batch, sequence=sequence)
+    device = torch.device(step.device_type)
+    change_forwards(loaded.model, device, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)
+    optimizer = adamw(loaded.model, loaded.learning_rate, weight_decay=0.0)
+    return loaded.model, loaded.arguments(example), {"optimizer": optimizer, "dtype": DTYPES[step.dtype]}
