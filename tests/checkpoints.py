@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from protrain.checkpoint.manifest import MANIFEST
+from protrain.checkpoint.manifest import read_manifest, write_manifest
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 
@@ -104,11 +103,9 @@ def make_run(seed: int) -> tuple[nn.Sequential, Any, Any]:
     return model, optimizer, scheduler
 
 
-def rewrite(save: Path, *without: str, **changes: Any) -> None:
-    """Change entries of the manifest of ``save`` and leave out the checksum, as in the first saves."""
-    manifest = {**json.loads((save / MANIFEST).read_text()), **changes}
-    without = (*without, "crc32")
-    (save / MANIFEST).write_text(json.dumps({key: manifest[key] for key in manifest if key not in without}))
+def rewrite(save: Path, **changes: Any) -> None:
+    """Change entries of the manifest of ``save``."""
+    write_manifest(save, {**read_manifest(save), **changes})
 
 
 def make_expanded(row: list[float]) -> tuple[nn.Module, Any]:

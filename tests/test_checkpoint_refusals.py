@@ -45,25 +45,18 @@ def _one_cycle(inner: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("saved", "given", "tells", "words"),
+    ("saved", "given", "words"),
     [
-        (_steps, _lambda, True, "a StepLR, not of a LambdaLR"),
-        (_lambda, _sequential(_steps), True, r"a LambdaLR, not of a SequentialLR\(ConstantLR, StepLR\)"),
-        (_lambda, _one_cycle, True, "a LambdaLR, not of a OneCycleLR"),
-        (_sequential(_steps), _sequential(_exponential), True, r".*, StepLR\), not of a .*, ExponentialLR\)"),
-        (_sequential(_lambda), _sequential(_lambda), True, ""),
-        (_steps, _lambda, False, "another scheduler than a LambdaLR: it has 'gamma'"),
-        (_lambda, _sequential(_steps), False, r"another scheduler than a SequentialLR\(.*: it has 'base_lrs'"),
-        (_lambda, _one_cycle, False, "another scheduler than a OneCycleLR: it lacks 'cycle_momentum'"),
-        (_sequential(_lambda), _sequential(_lambda), False, ""),
+        (_steps, _lambda, "a StepLR, not of a LambdaLR"),
+        (_lambda, _sequential(_steps), r"a LambdaLR, not of a SequentialLR\(ConstantLR, StepLR\)"),
+        (_lambda, _one_cycle, "a LambdaLR, not of a OneCycleLR"),
+        (_sequential(_steps), _sequential(_exponential), r".*, StepLR\), not of a .*, ExponentialLR\)"),
+        (_sequential(_lambda), _sequential(_lambda), ""),
     ],
 )
-def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, tells: bool, words: str) -> None:
-    """Another scheduler is recognised by its class if the save has it, which the first saves do not."""
+def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, words: str) -> None:
     model, optimizer, _ = make_run(0)
     save = save_checkpoint(tmp_path, model, optimizer, scheduler=saved(optimizer.inner))
-    if not tells:
-        rewrite(save, "scheduler_class")
     other, other_optimizer, _ = make_run(1)
     scheduler = given(other_optimizer.inner)
     if not words:
@@ -91,7 +84,7 @@ def _flip(path: Path, at: int = -1) -> None:
         (lambda save: _flip(save / "buffers.safetensors"), "buffers.safetensors is damaged: its checksum"),
         (lambda save: _flip(save / "state-00001.safetensors", at=7), "state-00001.safetensors is damaged: "),
         (lambda save: (save / MANIFEST).write_text('{"format": 1'), "checkpoint.json is damaged"),
-        (lambda save: (save / MANIFEST).write_text('{"format": 1}'), "checkpoint.json lacks 'extra'"),
+        (lambda save: (save / MANIFEST).write_text('{"format": 1}'), "checkpoint.json is damaged: its checksum"),
         (lambda save: (save / MANIFEST).unlink(), "checkpoint.json is missing"),
     ],
 )
@@ -185,12 +178,11 @@ def test_a_save_of_another_model_changes_nothing(tmp_path: Path, width: int) -> 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("change", [{"format": None}, {"files": []}], ids=str)
-def test_a_damaged_manifest_has_a_remedy(tmp_path: Path, change: dict[str, Any]) -> None:
+def test_a_damaged_manifest_has_a_remedy(tmp_path: Path) -> None:
     model, optimizer, _ = make_run(0)
     for _ in range(2):
         save_checkpoint(tmp_path, model, optimizer)
-    rewrite(list_saves(tmp_path)[-1], **change)
+    rewrite(list_saves(tmp_path)[-1], format=None)
     with pytest.raises(CheckpointError, match=r"delete .*00002.* to go on from 00001"):
         load_checkpoint(tmp_path, model, optimizer)
 
@@ -209,7 +201,6 @@ def test_a_manifest_with_another_digit_is_damaged(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"checkpoint.json is damaged: its checksum differs; delete .* 00001"):
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
     assert optimizer.inner.param_groups[0]["lr"] == 0.01
-    rewrite(older.parent)
     load_checkpoint(older.parent, model, optimizer, scheduler=scheduler)
 
 
@@ -244,15 +235,12 @@ def test_random_states_are_checked_before_anything_changes(tmp_path: Path, gener
     assert random_state() == drawn
 
 
-def test_what_older_checkpoints_lack_is_named_where_the_model_has_it(tmp_path: Path) -> None:
-    """The first saves had neither extra state nor parameters that are not floating-point."""
+def test_what_a_save_lacks_is_named_where_the_model_has_it(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     save = save_checkpoint(tmp_path, model, plain_optimizer(model))
-    rewrite(save, "modules")
-    load_checkpoint(tmp_path, model, plain_optimizer(model))
     counting, optimizer = make_counting()
     before = {name: value.clone() for name, value in counting.named_parameters()}
-    with pytest.raises(CheckpointError, match=r"or of a version that .*: it lacks the extra state of module '0'"):
+    with pytest.raises(CheckpointError, match=r"another model: it lacks the extra state of module '0'"):
         load_checkpoint(tmp_path, counting, optimizer)
     rewrite(save, modules={"0": None, "1.0": None})
     with pytest.raises(CheckpointError, match=r"it lacks the frozen parameter '0\.order', which the model has"):

@@ -73,7 +73,7 @@ def _to_dcp(save: Path, target: Path) -> Path:
     verify_bytes(save, files)
     parameters, others = saved_parameters(save, files), dict[str, list[str]]()
     state, reads = dict[str, Any](), dict[str, Callable[[], Tensor]]()
-    dtype = DTYPES.get(manifest.get("dtype", "float32"), torch.float32)
+    dtype = DTYPES[manifest["dtype"]]
     for name, states in parameters.items():
         for kind, saved in states.items():
             state[_key(name, kind)], reads[_key(name, kind)] = saved.on_meta(), saved.read

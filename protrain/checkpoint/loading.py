@@ -77,7 +77,7 @@ def load_checkpoint(
         _check(save, manifest, model, optimizer.parameter_names(), base)
         verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
         scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
-        _check_scheduler(save, manifest.get("scheduler_class"), scheduler_state, scheduler)
+        _check_scheduler(save, manifest["scheduler_class"], scheduler_state, scheduler)
         buffers = match_saved(save, model, base_weights(model, manifest.get("base")))
         scalars = decode(manifest["scalars"])
         try:
@@ -98,7 +98,7 @@ def load_checkpoint(
     optimizer.load_scalar_state(scalars)
     if scheduler is not None:
         scheduler.load_state_dict(scheduler_state)
-    _load_extra_state(save, modules, manifest.get("modules", {}), has_tensors=MODULES in files)
+    _load_extra_state(save, modules, manifest["modules"], has_tensors=MODULES in files)
     if random is not None:
         set_random_state(random)
     return extra
@@ -129,7 +129,7 @@ def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[s
     left_out = base_weights(model, manifest.get("base"))
     saved_names = {name for entry in manifest["files"].values() for name in entry["parameters"]}
     compare_names(save, "parameter", saved_names, set(names) - left_out)
-    compare_names(save, "extra state of module", set(manifest.get("modules", {})), set(with_extra_state(model)))
+    compare_names(save, "extra state of module", set(manifest["modules"]), set(with_extra_state(model)))
 
 
 def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
@@ -165,16 +165,8 @@ def _check_scheduler(
             raise CheckpointError(f"{save} holds {has}scheduler state and {needs}; {remedy}")
         return
     present_class = class_of(scheduler)
-    if saved_class is not None and saved_class != present_class:
+    if saved_class != present_class:
         raise CheckpointError(f"{save} holds the state of a {saved_class}, not of a {present_class}; {remedy}")
-    if saved_class is None:  # an old save has no class name; private keys depend on the version of torch
-        keys = {key for key in {*state} ^ {*scheduler.state_dict()} if not str(key).startswith("_")}
-        if keys:
-            key = min(keys, key=str)
-            has = "has" if key in state else "lacks"
-            raise CheckpointError(
-                f"{save} holds the state of another scheduler than a {present_class}: it {has} {key!r}; {remedy}"
-            )
 
 
 def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 from protrain.checkpoint.tensor_files import file_crc32, open_tensors
 from protrain.common.errors import CheckpointError
 
-# Saves without the weights of a base have format 3, those with parts of parameters in files 2, and all others 1.
 FORMAT = 3
 MANIFEST = "checkpoint.json"
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
@@ -39,8 +38,7 @@ def find_save(folder: Path) -> Path:
 
 def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk. An OSError names the file."""
-    has_parts = any("parts" in entry for entry in manifest["files"].values())
-    whole = {"format": FORMAT if "base" in manifest else 2 if has_parts else 1, **manifest}
+    whole = {"format": FORMAT, **manifest}
     try:
         with open(save / MANIFEST, "w", encoding="utf-8") as file:
             json.dump({**whole, "crc32": _own_crc32(whole)}, file)
@@ -66,16 +64,8 @@ def read_manifest(save: Path) -> dict[str, Any]:
             f"{save / MANIFEST} has format {found}, and this version of ProTrain reads formats up to {FORMAT}: "
             "load it with the version that wrote it, or a newer one"
         )
-    if found not in range(1, FORMAT + 1):
-        raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}")
-    crc32 = manifest.pop("crc32", None)  # the first saves of this format have no checksum
-    if crc32 not in (None, _own_crc32(manifest)):
+    if found is None or manifest.pop("crc32", None) != _own_crc32(manifest):
         raise CheckpointError(f"{save / MANIFEST} is damaged: its checksum differs; {_remedy(save)}")
-    missing = {"step", "files", "scalars", "scheduler", "extra", "random"} - set(manifest)
-    if not missing and not isinstance(manifest["files"], dict):
-        missing = {"files"}
-    if missing:
-        raise CheckpointError(f"{save / MANIFEST} lacks {min(missing)!r}; {_remedy(save)}")
     return manifest
 
 

@@ -13,7 +13,6 @@ from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of
 
 BUFFERS = "buffers.safetensors"
-_ADDED_LATER = ("extra state of module", "frozen parameter")  # the first checkpoints of this format do not have these
 BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
 
 
@@ -59,10 +58,7 @@ def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> 
     for names, verb in ((saved - present, "holds"), (present - saved, "lacks")):
         if names:
             other = "the model does not have" if verb == "holds" else "the model has"
-            older = ", or of a version that did not save these" if what in _ADDED_LATER and verb == "lacks" else ""
-            raise CheckpointError(
-                f"{save} is of another model{older}: it {verb} the {what} {min(names)!r}, which {other}"
-            )
+            raise CheckpointError(f"{save} is of another model: it {verb} the {what} {min(names)!r}, which {other}")
 
 
 def _unmanaged(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:

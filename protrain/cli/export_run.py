@@ -30,9 +30,6 @@ def export(args: argparse.Namespace) -> None:
         raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
     manifest, architecture = read_manifest(save), choose_trained(read_architecture(name), lora, ())
     check_checkpoint(save, architecture.model, _base(manifest, architecture.folder, merge=args.merge))
-    dtype = args.dtype or manifest.get("dtype")
-    if dtype is None:
-        raise ValueError(f"--dtype: {save} was made by a version that did not save it, so give that of the weights")
     tokenizer = None if architecture.folder is None else read_codec(architecture.folder).tokenizer
     with stage(f"writing {args.folder}"):
         export_save(
@@ -40,7 +37,7 @@ def export(args: argparse.Namespace) -> None:
             manifest,
             architecture.model,
             args.folder,
-            dtype=DTYPES[dtype],
+            dtype=DTYPES[args.dtype or manifest["dtype"]],
             tokenizer=tokenizer,
             merge=args.merge,
             base=architecture.folder,

@@ -28,7 +28,7 @@ class TrainSummary(Record):
     versions: dict[str, str]
     model: str
     parameters: int
-    trained_parameters: int | None = None  # None in older files: all of them
+    trained_parameters: int
     dtype: str
     batch: int
     sequence: int

@@ -127,8 +127,7 @@ class Groups:
         if len(options) != len(self._live):
             raise ValueError(f"the state has {len(options)} parameter groups, this optimizer {len(self._live)}")
         check_options(options)
-        # the first states of this format have no names
-        before = {name: index for index, names in enumerate(state.get("parameters", [])) for name in names}
+        before = {name: index for index, names in enumerate(state["parameters"]) for name in names}
         for index, names in enumerate(self._parameters()):
             for name in names:
                 if before.get(name, index) != index:
