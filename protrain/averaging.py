@@ -38,7 +38,6 @@ class AveragedWeights:
         self._model = model
         self._decay = decay
         self._own: dict[str, Tensor] = {}  # of each parameter what this rank has, 1-d
-        self._is_applied = False
 
     @torch.no_grad()
     def update(self) -> None:
@@ -68,12 +67,10 @@ class AveragedWeights:
         engine.memory.ranks.meet("AveragedWeights.applied()")
         engine.refuse_write("AveragedWeights.applied()")
         self._exchange(engine, members)
-        self._is_applied = True
         engine.bindings.lent_to = "AveragedWeights.applied()"
         try:
             yield
         finally:
-            self._is_applied = False
             engine.bindings.lent_to = ""
             self._exchange(engine, members)
 
@@ -102,10 +99,9 @@ class AveragedWeights:
             self._own[member.name] = own.clone()
 
     def _members(self) -> tuple[Engine, list[Member]]:
-        if self._is_applied:
-            raise MisuseError("the model has the averages now: leave AveragedWeights.applied() first")
         engine, members = members_of(self._model, "AveragedWeights")
         engine.bindings.refuse_inside_full_parameters("AveragedWeights")
+        engine.bindings.refuse_lent("AveragedWeights")
         return engine, [member for member in members if member.group >= 0]
 
     @torch.no_grad()

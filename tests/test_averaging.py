@@ -106,8 +106,9 @@ def test_misuse() -> None:
         with pytest.raises(ValueError, match=f"the average of enter.weight is {kind}"):
             averaged.load_state_dict({"enter.weight": wrong})  # type: ignore[dict-item]  # that is the fault
     averaged.update()
-    with pytest.raises(MisuseError, match="has the averages now: leave"), averaged.applied():
-        averaged.update()
+    for other in (averaged, protrain.AveragedWeights(model)):  # which would average averages
+        with pytest.raises(MisuseError, match=r"AveragedWeights inside `with .*: leave it first"), averaged.applied():
+            other.update()
 
 
 def edit(model: nn.Module) -> None:
