@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +37,25 @@ class PlainOptimizer:
     def own_elements(self, name: str) -> slice:
         return slice(0, self.model.get_parameter(name).numel())
 
-    def export_part(self, name: str) -> Part:
-        parameter = self.model.get_parameter(name)
-        state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
-        return Part(parameter.shape, self.own_elements(name), {"master": parameter.detach().clone(), **state})
+    def export_parts(self, names: Iterable[str]) -> Iterator[tuple[str, Part]]:
+        for name in names:
+            parameter = self.model.get_parameter(name)
+            state = {kind: value.clone() for kind, value in self.inner.state[parameter].items()}
+            yield name, Part(parameter.shape, self.own_elements(name), {"master": parameter.detach().clone(), **state})
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         parameter = self.model.get_parameter(name)
         if tensors["master"].shape != parameter.shape:
             raise ValueError(f"{name} has shape {list(parameter.shape)}")
 
-    def import_part(self, name: str, elements: slice, tensors: dict[str, torch.Tensor]) -> None:
-        assert elements == self.own_elements(name)
-        parameter = self.model.get_parameter(name)
-        whole = {k: value if k == "step" else value.view(parameter.shape) for k, value in tensors.items()}
-        with torch.no_grad():
-            parameter.copy_(whole.pop("master"))
-        self.inner.state[parameter] = whole
+    def import_parts(self, parts: Iterable[tuple[str, slice, dict[str, torch.Tensor]]]) -> None:
+        for name, elements, tensors in parts:
+            assert elements == self.own_elements(name)
+            parameter = self.model.get_parameter(name)
+            whole = {k: value if k == "step" else value.view(parameter.shape) for k, value in tensors.items()}
+            with torch.no_grad():
+                parameter.copy_(whole.pop("master"))
+            self.inner.state[parameter] = whole
 
     def scalar_state(self) -> dict[str, Any]:
         groups = self.inner.param_groups

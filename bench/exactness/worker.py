@@ -115,8 +115,7 @@ def checksum(optimizer: ProTrainOptimizer, device: torch.device) -> str:
     states travel between ranks.
     """
     total = 0
-    for name in optimizer.parameter_names():
-        part = optimizer.export_part(name)
+    for name, part in optimizer.export_parts(optimizer.parameter_names()):
         for kind in ("master", "exp_avg", "exp_avg_sq"):
             values = part.tensors[kind].to(device).view(-1)
             total += hash_sum(values, first=part.elements.start, seed=zlib.crc32(f"{name} {kind}".encode()))

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from protrain.checkpoint.adapters import Base, base_weights, check_base
 from protrain.checkpoint.json_values import decode
 from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes
-from protrain.checkpoint.parameter_files import check_parameters, load_parameters
+from protrain.checkpoint.parameter_files import check_parameters, own_parts
 from protrain.checkpoint.random_state import check_random_state, set_random_state
 from protrain.checkpoint.saving import (
     MODULES,
@@ -89,7 +89,7 @@ def load_checkpoint(
 
     def load_own() -> None:
         with raised_on_all(ranks):
-            load_parameters(save, files, optimizer)
+            optimizer.import_parts(own_parts(save, files, optimizer))
 
     optimizer.when_begun(load_own)  # first, because inside full_parameters() this raises
     with torch.no_grad():

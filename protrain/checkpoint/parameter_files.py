@@ -69,8 +69,13 @@ def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer:
                 raise CheckpointError(f"{part.path} is of another model: {error}") from None
 
 
-def load_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer) -> None:
-    """Set what this rank has of all parameters. One file after another is open, and only what is needed is read."""
+def own_parts(
+    save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer
+) -> Iterator[tuple[str, slice, dict[str, torch.Tensor]]]:
+    """What this rank has of all parameters: names, elements and states. One file after another is open.
+
+    Only what is needed is read.
+    """
     for file, entry in files.items():
         if not entry["parameters"]:
             continue
@@ -80,7 +85,7 @@ def load_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: 
                 first = max(own.start, stored.first)
                 stop = max(first, min(own.stop, stored.stop))
                 values = {kind: stored.read(tensors, kind, first, stop) for kind in stored.kinds}
-                optimizer.import_part(stored.name, slice(first, stop), values)
+                yield stored.name, slice(first, stop), values
 
 
 def saved_parameters(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, SavedTensor]]:

@@ -103,7 +103,7 @@ def save_checkpoint(
     check_wrapped(model, optimizer)
     optimizer.ranks.meet("save_checkpoint()")
     save = _begin(Path(folder), model, optimizer, scheduler, extra, keep, base)
-    parts = ((name, optimizer.export_part(name)) for name in _saved_names(model, optimizer, base))
+    parts = optimizer.export_parts(_saved_names(model, optimizer, base))
     return _finish(save, parts, optimizer.ranks)
 
 
@@ -138,7 +138,7 @@ def async_save(
     with raised_on_all(ranks):
         names = _saved_names(model, optimizer, base)
         _refuse_without_room(optimizer, names)
-        parts = [(name, optimizer.export_part(name)) for name in names]
+        parts = list(optimizer.export_parts(names))
     save = _begin(root, model, optimizer, scheduler, extra, keep, base)
     aside = Aside(ranks, ranks.of_first(f"async_save {uuid4()}"))
     thread = ThreadPoolExecutor(1, "protrain async_save")

@@ -5,7 +5,7 @@ Checkpoints use it, so that they never hold the whole model a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -51,14 +51,15 @@ class ParameterStates(torch.optim.Optimizer):
         with self._engine.quiet():
             return parameter_state.export_parameter(self._by_name[name])
 
-    def export_part(self, name: str) -> parameter_state.Part:
-        """What this rank has of all state of one parameter, as CPU copies. Other ranks need not call it."""
-        self._engine.bindings.refuse_inside_full_parameters("export_part()")
+    def export_parts(self, names: Iterable[str]) -> Iterator[tuple[str, parameter_state.Part]]:
+        """What this rank has of all state of the parameters ``names``, as CPU copies. Other ranks need not call it."""
+        self._engine.bindings.refuse_inside_full_parameters("a save of states")
         with self._engine.quiet():
-            return parameter_state.export_part(self._by_name[name])
+            for name in names:
+                yield name, parameter_state.export_part(self._by_name[name])
 
     def export_bytes(self, names: Iterable[str]) -> int:
-        """The host memory that ``export_part`` of the parameters ``names`` takes on this rank."""
+        """The host memory that ``export_parts`` of the parameters ``names`` takes on this rank."""
         members = {member.name: member for member in self._engine.members}
         return sum(parameter_state.part_bytes(members[name]) for name in names)
 
@@ -87,17 +88,18 @@ class ParameterStates(torch.optim.Optimizer):
         for kind, value in tensors.items():
             parameter_state.check_values(f"{kind} of {name}", value)
         self.ranks.meet("import_parameter()")
-        self.import_part(name, slice(0, self._parameters[name].numel()), tensors)
+        self.import_parts([(name, slice(0, self._parameters[name].numel()), tensors)])
 
-    def import_part(self, name: str, elements: slice, tensors: Mapping[str, Tensor]) -> None:
-        """Set ``elements`` of a parameter to ``tensors``, as those of a ``Part``.
+    def import_parts(self, parts: Iterable[tuple[str, slice, Mapping[str, Tensor]]]) -> None:
+        """Set elements of parameters to tensors, as those of a ``Part``. ``parts`` has the names of the parameters too.
 
         With several ranks every one of them must be given at least once what it has of each parameter, though that be
         no elements, so that it learns of the step and drops the weights that it has gathered before.
         """
         self._engine.bindings.refuse_inside_full_parameters("a load of states")
         self._engine.refuse_write("a load of states")
-        member = self._by_name[name]
         with self._engine.quiet():
-            parameter_state.import_part(member, elements, tensors)
-            self._engine.weights_changed([member.chunk])
+            for name, elements, tensors in parts:
+                member = self._by_name[name]
+                parameter_state.import_part(member, elements, tensors)
+                self._engine.weights_changed([member.chunk])
