@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from bench.train.results import Outcome
 from bench.train.task import Task, make_tokens
 from protrain.cli.options import Parser
 from protrain.cli.summary import versions
+from protrain.profiler.kept_profiles import version_of
 
 _SIZES = Sizes(model="llama-1b", batch=4, sequence=1024, steps=20, warm_up=5)
 _EXAMPLE = """examples:
@@ -107,7 +107,7 @@ def _compare(args: argparse.Namespace, task: Task, names: tuple[str, ...], comma
             command=command,
             driver=driver_of_gpu(),
             commit=commit_of_checkout(),
-            versions=versions() | _versions_of_libraries(),
+            versions=versions() | {library: version_of(library) for library in _LIBRARIES},
             task=task,
             rows_of_clients=tuple(rows),
         )
@@ -156,16 +156,6 @@ def _missing(client: str) -> str:
     """Why ``client`` cannot be started here: a package that is not installed; "" if all are."""
     absent = [package for package in CLIENTS[client].packages if find_spec(package) is None]
     return f"skipped: {absent[0]} is not installed (pip install {absent[0].replace('_', '-')})" if absent else ""
-
-
-def _versions_of_libraries() -> dict[str, str]:
-    found = {}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            found[library] = "not installed"
-    return found
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from protrain.common.records import Record
 from protrain.hardware.memory import processor_name
 from protrain.planning.plan import Plan
+from protrain.profiler.kept_profiles import version_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,13 +75,9 @@ class TrainSummary(Record):
 
 def versions() -> dict[str, str]:
     """The versions of Python and of the packages that results depend on."""
-    found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("triton", "transformers", "protrain"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # it runs from a checkout, or there is no Triton for this system
-            found[package] = "not installed"
-    return found
+    others = "triton", "transformers", "protrain"  # of which this one may run from a checkout
+    found = {package: version_of(package) for package in others}
+    return {"python": platform.python_version(), "torch": torch.__version__, **found}
 
 
 def device_name(device: torch.device) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import sys
@@ -100,13 +99,15 @@ def stage(what: str) -> Iterator[Callable[[str], None]]:
         doing = part
 
     def go_on_saying() -> None:
-        pauses = itertools.repeat(_BLINK_S) if live else iter(_pauses())
-        while not done.wait(next(pauses)):
+        pause_s = _BLINK_S if live else _BEGUN_S
+        while not done.wait(pause_s):
             past_s = time.perf_counter() - start
             line = f"protrain: {what} ..."
             if past_s >= _LONG_S:  # fits into 80 columns with the path of a layer
                 line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
             (say_in_place if live else say)(line)
+            if not live:
+                pause_s = max(_LONG_S, 2 * pause_s)
 
     with _timed(what):
         if live:
@@ -148,12 +149,3 @@ def _timed(what: str) -> Iterator[None]:
             say("", end="")
         raise
     note(f"{what}: {time.perf_counter() - start:.1f} s")
-
-
-def _pauses() -> Iterator[float]:
-    """The seconds between two lines outside a terminal."""
-    yield _BEGUN_S
-    pause = _LONG_S
-    while True:
-        yield pause
-        pause *= 2

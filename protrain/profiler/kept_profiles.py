@@ -85,4 +85,4 @@ def version_of(module: str) -> str:
     """The version of the package of ``module``, which need not be imported."""
     with contextlib.suppress(PackageNotFoundError):
         return version(module.replace("_", "-"))
-    return "unknown"
+    return "not installed"
