@@ -19,7 +19,7 @@ sys.exit(not replace(Machine.of(torch.device("cuda")), world_size=int(sys.argv[1
 
 _THREADS = """
 import torch
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 print(detect(torch.device("cuda")).host_adam_threads or 1)
 """
 

@@ -4,14 +4,27 @@ Importing torch takes seconds. So the package imports it with the first use of o
 answers `--help` without it.
 """
 
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from protrain.common import interrupt  # noqa: F401  # first: Ctrl-C may come while torch is imported
-from protrain.common.late_names import late_names
 
 if TYPE_CHECKING:
     from protrain.public import *  # noqa: F403  # what type checkers see of the package
 else:
-    __getattr__ = late_names(__name__)
+
+    def __getattr__(name: str) -> Any:
+        """Import all public names with the first of them.
+
+        No module of the package may have the name of one of them, because an imported module takes its place in the
+        package, and nobody asks for a name that is there.
+        """
+        if name == "__all__" or not name.startswith("_"):
+            public = import_module("protrain.public")
+            globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+        if name not in globals():  # a subpackage is here once it is imported
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
 
 __version__ = "0.1.0"

@@ -27,14 +27,15 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
 from protrain.engine.states.empty import fill_buffers
 from protrain.forwards import change_forwards
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.detection import detect
 from protrain.hardware.memory import available_host_bytes
+from protrain.hardware.profile import HardwareProfile
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
 from protrain.planning.mismatch import name_other_use
 from protrain.planning.predict import Models
-from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
+from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
 from protrain.validate import Checked, naming
 

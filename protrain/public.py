@@ -7,9 +7,11 @@ from protrain.checkpoint.saving import async_save, save_checkpoint
 from protrain.common.errors import BudgetError, CheckpointError, MisuseError, PlanError
 from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import full_parameters, full_state_dict
-from protrain.hardware import HardwareProfile, calibrate
+from protrain.hardware.calibration import calibrate
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, search
-from protrain.profiler import ModelProfile, profile
+from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.trace import profile
 from protrain.tracing import trace
 from protrain.wrapping import wrap
 

@@ -24,8 +24,8 @@ from protrain.distributed.advice import compare_first_batches, first_alone_warns
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
 from protrain.engine.weights.parameter import PresentParameter, frozen_error
-from protrain.hardware import detect
 from protrain.hardware.allocator import use_expandable_segments
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_map
 import protrain
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.chunked_loss_on_meta import causal_lm_loss, piece_rows
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 from protrain.planning import fingerprint, search
 from protrain.planning.rates.compute_times import compute_times
-from protrain.profiler import ModelProfile
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.meta_device import as_if_on_gpu
+from protrain.profiler.model_profile import ModelProfile
 
 Build = Callable[..., nn.Module]
 Loss = Callable[..., Tensor]

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from protrain.common.records import Record
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import load
 from protrain.planning import Plan
 
 

@@ -24,10 +24,10 @@ from torch.utils._pytree import tree_leaves
 import protrain
 from bench.families.family import Family
 from protrain.common.records import Record
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import search
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, Trainer, adamw, states, wrap_under
 from tests.engine.plain_loop import prepare_plain
 from tests.engine.profiles import share_profiles, shared_profile

@@ -30,7 +30,7 @@ from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
 from protrain.common.tables import aligned
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 from protrain.planning import Plan, search
 from protrain.planning.rates.host_rates import with_host
 

@@ -24,9 +24,9 @@ from protrain.cli.plan_trace import counted
 from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned
-from protrain.hardware import of_machine
+from protrain.hardware.shipped import of_machine
 from protrain.planning import compare
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 96)
 GPUS = (1, 2, 4, 8)

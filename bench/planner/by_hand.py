@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
 from protrain.planning.changes import within
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 _BY = 2  # chunks or blocks
 

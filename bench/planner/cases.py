@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from bench.dram_load import HOST_BYTES
 from protrain.common.records import Record
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 
 GIB, MIB = 1024**3, 1024**2
 

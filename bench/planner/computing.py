@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 import torch
 
-import protrain
 from bench.planner.cases import CASES, Case
 from bench.planner.clock import durations_ms, now
 from bench.planner.measure import build, profiled
@@ -29,6 +28,7 @@ from protrain.cli.summary import device_name, versions
 from protrain.common import batch as batches
 from protrain.common.records import Record
 from protrain.common.tables import aligned
+from protrain.hardware.detection import detect
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 
 FILE = "computing.json"
@@ -86,7 +86,7 @@ def _beside(profiled_ms: float, measured_ms: float) -> str:
 def measured(case: Case, repeat: int) -> list[Row]:
     """Profile, then run ``repeat`` plain steps in each of both modes, in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    times = compute_times(profiled(case, device), protrain.hardware.detect(device))
+    times = compute_times(profiled(case, device), detect(device))
     rows = []
     for blocks in _KINDS:
         forward_ms, backward_ms = _of_profile(times, recomputed=blocks == "recomputed")

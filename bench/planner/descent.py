@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from bench.planner.draw import draw
 from bench.planner.measure import Point
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
 from protrain.planning.changes import neighbours
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 _BETTER = 0.995  # a plan is faster if it takes less than this share of the step time; smaller gains are noise
 _RIVALS = 2  # how many of the fastest other plans are measured again with the chosen plan

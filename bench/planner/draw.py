@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
 from protrain.planning.layout import pack
 from protrain.planning.plan import Counts

@@ -46,9 +46,10 @@ from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
 from protrain.common.tables import aligned
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.detection import detect
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, Plan, check, evaluate, pack
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 FILE = "ideas.json"
 

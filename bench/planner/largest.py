@@ -29,10 +29,11 @@ from protrain.common.errors import PlanError
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_ms
-from protrain.hardware import HardwareProfile, of_machine
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import of_machine
 from protrain.planning import largest
 from protrain.planning.largest import Largest
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 FILES = {"float32": "largest.json", "bfloat16": "largest-bf16-moments.json"}
 GIB = 1024**3

@@ -39,9 +39,9 @@ from protrain.common import batch as batches
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import aligned
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 from protrain.planning import MemoryModel, block_modes, pack
-from protrain.profiler import find_blocks
+from protrain.profiler.blocks import find_blocks
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import as_if_on_gpu
 

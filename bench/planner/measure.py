@@ -21,8 +21,8 @@ from protrain.common.records import Record
 from protrain.distributed.processes import local_rank
 from protrain.forwards import change_forwards
 from protrain.planning import Plan
-from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
+from protrain.profiler.model_profile import ModelProfile
 
 _CLIP_NORM = 1e6  # larger than any gradient's norm, as predictions are for steps that are not clipped
 WARM_UP = 2  # steps; the first step has nothing to overlap with

@@ -24,6 +24,7 @@ from protrain.cli.models import load_model
 from protrain.cli.summary import device_name, versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned
+from protrain.hardware.detection import detect
 
 FILE = "profile_time.json"
 GIB = 1024**3
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None, profiles: tuple[Asked, ...] | None = Non
         return Table(
             command=f"python -m bench.planner.profile_time {shlex.join(arguments)}",
             device=device_name(device),
-            device_bytes=protrain.hardware.detect(device).device_bytes,
+            device_bytes=detect(device).device_bytes,
             versions=versions(),
             profiled=tuple(rows),
         )

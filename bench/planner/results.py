@@ -12,10 +12,10 @@ from bench.planner.cases import Case
 from bench.planner.measure import Point
 from bench.planner.paper import paper_step_ms
 from protrain.common.records import Record
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, predict
 from protrain.planning.plan import as_planned, layout_of
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 GIB = 1024**3
 

@@ -26,10 +26,10 @@ from protrain.cli.models import load_model
 from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_ms
-from protrain.hardware import load
 from protrain.hardware.memory import processor_name
+from protrain.hardware.shipped import load
 from protrain.planning import search
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 FILE = "search_time.json"
 GIB = 1024**3

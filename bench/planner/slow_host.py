@@ -42,10 +42,11 @@ from bench.train.trainers import floor_under
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.forward.compilation import graphs_compiled
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.detection import detect
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, predict, search
 from protrain.planning.rates.host_rates import with_host
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 FILE = "slow_host.json"
 SHARES = (0.7, 0.5)  # of the host's rate

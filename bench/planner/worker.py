@@ -27,9 +27,10 @@ from protrain.common.errors import PlanError
 from protrain.consensus import largest_of_all, of_all
 from protrain.distributed.joining import join
 from protrain.distributed.processes import local_rank
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.detection import detect
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 _DESCENT = 0.7  # share of a case's time; in the rest of the time the fastest plans are measured again
 

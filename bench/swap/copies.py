@@ -11,7 +11,7 @@ import torch
 
 from bench.swap.training import WARM_UP, Case, Measured, Training, profiled
 from protrain.common.records import Record
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 from protrain.planning import check, evaluate, pack
 
 COPIES = tuple(

@@ -11,9 +11,10 @@ import torch
 from bench.swap.training import TINY, WARM_UP, Case, Measured, Training, profiled
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.detection import detect
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, search
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 
 GIB = 1024**3
 _HOST_MEMORY = "72GiB"  # of a limited plan: to pin more takes most of the time

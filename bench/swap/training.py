@@ -18,8 +18,8 @@ from protrain.common.records import Record
 from protrain.common.tables import format_ms
 from protrain.hardware.calibration.timing import spread_of
 from protrain.planning import Plan
-from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile
+from protrain.profiler.model_profile import ModelProfile
 
 _CLIP_NORM = 1e6  # gradients are never that long: predictions are about steps that are not clipped
 WARM_UP = 3  # steps

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from protrain.profiler import find_blocks
+from protrain.profiler.blocks import find_blocks
 
 
 def quantise_later(model: Any) -> None:

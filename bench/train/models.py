@@ -18,7 +18,7 @@ from protrain.common.parameters import is_managed
 from protrain.engine.states.empty import values_of
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.compilation import compile_blocks
-from protrain.profiler import find_blocks
+from protrain.profiler.blocks import find_blocks
 
 
 def build_model(task: Task) -> Any:

@@ -8,7 +8,8 @@ import torch
 
 from protrain.cli.defaults import device_type_of
 from protrain.distributed.processes import announced_processes, local_processes, local_rank
-from protrain.hardware import HardwareProfile, detect
+from protrain.hardware.detection import detect
+from protrain.hardware.profile import HardwareProfile
 
 
 def this_machine(args: argparse.Namespace) -> HardwareProfile:

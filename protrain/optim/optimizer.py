@@ -21,7 +21,7 @@ from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.optim.parameter_states import ParameterStates
 from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
 from protrain.optim.user_optimizer import refuse_group

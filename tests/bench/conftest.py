@@ -13,8 +13,8 @@ from torch import nn
 
 from bench.kernels.machine import this_machine
 from bench.kernels.rows import OURS, Row
-from protrain.profiler import ModelProfile
 from protrain.profiler.cache import cached_profile, fingerprint
+from protrain.profiler.model_profile import ModelProfile
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from bench.planner import ideas
 from bench.planner.chunk_order import ChunkOrder, chunks_in
 from bench.planner.ideas import FILE, NARROW, Ideas, main, planned
 from bench.swap.training import Training, profiled
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.usefixtures("profiled_once")

@@ -11,7 +11,8 @@ import pytest
 
 from bench.planner import largest as command
 from protrain.common.errors import PlanError
-from protrain.hardware import HardwareProfile, load, of_machine
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import load, of_machine
 from protrain.planning import search
 
 MIB = 1024**2

@@ -23,9 +23,10 @@ from bench.planner.draw import draw
 from bench.planner.measure import Point, build, measure
 from bench.planner.results import CaseResult, Results
 from protrain.engine.updates.in_host_memory import Window
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.bench.forked import ForkedWorkers
 
 SMALLEST = replace(SMOKE[0], layers=2, sequence=16, n_plans=1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.planner import search_time as command
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 from protrain.planning import search
 
 ASKED = command.Search(shape="tiny", batch=2, sequence=64, hardware="h100", host_gib=1)

@@ -10,7 +10,8 @@ import pytest
 from bench.planner import servers as command
 from bench.planner.largest import MACHINES
 from protrain.cli.models import load_model
-from protrain.hardware import HardwareProfile, of_machine
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import of_machine
 from protrain.planning import search
 
 

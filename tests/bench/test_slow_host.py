@@ -16,7 +16,7 @@ from bench.planner.largest import profile_of
 from bench.planner.slow_host import FILE, SHARES, hosts_of, main
 from bench.planner.slow_host_record import Floor, Host, Row, SlowHost
 from protrain.common.errors import PlanError
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 from protrain.planning import check, evaluate
 
 GIB = 1024**3

@@ -17,7 +17,8 @@ from protrain.cli.commands import COMMANDS, build_parser
 from protrain.cli.job import MAY_DIFFER, TrainJob
 from protrain.cli.main import main
 from protrain.cli.options import in_options
-from protrain.hardware import HardwareProfile, load
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import load
 from protrain.planning import Plan
 from protrain_cache import say_unwritable
 

@@ -20,11 +20,11 @@ from protrain.cli.defaults import choose_loss
 from protrain.cli.main import main
 from protrain.cli.models import load_model
 from protrain.cli.plan_text import summary_text
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
 from protrain.planning.explain.explanation import Better
 from protrain.planning.explain.phases import Phase
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.cli.test_plan_timeline import dark_pixels
 
 TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]

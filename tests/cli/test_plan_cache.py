@@ -12,7 +12,7 @@ import pytest
 
 import protrain
 from protrain.cli.main import main
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 
 pytest.importorskip("transformers")
 

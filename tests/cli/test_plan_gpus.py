@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain.hardware import load
+from protrain.hardware.shipped import load
 from protrain.planning import Comparison, Frontier, Plan
 from tests.cli.test_plan import TINY, by_label, run
 

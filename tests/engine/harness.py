@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.batch import arguments
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode, MemoryModel, Plan, check, choose_chunk_elements, evaluate, pack
 from protrain.planning.plan import layout_of
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels import padded
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
 from tests.engine.profiles import shared_profile
@@ -88,7 +89,7 @@ def make_plan(
     spec: Spec, profile: ModelProfile, device: torch.device, *, inside: bool = False, world_size: int = 1
 ) -> Plan:
     """The plan that ``spec`` means for the model of ``profile``; with ``inside`` it has no speculative updates."""
-    hardware = protrain.hardware.detect(device, device_memory="4GiB", host_memory="4GiB")
+    hardware = detect(device, device_memory="4GiB", host_memory="4GiB")
     hardware = dataclasses.replace(hardware, world_size=world_size)
     largest = max(padded(parameter.numel) for parameter in profile.parameters)
     chunk_elements = largest if spec.small else choose_chunk_elements(profile)
@@ -122,7 +123,7 @@ def make_plan(
 def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
     """Host memory with which ``plan``, with updates inside backward, has the fewest shared gradient buffers."""
     layout = layout_of(profile, plan)
-    memory = MemoryModel(profile, protrain.hardware.detect(device), layout, update_in_backward=True)
+    memory = MemoryModel(profile, detect(device), layout, update_in_backward=True)
     return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 

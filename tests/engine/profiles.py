@@ -11,8 +11,8 @@ from torch import nn
 
 import protrain
 from protrain import beginning
-from protrain.profiler import ModelProfile
 from protrain.profiler.cache import fingerprint
+from protrain.profiler.model_profile import ModelProfile
 
 _known: dict[str, ModelProfile] = {}
 

@@ -23,6 +23,7 @@ from protrain.engine.states.chunks import Chunk, ChunkState, Member
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool, Residency
+from protrain.hardware.detection import detect
 from protrain.planning import evaluate
 from protrain.planning.schedule import FAR, Schedule
 from tests.engine.harness import CKPT, NONE, Spec, adamw, wrap_under
@@ -322,7 +323,7 @@ def test_buffers_full_after_forward_serve_backward_and_fill_for_the_next_forward
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())
     profile = protrain.profile(model, batch, optimizer=optimizer, device="cpu", dtype=torch.float32)
-    machine = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+    machine = detect("cpu", device_memory="1GiB", host_memory="1GiB")
     n_chunks = 6 * per_block
     for n_persist, n_buffer in [(0, per_block), (0, per_block + 1), (0, n_chunks - 1), (0, n_chunks), (per_block, 3)]:
         model = build()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain import profiler
+import protrain
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -177,13 +177,13 @@ def in_a_thread(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def test_blocks_that_compute_gradients_through_others_are_refused() -> None:
     model = build(partial(Throughs, partial(Through, 48)))
     with pytest.raises(ValueError, match=r"blocks\.1 computes gradients through blocks\.0.*torch\.autograd\.grad"):
-        profiler.profile(model, batches(1)[0], device="cpu")
+        protrain.profile(model, batches(1)[0], device="cpu")
 
 
 def test_weights_that_the_graph_of_forces_holds_are_planned_for() -> None:
     model = build(partial(Forces, 256))
     weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    profile = profiler.profile(model, batches(1)[0], device="cpu")
+    profile = protrain.profile(model, batches(1)[0], device="cpu")
     at_loss = next(segment for segment in profile.segments if segment.phase == "backward")
     assert weight_bytes < at_loss.live_bytes < 2 * weight_bytes
     spec = Spec("none", "least", (NONE,))
@@ -192,5 +192,5 @@ def test_weights_that_the_graph_of_forces_holds_are_planned_for() -> None:
 
 
 def test_parameters_whose_gradients_are_asked_for_are_not_used_for_that() -> None:
-    profile = profiler.profile(build(partial(OfParameters, 48, 3)), batches(1)[0], device="cpu")
+    profile = protrain.profile(build(partial(OfParameters, 48, 3)), batches(1)[0], device="cpu")
     assert not [unit for unit in profile.units if not unit.name]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.streams import Streams, streams_for
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from tests.engine import residual
@@ -274,7 +275,7 @@ def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_
     expected, final = plain_run(make_residual, data, loop=loop, device=CPU, dtype=torch.float32)
     model = make_residual()
     profile = protrain.profile(model, data[0], optimizer=adamw(model), device="cpu", dtype=torch.float32)
-    roomy = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+    roomy = detect("cpu", device_memory="1GiB", host_memory="1GiB")
     options: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": DEPTH}
     kept, offloaded = (evaluate(profile, roomy, n_ckpt_swap=count, **options) for count in (0, DEPTH))
     assert offloaded.device_bytes < kept.device_bytes - INPUT_BYTES

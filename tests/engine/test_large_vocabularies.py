@@ -15,12 +15,13 @@ from protrain.common.batch import loss_of
 from protrain.common.errors import PlanError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import Buffer, BufferPool
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import MemoryModel, Plan, evaluate, frontier, pack
 from protrain.planning.layout import most_held
 from protrain.planning.plan import layout_of
 from protrain.planning.runtime.fetches import Fetches
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.lateness import Lateness
 from tests.engine.profiles import shared_profile
@@ -29,7 +30,7 @@ from tests.engine.true_memory import make_batch, make_model, plans_within_budget
 WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
 BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
 CLIPPED, UNCLIPPED = Loop(max_norm=0.5), Loop()
-HARDWARE = protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB")
+HARDWARE = detect("cpu", device_memory="1GiB", host_memory="1GiB")
 
 
 class _Pair(nn.Module):

@@ -14,6 +14,7 @@ import torch
 
 import protrain
 from protrain.common.errors import PlanError
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from tests.engine import residual
@@ -197,7 +198,7 @@ def test_a_plan_says_what_it_was_made_for(tmp_path: Path) -> None:
     model, batch = residual.make(width=256), residual.batches(1)[0]
     traced = protrain.profile(model, batch, optimizer=adamw(model), device="cpu", dtype=FLOAT32)
     narrow = dataclasses.replace(traced, moment_dtype="bfloat16")
-    hardware = protrain.hardware.detect(torch.device("cpu"), device_memory="4GiB", host_memory="4GiB")
+    hardware = detect(torch.device("cpu"), device_memory="4GiB", host_memory="4GiB")
     counts: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": len(traced.blocks)}
     plan, whole = evaluate(narrow, hardware, **counts), evaluate(traced, hardware, **counts)
     assert "moments=bfloat16" in str(plan)

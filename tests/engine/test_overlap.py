@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.engine.gradients import host_gradients
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
 from protrain_kernels import adam
@@ -91,7 +92,7 @@ def wrap_chain(n_buffer: int = 2, n_speculate: int = 0, **options: Any) -> tuple
     profile = protrain.profile(model, batch(), optimizer=optimizer, device="cpu", dtype=torch.float32)
     plan = evaluate(
         profile,
-        protrain.hardware.detect("cpu", device_memory="1GiB", host_memory="1GiB"),
+        detect("cpu", device_memory="1GiB", host_memory="1GiB"),
         n_persist=0,
         n_buffer=n_buffer,
         n_swap=0,

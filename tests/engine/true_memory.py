@@ -15,6 +15,7 @@ from protrain.common.batch import loss_of
 from protrain.common.errors import PlanError
 from protrain.common.trees import tensors_in
 from protrain.engine.engine import Engine
+from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
 from protrain.profiler.memory_meter import StorageMeter
@@ -72,7 +73,7 @@ def plans_within_budgets(
     profile = shared_profile(model, batch, optimizer=adamw(model), device=torch.device("cpu"), dtype=dtype)
 
     def machine(device_bytes: int) -> protrain.HardwareProfile:
-        return protrain.hardware.detect("cpu", device_memory=device_bytes, host_memory="1GiB")
+        return detect("cpu", device_memory=device_bytes, host_memory="1GiB")
 
     most = protrain.search(profile, machine(1 << 40)).device_bytes
     with pytest.raises(PlanError) as caught:

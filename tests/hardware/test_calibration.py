@@ -14,8 +14,7 @@ from functools import partial
 import pytest
 import torch
 
-from protrain.hardware import HardwareProfile, calibrate
-from protrain.hardware.calibration import differences
+from protrain.hardware.calibration import calibrate, differences
 from protrain.hardware.calibration.contention import Together, groups_on, portions_of
 from protrain.hardware.calibration.optimizers import (
     AdamChunk,
@@ -30,7 +29,7 @@ from protrain.hardware.calibration.timing import Effort, durations_s, figure_of,
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.memory import usable_cores
-from protrain.hardware.profile import Contention, Figure
+from protrain.hardware.profile import Contention, Figure, HardwareProfile
 from protrain_kernels import padded
 
 GIB = 1024**3

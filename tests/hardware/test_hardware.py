@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.hardware import HardwareProfile, detect, load, memory, of_machine, shipped_names
-from protrain.hardware.detection import assume
+from protrain.hardware import memory
+from protrain.hardware.detection import assume, detect
 from protrain.hardware.memory import available_host_bytes, usable_cores
+from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import load, of_machine, shipped_names
 
 GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.hardware import HardwareProfile, detect
 from protrain.hardware.cache import Machine, cached, store
 from protrain.hardware.calibration import calibrate
-from protrain.hardware.detection import assume
+from protrain.hardware.detection import assume, detect
+from protrain.hardware.profile import HardwareProfile
 from protrain_cache import cache_folder
 
 CPU = torch.device("cpu")

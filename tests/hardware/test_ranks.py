@@ -16,14 +16,14 @@ import torch
 from protrain.cli.main import main
 from protrain.consensus import of_all
 from protrain.distributed.joining import join
-from protrain.hardware import Contention, HardwareProfile, calibrate, detect
 from protrain.hardware.cache import Machine, cached, store
+from protrain.hardware.calibration import calibrate
 from protrain.hardware.calibration.contention import groups_on, units_per_second
 from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.report import rank_warnings, report
-from protrain.hardware.detection import assume
-from protrain.hardware.profile import Figure
+from protrain.hardware.detection import assume, detect
+from protrain.hardware.profile import Contention, Figure, HardwareProfile
 from tests.distributed.pool import RankError, on_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks

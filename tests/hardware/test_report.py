@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.hardware import load
 from protrain.hardware.calibration import report
 from protrain.hardware.datasheet import of_card, pcie_gbps
 from protrain.hardware.profile import Contention, Figure
+from protrain.hardware.shipped import load
 
 
 def _figure(name: str, median: float, datasheet: float | None, at: str = "") -> Figure:

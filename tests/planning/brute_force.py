@@ -9,7 +9,7 @@ from itertools import product
 from math import inf
 from typing import NamedTuple
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel, block_modes, check, search
 from protrain.planning.layout import pack
 from protrain.planning.plan import Counts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 
 H100 = HardwareProfile.load(Path(__file__).with_name("h100.json"))
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+import protrain
 from bench.planner.paper import paper_step_ms
-from protrain import profiler
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, check, evaluate, pack
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.engine import residual
 from tests.planning.counts import placed
 
@@ -25,7 +25,7 @@ host = partial(detect, "cpu", device_memory="1GiB", host_memory="1GiB")
 
 @pytest.fixture(scope="module")
 def traced() -> ModelProfile:
-    return profiler.profile(residual.make(WIDTH, DEPTH), (torch.randn(ROWS, 8),), device="cpu")
+    return protrain.profile(residual.make(WIDTH, DEPTH), (torch.randn(ROWS, 8),), device="cpu")
 
 
 def memory_of(traced: ModelProfile) -> MemoryModel:
@@ -55,10 +55,10 @@ def test_each_input_counts_for_itself(traced: ModelProfile, away: int) -> None:
 def test_an_input_that_needs_no_gradient_is_not_offloaded() -> None:
     model = residual.make(WIDTH, DEPTH)
     model.get_submodule("enter").requires_grad_(False)
-    found = profiler.profile(model, (torch.randn(ROWS, 8),), device="cpu")
+    found = protrain.profile(model, (torch.randn(ROWS, 8),), device="cpu")
     assert [block.input_bytes for block in found.blocks] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
     bare = nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
-    found = profiler.profile(bare, (torch.randn(ROWS, WIDTH),), device="cpu")
+    found = protrain.profile(bare, (torch.randn(ROWS, WIDTH),), device="cpu")
     assert [block.input_bytes for block in found.blocks] == [0, INPUT_BYTES, INPUT_BYTES]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, predict, search
 from protrain.planning.changes import Change
 from protrain.planning.explain.phases import phases

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import (
     BlockMode,
     MemoryModel,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, evaluate
 from protrain.planning.explain.host_rate import host_gparams
 from tests.planning.machines import H100

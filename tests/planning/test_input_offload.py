@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, block_modes, check, evaluate, pack, search
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning.test_search import MIB, machine, make_profile
 
 NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, Plan, evaluate, search
 from protrain.planning.plan import as_planned
 from protrain.profiler.model_profile import ModelProfile

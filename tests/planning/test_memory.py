@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from protrain import profiler
+import protrain
 from protrain.common import batch as batches
-from protrain.hardware import detect
+from protrain.hardware.detection import detect
 from protrain.planning import BlockMode, MemoryModel, block_modes, pack
 from protrain.planning.memory.model import state_bytes
-from protrain.profiler import ModelProfile
 from protrain.profiler.memory_meter import StorageMeter
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning.counts import placed
 
-profile = partial(profiler.profile, device="cpu")
+profile = partial(protrain.profile, device="cpu")
 Builder = Callable[..., Any]
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, search
 from protrain.planning.plan import Counts
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, random_machine, random_profile, that_streams
 
 # By seed: the plan, its milliseconds, and its bytes on the device and in host memory, from before there were ranks.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.hardware import Contention, HardwareProfile
+from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import (
     BlockMode,
     MemoryModel,

@@ -16,7 +16,8 @@ import protrain
 from bench.planner.paper import paper_step_ms
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import BufferPool
-from protrain.hardware import HardwareProfile
+from protrain.hardware.detection import detect
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
 from protrain.planning.rates.compute_times import ComputeTimes, compute_times
 from protrain.planning.rates.swap_copies import COPY_MS
@@ -288,7 +289,7 @@ def test_predicted_fetches_are_those_of_the_engine(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = (torch.randn(2, 16),)
     profile = protrain.profile(model, batch, optimizer=optimizer, device="cpu")
-    hardware = protrain.hardware.detect(torch.device("cpu"), device_memory="1GiB", host_memory="1GiB")
+    hardware = detect(torch.device("cpu"), device_memory="1GiB", host_memory="1GiB")
     counts: dict[str, Any] = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": 0, "n_ckpt": 3}
     plan = evaluate(profile, hardware, **counts, chunk_elements=256)
     issued: list[int] = []

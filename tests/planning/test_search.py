@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from protrain import profiler
+import protrain
 from protrain.common.errors import PlanError
 from protrain.common.quantities import parse_memory
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import (
     BlockMode,
     Plan,
@@ -29,11 +29,10 @@ from protrain.planning import (
 )
 from protrain.planning.runtime import model as runtime
 from protrain.planning.runtime.simulate import simulate
-from protrain.profiler import ModelProfile
-from protrain.profiler.model_profile import BlockRecord, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 
-profile = partial(profiler.profile, device="cpu")
+profile = partial(protrain.profile, device="cpu")
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
 MIB = 1024**2
 

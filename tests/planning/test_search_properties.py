@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime import model as runtime
 from protrain.planning.runtime.simulate import simulate
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import (
     N,
     as_measured,

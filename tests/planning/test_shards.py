@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, Layout, MemoryModel, Plan, block_modes, check, evaluate, pack, search
 from protrain.planning.layout import TILE_ELEMENTS, align, most_held
 from protrain.planning.memory.model import state_bytes
 from protrain.planning.plan import Counts, layout_of
-from protrain.profiler import ModelProfile
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning import test_layout, test_search
 from tests.planning.machines import H100
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from protrain.hardware import HardwareProfile
-from protrain.hardware.profile import Contention
+from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.planning.rates.contention import OTHERS, rates

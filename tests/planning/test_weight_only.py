@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.hardware import HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
 from protrain.planning.runtime.run import Run
 from protrain.planning.runtime.update_queue import UpdateQueue

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.profiler import profile
 from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
 from protrain.profiler.operations import Operations
+from protrain.profiler.trace import profile
 
 CPU = torch.device("cpu")
 ROWS, SEQUENCE, HEADS, WIDTH = 2, 16, 4, 32  # the tiny models have this many

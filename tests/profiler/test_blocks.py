@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from protrain.profiler import find_blocks, find_units
+from protrain.profiler.blocks import find_blocks, find_units
 
 
 class _Block(nn.Module):

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from protrain.forward.compilation import compile_blocks
-from protrain.profiler import cache, kept_profiles, profile
+from protrain.profiler import cache, kept_profiles
 from protrain.profiler.blocks import find_blocks
+from protrain.profiler.trace import profile
 
 BATCH = (torch.randn(2, 8),)
 

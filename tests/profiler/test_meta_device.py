@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from protrain.forward.compilation import compile_blocks
-from protrain.profiler import meta_device, profile
+from protrain.profiler import meta_device
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.storages import storage_key
+from protrain.profiler.trace import profile
 
 BFLOAT = torch.bfloat16
 

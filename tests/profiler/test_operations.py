@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks, graphs_alone
-from protrain.profiler import find_blocks, profile
+from protrain.profiler.blocks import find_blocks
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.operations import Operations
 from protrain.profiler.storages import storage_key
+from protrain.profiler.trace import profile
 
 ROWS, WIDTH = 8, 16
 SIZE = ROWS * WIDTH * 4

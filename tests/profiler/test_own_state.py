@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain import profiler
+import protrain
 from protrain.common.errors import MisuseError
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.operations import Operations
 from tests.profiler.test_trace import _Block, _units
 
-profile = partial(profiler.profile, device="cpu")
+profile = partial(protrain.profile, device="cpu")
 
 
 class _Watching(_Block):

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain import profiler
+import protrain
 from tests.profiler.test_trace import _Block
 
-profile = partial(profiler.profile, device="cpu")
+profile = partial(protrain.profile, device="cpu")
 
 
 def test_hooks_of_a_first_forward_are_registered_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain import profiler
+import protrain
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.stand_in_weights import StandInWeights
 from tests.profiler.test_trace import _batch, _Model
@@ -64,7 +64,7 @@ def test_a_profile_is_the_same_wherever_weights_stay(monkeypatch: pytest.MonkeyP
     for spare_bytes, most in ((0, 4), (300, 4), (10**9, 1)):
         fills.clear()
         monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_, size=spare_bytes: size)
-        found.append(_timeless(profiler.profile(model, _batch(), device="cpu")))
+        found.append(_timeless(protrain.profile(model, _batch(), device="cpu")))
         assert max(fills.values()) == most, "forward and backward of either step"
     assert found[0] == found[1] == found[2]
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
@@ -83,14 +83,14 @@ def test_where_that_leaves_too_little_the_profile_is_taken_without(monkeypatch: 
             return loss
 
     monkeypatch.setattr("protrain.profiler.trace._spare_bytes", lambda *_: 10**9)
-    profiler.profile(Growing(), _batch(), device="cpu")
+    protrain.profile(Growing(), _batch(), device="cpu")
     assert Growing.failures == 0
     Growing.failures, Growing.error = 1, RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling it")
-    profiler.profile(Growing(), _batch(), device="cpu")
+    protrain.profile(Growing(), _batch(), device="cpu")
     assert Growing.failures == 0
     Growing.failures, Growing.error = 1, RuntimeError("sizes do not match")
     with pytest.raises(RuntimeError, match="sizes do not match"):
-        profiler.profile(Growing(), _batch(), device="cpu")
+        protrain.profile(Growing(), _batch(), device="cpu")
     Growing.failures, Growing.error = 2, torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(torch.OutOfMemoryError):
-        profiler.profile(Growing(), _batch(), device="cpu")
+        protrain.profile(Growing(), _batch(), device="cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain import profiler
+import protrain
 from protrain.profiler import step_times
 from protrain.profiler.segments import Segment
 from protrain.profiler.step_times import expected_ms, median_durations, time_steps
@@ -30,7 +30,7 @@ class _Slow(_Block):
 def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
     blocks = [_Slow() for _ in range(5)]
     blocks[2].held_up_s = 0.05
-    found = profiler.profile(nn.Sequential(*blocks), (torch.randn(4, 8),), device="cpu")
+    found = protrain.profile(nn.Sequential(*blocks), (torch.randn(4, 8),), device="cpu")
     assert len(found.blocks) == 5
     assert max(block.forward_ms for block in found.blocks) < 25.0
 
@@ -46,7 +46,7 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
             time.sleep(0.12)
             return y
 
-    found = profiler.profile(nn.Sequential(*[Ending() for _ in range(3)]), (torch.randn(4, 8),), device="cpu")
+    found = protrain.profile(nn.Sequential(*[Ending() for _ in range(3)]), (torch.randn(4, 8),), device="cpu")
     for block in found.blocks:
         assert block.forward_ms >= 150.0
         assert block.recompute_ms is not None
@@ -151,7 +151,7 @@ def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(_Slow, "held_up_s", 0.0)
     model[0].register_forward_pre_hook(hold_up)
-    found = profiler.profile(model, (torch.randn(4, 8),), device="cpu")
+    found = protrain.profile(model, (torch.randn(4, 8),), device="cpu")
     assert n_runs == 6
     assert max(block.forward_ms for block in found.blocks) < 25.0
 
@@ -168,7 +168,7 @@ def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Step, "run", counted)
     monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # true even if others keep the GPU busy
     # in fp32, because a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
-    found = profiler.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
+    found = protrain.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)
     assert runs == [True] + 5 * [False]
     assert all(block.forward_ms > 0 for block in found.blocks)
 

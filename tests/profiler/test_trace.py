@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from protrain import profiler
-from protrain.profiler import ModelProfile
+import protrain
+from protrain.profiler.model_profile import ModelProfile
 
-profile = partial(profiler.profile, device="cpu")
+profile = partial(protrain.profile, device="cpu")
 Builder = Callable[..., Any]
 FAMILIES = ["gpt2", "opt", "llama", "mistral", "t5"]
 
