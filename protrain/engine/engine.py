@@ -109,7 +109,7 @@ class Engine:
         if self.thawed and torch.is_grad_enabled():
             raise frozen_error(self.members[min(self.thawed)].name)
         self.streams.refuse_another()
-        self._end_interrupted()
+        self.end_interrupted()
         self._visits.begin_forward(training=torch.is_grad_enabled())
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -261,17 +261,17 @@ class Engine:
             self.gradients.abandon()
         return failed
 
-    def refuse_another_process(self) -> None:
-        """MisuseError in a forked process, which has neither the host memory of states nor the threads of updates."""
+    def end_interrupted(self) -> None:
+        """Clean up after an error or Ctrl-C in the middle of a step: between steps no unit uses any chunk.
+
+        Raises:
+            MisuseError: this process was forked, and has neither the host memory of states nor the threads of updates.
+        """
         if os.getpid() != self._process:
             raise MisuseError(
                 "this process was forked from the one that called protrain.wrap, and has no model states: train, read "
                 "and save the model there, or call protrain.wrap in this process"
             )
-
-    def _end_interrupted(self) -> None:
-        """Clean up after an error or Ctrl-C in the middle of a step: between steps no unit uses any chunk."""
-        self.refuse_another_process()
         self.abandon_backward()
         if self._backward is None and self.buffers.any_in_use() and not self._runs_a_unit():
             self.bindings.release_all()
@@ -362,7 +362,7 @@ class Engine:
         self.streams.refuse_another()
         self.bindings.refuse_inside_full_parameters("step()")
         self.bindings.refuse_lent("step()")
-        self._end_interrupted()
+        self.end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
         with self._ranks.reporting("step()"):
@@ -384,7 +384,7 @@ class Engine:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """A context in which nothing of the engine runs, so that the host may read and write states."""
-        self._end_interrupted()
+        self.end_interrupted()
         self.wait_for_updates()
         self.streams.synchronize()
         self.bindings.refuse_edits()
@@ -392,7 +392,7 @@ class Engine:
 
     def refuse_write(self, what: str) -> None:
         """MisuseError unless ``what`` may write weights and states now."""
-        self._end_interrupted()
+        self.end_interrupted()
         self.bindings.refuse_write(what)
 
     def weights_changed(self, chunks: list[Chunk]) -> None:

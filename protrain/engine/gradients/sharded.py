@@ -34,7 +34,7 @@ class ShardedGradients(Gradients):
         self._reduction = Reduction(managed, self.squares)
         self._plans_sums = managed.plan.accumulation > 1
         self._is_sum = False  # whether a backward of this step has been reduced
-        self._brings = True  # whether the backward that runs brings gradients
+        self._brings = True  # whether the backward that runs, or has failed, still brings gradients
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
 
     @override
@@ -44,6 +44,7 @@ class ShardedGradients(Gradients):
     @override
     def abandon(self) -> None:
         self._waiting.clear()
+        self._brings = False  # the visits that are left of it bring none, and update nothing
         super().abandon()
 
     @override

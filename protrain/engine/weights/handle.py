@@ -36,8 +36,8 @@ class ParameterEngine(Protocol):
     def in_backward(self) -> bool:
         """Whether a backward that brings gradients runs now."""
 
-    def refuse_another_process(self) -> None:
-        """MisuseError in a forked process, which has no states."""
+    def end_interrupted(self) -> None:
+        """Clean up after a step that an error has ended. MisuseError in a forked process, which has no states."""
 
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""

@@ -146,7 +146,7 @@ class _Source:
 def weight_of(handle: Handle) -> Tensor:
     """A copy of the weight on the device. Waits for the update of its chunk."""
     engine = handle.engine
-    engine.refuse_another_process()
+    engine.end_interrupted()  # a failed one may have left chunks in use
     member = engine.members[handle.index]
     chunk = member.chunk
     if engine.buffers.in_use(chunk):

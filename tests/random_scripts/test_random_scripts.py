@@ -1,0 +1,95 @@
+"""Random scripts have the plain loop's bits under a plan, on one process and on several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.harness import PLANS
+from tests.random_scripts import actions
+from tests.random_scripts.actions import told
+from tests.random_scripts.compare import DiffersError, case_of, compare
+from tests.random_scripts.sides import Case, Plain, Side, Wrapped
+
+_CASE = Case("residual", torch.float32, PLANS[8], inside=False)
+_LOSS = {"kind": "usual", "seed": 0, "size": 8, "block": 0}
+
+
+def run(seed: int, ranks: int = 1) -> None:
+    case, script = case_of(seed, ranks)
+    try:
+        compare(case, script)
+    except DiffersError as error:
+        pytest.fail(f"python -m tests.random_scripts {seed} {seed + 1} --ranks {ranks}\n{case}: {error}")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_some_scripts(seed: int) -> None:
+    run(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6, 66, 10))
+def test_more_scripts(seed: int) -> None:
+    for each in range(seed, seed + 10):
+        run(each)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "ranks"), [(0, 2), (10, 2), (20, 3)])
+def test_scripts_on_ranks(seed: int, ranks: int) -> None:
+    for each in range(seed, seed + 10):
+        run(each, ranks)
+
+
+def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    edit = Wrapped.edit
+    script: list[actions.Action] = [(actions.edit, {"index": 0, "factor": 0.5}), (actions.backward, _LOSS)]
+    compare(_CASE, script)
+    monkeypatch.setattr(Wrapped, "edit", lambda side, index, factor: edit(side, index, factor * (1 + 1e-6)))
+    with pytest.raises(DiffersError, match=r"1 backward\(kind='usual'.*rank 0 has .* and not"):
+        compare(_CASE, script)
+    with pytest.raises(DiffersError, match=r"at the end, rank 0: .*enter\.weight differs"):
+        compare(_CASE, script[:1])
+
+
+def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[actions.Action] = [(actions.clip, {"max_norm": 1.0}), (actions.backward, _LOSS)]
+    assert compare(_CASE, refused) == [
+        f"0 {told(refused[0])}: MisuseError: clip_grad_norm_() without gradients: call loss.backward() first"
+    ]
+
+    def clip(side: Any, max_norm: float) -> list[Any]:
+        if isinstance(side, Wrapped):
+            side.edit(0, 0.5)
+        return actions.clip(side, max_norm)
+
+    with pytest.raises(DiffersError, match="1 backward"):
+        compare(_CASE, [(clip, {"max_norm": 1.0}), refused[1]])
+
+
+@pytest.mark.parametrize(("side", "words"), [(Wrapped, "only the wrapped model"), (Plain, "only the plain loop")])
+def test_an_error_of_one_side_is_seen(side: type[Side], words: str) -> None:
+    def fail(found: Any) -> list[Any]:
+        if isinstance(found, side):
+            raise RuntimeError("an error")
+        return []
+
+    with pytest.raises(DiffersError, match=f"0 fail.*{words} fails: an error"):
+        compare(_CASE, [(fail, {})])
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        [(actions.backward_no_sync, _LOSS), (actions.backward, _LOSS)],
+        [(actions.backward, {**_LOSS, "kind": "part"}), (actions.backward, {**_LOSS, "kind": "only weights"})],
+    ],
+    ids=["the visits that were left updated nothing", "a weight is not read as if a unit still used it"],
+)
+def test_after_a_backward_that_ranks_have_refused(script: list[actions.Action]) -> None:
+    case = Case("tied", torch.float32, PLANS[0], inside=True, ranks=2)
+    refused = compare(case, script)
+    assert refused[0].startswith("0 ")
