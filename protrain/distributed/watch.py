@@ -72,8 +72,12 @@ class Raised(NamedTuple):
     """An exception."""
 
     where: str
-    error: str  # its type and text, "" if they are not known
-    times: int  # how many there were since the last note, with this one
+    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
+    times: int  # how many are known since the last note, with this one
+
+    def as_often_as(self, other: Raised) -> bool:
+        """Whether this rank has raised at the place where another has, and no less often."""
+        return self.where == other.where and self.times >= other.times
 
 
 # The number of the last note, an exception after it, whether the process has ended, and who is to blame.
@@ -196,16 +200,19 @@ class Watch:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
         if self._decided is not None or os.getpid() != self._process:
             return
-        known, mark = self._state[1], f"protrain watch {id(self)}"
-        if error is not None:
+        known, mark = self._state[1] or Raised("", "", 0), f"protrain watch {id(self)}"
+        if error is None:
+            if known.where or known.error:  # the same one, of which a failed backward tells before or after it is known
+                return
+            self._raised = self._number, Raised(where, "", 0)
+        else:
             if mark in vars(error):  # it leaves one context after another
                 return
             vars(error)[mark] = True
-        text = "" if error is None else f"{type(error).__name__}: {error}"
-        times = 1
-        if known is not None:  # one of which nothing was known may be this one
-            times, where = known.times + bool(known.error), where or known.where
-        self._raised = self._number, Raised(where, text, times)
+            self._raised = (
+                self._number,
+                Raised(where or known.where, f"{type(error).__name__}: {error}", known.times + 1),
+            )
         self._links.wake()
 
     def end(self) -> None:
@@ -242,9 +249,10 @@ class Watch:
         """Who waits for whom."""
         late = [rank for rank, peer in self._peers.items() if peer.number < self._number]
         whom = _ranks(late) if late else "other ranks"
+        errors = [peer.raised.error for rank, peer in self._peers.items() if rank in late and peer.raised is not None]
         return (
             f"rank {self._rank} has waited {waited_s:.0f} s for {whom} in {self._place(self._number)} "
-            f"(collective {self._number})"
+            f"(collective {self._number}){f' after {errors[0]}' if errors else ''}"
         )
 
     def _place(self, number: int) -> str:
@@ -319,7 +327,7 @@ class Watch:
             number, own = self._raised or (-1, None)
             raised = peer.raised
             # This rank has raised there, too, and caught it as the other may.
-            alike = own is not None and raised is not None and number == peer.number and own.times >= raised.times
+            alike = own is not None and raised is not None and number == peer.number and own.as_often_as(raised)
             if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
                 place = raised.where and f" in {raised.where}"
                 self._decide(f"rank {rank} has raised an exception{place}{others}: {raised.error or '?'}")

@@ -96,6 +96,22 @@ def test_an_error_of_one_rank_after_one_of_both() -> None:
     assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
 
 
+def error_after_others(rank: int, where: str) -> Any:
+    """Both ranks catch an error that a failed backward tells of, too, in either order. Then rank 1 raises one alone."""
+    _, optimizer = wrap(Model())
+    error = ArithmeticError("both ranks raise it")
+    for each in (error, None) if rank == 0 else (None, error):
+        optimizer.ranks.raised(each, where)
+    return error_of(rank, {}, ({}, {"accumulation": 0}))
+
+
+@pytest.mark.parametrize("where", ["protrain.wrap", "a backward"])
+def test_an_error_of_one_rank_after_one_of_both_that_is_told_twice(where: str) -> None:
+    (other, _), (mine, _) = on_ranks(2, error_after_others, where)
+    assert mine.startswith("ValueError: accumulation must be 1 or more")
+    assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
+
+
 def hear_late(rank: int, late: bool) -> None:
     """Let rank 1 take its time to hear that the ranks are out of step."""
     hear = vars(Watch).get("heard_at_once", Watch._hear)

@@ -36,7 +36,8 @@ def case_of(seed: int, ranks: int = 1) -> tuple[Case, list[Action]]:
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
     dtype = torch.float32 if model == "counting" else rng.choice(dtypes)
     inside = dtype is not torch.float16 and rng.random() < 0.3
-    case = Case(model, dtype, rng.choice(PLANS), inside, ranks, narrow=rng.random() < 0.2)
+    more: Any = {"narrow": rng.random() < 0.2, "accumulation": rng.choice((1, 4) if ranks == 1 else (1, 4, 4))}
+    case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more)
     return case, actions.draw(rng, case)
 
 

@@ -79,10 +79,12 @@ class Case:
     inside: bool  # whether updates are made inside backward
     ranks: int = 1
     narrow: bool = False  # moments in bfloat16
+    accumulation: int = 1  # the backwards of a step for which the plan has memory
 
     def __str__(self) -> str:
         marks = f"{' inside' if self.inside else ''}{f' on {self.ranks} ranks' if self.ranks > 1 else ''}"
-        return f"{self.model} {self.dtype} {self.spec}{marks}{' narrow moments' if self.narrow else ''}"
+        marks += f"{' narrow moments' if self.narrow else ''} accumulation={self.accumulation}"
+        return f"{self.model} {self.dtype} {self.spec}{marks}"
 
     def make(self) -> Model:
         """The model, with the same weights each time."""
@@ -203,6 +205,8 @@ class Wrapped(Side):
             options.update(world_size=case.ranks, gradient_reduction="sum")
         if case.narrow:
             options["moment_dtype"] = "bfloat16"
+        if case.accumulation > 1:
+            options["accumulation"] = case.accumulation
         how = {"device": CPU, "dtype": case.dtype, **options}
         self.model, self.optimizer = wrap_under(spec, model, adamw(model), (batch(0),), **how)
 
