@@ -32,8 +32,9 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.distributed.links import Links
+from protrain.distributed.notes import by_number, first_difference
 from protrain.distributed.processes import local_processes
-from protrain.distributed.watch import Watch, by_number, first_difference, never_free
+from protrain.distributed.watch import Watch, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
 _CONNECTING_BYTES = 1024, 4 * 1024**2  # for each rank: NCCL has several ways to send, depending on the size

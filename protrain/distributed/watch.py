@@ -38,7 +38,7 @@ import warnings
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from time import monotonic, sleep
@@ -49,6 +49,7 @@ import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
 from protrain.distributed.links import Links
+from protrain.distributed.notes import REMEDY, NoteOf, by_number, first_difference, named
 
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
@@ -61,11 +62,7 @@ _THREAD_S = 10.0  # how long the main thread waits for the watcher's, which a bu
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
 
-_REMEDY = "All ranks must make the same calls in the same order, and have equally many batches"
-
 WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
-
-NoteOf: TypeAlias = tuple[str, int]  # what a collective is for, and its bytes
 
 
 class Raised(NamedTuple):
@@ -182,7 +179,7 @@ class Watch:
             while not _is_done(work):
                 waited_s = monotonic() - begun
                 if self._decided is None and waited_s > limit_s:
-                    self._decide(f"{self._absence(waited_s)}, and gives up. {absent or _REMEDY}")
+                    self._decide(f"{self._absence(waited_s)}, and gives up. {absent or REMEDY}")
                 if self._decided is not None:
                     never_free(work)
                     self._raise()
@@ -248,7 +245,7 @@ class Watch:
     def _absence(self, waited_s: float) -> str:
         """Who waits for whom."""
         late = [rank for rank, peer in self._peers.items() if peer.number < self._number]
-        whom = _ranks(late) if late else "other ranks"
+        whom = named(late) if late else "other ranks"
         errors = [peer.raised.error for rank, peer in self._peers.items() if rank in late and peer.raised is not None]
         return (
             f"rank {self._rank} has waited {waited_s:.0f} s for {whom} in {self._place(self._number)} "
@@ -332,7 +329,7 @@ class Watch:
                 place = raised.where and f" in {raised.where}"
                 self._decide(f"rank {rank} has raised an exception{place}{others}: {raised.error or '?'}")
             elif peer.ended:
-                self._decide(f"rank {rank} has ended{others}. {_REMEDY}")
+                self._decide(f"rank {rank} has ended{others}. {REMEDY}")
 
     def _decide(self, reason: str) -> None:
         with self._at_work:
@@ -343,43 +340,6 @@ class Watch:
         aborting.start()  # not waited for: NCCL may wait there for what other ranks do
         _aborting.append(aborting)
         self._links.wake()
-
-
-def by_number(notes: Iterable[Sequence[Any]]) -> dict[int, NoteOf]:
-    """``notes``, each of a number, what and bytes, by number."""
-    return {number: (what, size_bytes) for number, what, size_bytes in notes}
-
-
-def first_difference(notes: Mapping[int, Mapping[int, NoteOf]]) -> str | None:
-    """The first note that differs between ranks, in words. None: there is none among those that are known.
-
-    Args:
-        notes: by rank and number.
-    """
-    numbers = sorted({number for each in notes.values() for number in each})
-    for number in numbers:
-        ranks_of: dict[NoteOf, list[int]] = {}
-        for rank in sorted(notes):
-            if number in notes[rank]:
-                ranks_of.setdefault(notes[rank][number], []).append(rank)
-        if len(ranks_of) > 1:
-            # Most ranks do what is right, or the first one does.
-            (usual, most), *others = sorted(ranks_of.items(), key=lambda item: (-len(item[1]), item[1][0]))
-            (other, few) = others[0]
-            if usual[0] != other[0]:
-                return f"{_ranks(few)} came to {other[0]}, while {_ranks(most)} came to {usual[0]}. {_REMEDY}"
-            return (
-                f"{_ranks(few)} came to {other[0]} with {other[1]:,} bytes, while {_ranks(most)} had {usual[1]:,}. "
-                "Build the same model and pass the same arguments in every process"
-            )
-    return None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = [str(rank) for rank in ranks[:8]] + (["others"] if len(ranks) > 8 else [])
-    return f"ranks {', '.join(shown[:-1])} and {shown[-1]}"
 
 
 def _is_done(work: dist.Work) -> bool:
