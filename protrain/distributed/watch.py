@@ -114,7 +114,7 @@ class Watch:
         self._checksums: dict[str, int] = {}
         self._trail = 0
         self._peers = {other: _Peer() for other in range(size) if other != rank}
-        self._raised: tuple[int, Raised] | None = None  # an exception, and the number of the last note before it
+        self._raises: dict[int, Raised] = {}  # own exceptions, by the number of the last note before them
         self._ended = False
         self._decided: str | None = None
         self._told = self._state  # what was sent last
@@ -201,15 +201,15 @@ class Watch:
         if error is None:
             if known.where or known.error:  # the same one, of which a failed backward tells before or after it is known
                 return
-            self._raised = self._number, Raised(where, "", 0)
+            self._raises[self._number] = Raised(where, "", 0)
         else:
             if mark in vars(error):  # it leaves one context after another
                 return
             vars(error)[mark] = True
-            self._raised = (
-                self._number,
-                Raised(where or known.where, f"{type(error).__name__}: {error}", known.times + 1),
-            )
+            text = f"{type(error).__name__}: {error}"
+            self._raises[self._number] = Raised(where or known.where, text, known.times + 1)
+        if len(self._raises) > _KEPT:
+            del self._raises[min(self._raises)]
         self._links.wake()
 
     def end(self) -> None:
@@ -261,8 +261,8 @@ class Watch:
     @property
     def _state(self) -> State:
         """What others should know."""
-        number, raised = self._number, self._raised
-        return number, raised[1] if raised is not None and raised[0] == number else None, self._ended, self._decided
+        number = self._number
+        return number, self._raises.get(number), self._ended, self._decided
 
     def _run(self) -> None:
         seen, next_tick = 0, monotonic() + TICK_S
@@ -321,10 +321,9 @@ class Watch:
             if self._number <= peer.number:
                 continue
             others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
-            number, own = self._raised or (-1, None)
-            raised = peer.raised
+            own, raised = self._raises.get(peer.number), peer.raised
             # This rank has raised there, too, and caught it as the other may.
-            alike = own is not None and raised is not None and number == peer.number and own.as_often_as(raised)
+            alike = own is not None and raised is not None and own.as_often_as(raised)
             if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
                 place = raised.where and f" in {raised.where}"
                 self._decide(f"rank {rank} has raised an exception{place}{others}: {raised.error or '?'}")

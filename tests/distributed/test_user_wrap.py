@@ -112,6 +112,22 @@ def test_an_error_of_one_rank_after_one_of_both_that_is_told_twice(where: str) -
     assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
 
 
+def errors_of_both(rank: int) -> list[int]:
+    """Both ranks catch an error, are silent for long, and then go on to another one, rank 0 a little later."""
+    with quick():
+        _, optimizer = wrap(Model())
+        ranks = optimizer.ranks
+        ranks.raised(ArithmeticError("the first"), "a forward")
+        sleep(1.5 if rank == 1 else 2.0)
+        ranks.note("a forward")
+        ranks.raised(ArithmeticError("the second"), "a forward")
+        return ranks.all_values(rank)
+
+
+def test_a_second_error_of_both_ranks_blames_nobody_for_the_first() -> None:
+    assert on_ranks(2, errors_of_both) == [[0, 1], [0, 1]]
+
+
 def hear_late(rank: int, late: bool) -> None:
     """Let rank 1 take its time to hear that the ranks are out of step."""
     hear = vars(Watch).get("heard_at_once", Watch._hear)
