@@ -73,7 +73,7 @@ class Raised(NamedTuple):
     times: int  # how many are known since the last note, with this one
 
     def as_often_as(self, other: Raised) -> bool:
-        """Whether this rank has raised at the place where another has, and no less often."""
+        """Whether this one was raised at the place of ``other``, and there were no fewer before it."""
         return self.where == other.where and self.times >= other.times
 
 
