@@ -80,9 +80,7 @@ class Group:
     def _ending(self, rank: int) -> Ending:
         status, text = self._processes[rank].status, self.text(rank)
         assert status is not None
-        starts = [line.split(":")[0] for line in text.splitlines()]
-        found = zip(starts, text.splitlines(), strict=True)
-        return Ending(status, [line for start, line in found if start.endswith("Error") and " " not in start], text)
+        return Ending(status, _errors(text), text)
 
     def __enter__(self) -> Group:
         return self
@@ -91,3 +89,13 @@ class Group:
         for process in self._processes:
             process.send(signal.SIGKILL)
         self.endings(range(len(self._processes)), timeout_s=10)
+
+
+def _errors(text: str) -> list[str]:
+    """The last line of each Python traceback in ``text``. NCCL prints lines of its own that look like errors."""
+    lines = iter(text.splitlines())
+    return [
+        next((line for line in lines if not line.startswith(" ")), "")
+        for line in lines
+        if line == "Traceback (most recent call last):"
+    ]

@@ -129,8 +129,9 @@ def test_training_anew_after_the_error(tmp_path: Path) -> None:
 def test_out_of_step_on_two_gpus(tmp_path: Path, odd: int, what: str, said: str) -> None:
     with Group(2, do, odd, what, QUICK, 8, "cuda", folder=tmp_path) as group:
         endings = group.endings(range(2), timeout_s=60)
-    (error,) = endings[1 - odd].errors
-    assert error.startswith(ERROR + said), error
+    ending = endings[1 - odd]
+    assert len(ending.errors) == 1, ending.text
+    assert ending.errors[0].startswith(ERROR + said), ending.text
 
 
 @pytest.mark.gpu

@@ -205,7 +205,7 @@ def test_a_graph_capture_is_refused() -> None:
 @pytest.mark.gpu
 @needs_gpu
 def test_a_warm_call_takes_little_host_time() -> None:
-    """The gradients of a Llama block into a chunk: 15 us on a quiet machine; the bound here allows for a busy one."""
+    """The gradients of a Llama block into a chunk: 15 us of this thread; the bound is for a busy machine."""
     import time
 
     tensors = [torch.ones(4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(9)]
@@ -215,8 +215,8 @@ def test_a_warm_call_takes_little_host_time() -> None:
     best = float("inf")
     for _ in range(20):
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(50):
             flatten(tensors, chunk, offsets, partials, starts)
-        best = min(best, (time.perf_counter() - start) / 50)
+        best = min(best, (time.thread_time() - start) / 50)
     assert best < 40e-6
