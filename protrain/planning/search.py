@@ -28,6 +28,7 @@ of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, benc
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import product
 from math import inf
 from typing import NamedTuple
@@ -134,6 +135,7 @@ class _Search:
         self._n_starts = max(_STARTS, 2 * self._n_values)  # plans with which the race begins
         # Scores and whether they are exact. A score that is not exact is a limit that the true one is not below.
         self._scores: dict[tuple[bool, Counts], tuple[float, bool]] = {}
+        self._roomy = cache(self._roomy_of)
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
@@ -191,7 +193,9 @@ class _Search:
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
         n_speculate = wanted.n_speculate if models.runtime.speculates else 0
-        n_ckpt, n_buffer, swapped_bytes = self._roomy(models, wanted, more_ckpt)
+        enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
+        most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
+        n_ckpt, n_buffer, swapped_bytes = self._roomy(keeps, enough, n_persist, n_swap, wanted.n_ckpt, most_ckpt)
         most = int(n_buffer.max())
         if most < 0:
             return None
@@ -201,18 +205,18 @@ class _Search:
         n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
         return Counts(n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
 
-    def _roomy(self, models: Models, wanted: Counts, more_ckpt: bool) -> tuple[int, Bytes, Bytes]:
-        """The fewest recomputed blocks that make room for the wanted number of buffers, or for as many as possible.
+    def _roomy_of(
+        self, keeps: bool, enough: int, n_persist: int, n_swap: int, least_ckpt: int, most_ckpt: int
+    ) -> tuple[int, Bytes, Bytes]:
+        """The fewest recomputed blocks that make room for ``enough`` buffers, or for as many as possible.
 
         Returns:
             n_ckpt, and two arrays by the number of offloaded inputs: the number of buffers that fit (-1 if the plan
             does not fit), and the host memory of offloaded inputs and swapped activations.
         """
-        memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
-        enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
-        host_bytes, found = memory.host_bytes_beside(n_persist, 0), []
-        most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
-        for n_ckpt in range(wanted.n_ckpt, most_ckpt + 1):
+        memory, found = self._models[keeps].memory, []
+        host_bytes = memory.host_bytes_beside(n_persist, 0)
+        for n_ckpt in range(least_ckpt, most_ckpt + 1):
             margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
             fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
             if "n_ckpt_swap" in self._without:

@@ -59,6 +59,8 @@ class RuntimeModel(Durations):
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = lru_cache(_KEPT_WORK)(self._work_of)
         self._fetched = cache(self._fetched_under)
+        self._streamed_ms = cache(self._streamed_from)
+        self.sharing = cache(self._sharing_under)
         # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
         calls, units = memory.profile.calls, enumerate(memory.profile.units)
         self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
@@ -146,7 +148,7 @@ class RuntimeModel(Durations):
             return fetches, [()] * len(fetches)
         return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches
 
-    def _streamed_ms(self, first: int) -> dict[int, float]:
+    def _streamed_from(self, first: int) -> dict[int, float]:
         """By chunk that the GPU may update in host memory: how long that takes. Nothing if there is no staging.
 
         ``first`` is the first chunk without a speculative update. The engine also lets the GPU redo a speculative
@@ -157,7 +159,7 @@ class RuntimeModel(Durations):
         by_host, by_device = self._update_gparams
         return {chunk: self._host_update[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
 
-    def sharing(self, n_persist: int) -> Sharing:
+    def _sharing_under(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)

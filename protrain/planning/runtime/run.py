@@ -18,9 +18,11 @@ offloaded. The norm is known when all gradients are reduced.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from math import inf
+from operator import mul, sub
 from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
@@ -93,10 +95,17 @@ class Run:
         run.backward_end_ms = run.free[GPU]
         run.update()
         run.step_ms = run.free[GPU] - run.begin_ms
-        if step.host.n_weight_only:  # deferred updates may pile up from step to step
-            half = len(run.starts[HOST]) // 2
-            run.step_ms = max(run.step_ms, sum(run.ends[HOST][half:]) - sum(run.starts[HOST][half:]))
+        # Updates that the next step does not wait for would pile up if the host had more to do than a step is long.
+        run.step_ms = max(run.step_ms, run.busy_ms(HOST))
         return run
+
+    def busy_ms(self, lane: int, factors: list[float] | None = None) -> float:
+        """How long ``lane``, the GPU or the host, is busy in the step if its operations take longer by ``factors``."""
+        starts, ends = self.starts[lane], self.ends[lane]
+        # The host does as much in the step as before it. The GPU's operations of the step begin with the step.
+        first = len(starts) // 2 if lane == HOST else bisect_left(starts, self.begin_ms)
+        lengths = map(sub, ends[first:], starts[first:])
+        return sum(lengths if factors is None else map(mul, lengths, factors[first:]))
 
     @property
     def is_gpu_alone(self) -> bool:
@@ -114,9 +123,15 @@ class Run:
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Upload weights, each as soon as it is updated and its buffer is given up."""
+        updated, released, free, factors = self._updated, self._released, self.free[UP], self._factors[UP]
         for chunk, victim in fetches:
-            there = max(self._updated[chunk], self._released[victim])
-            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk])
+            start = updated[chunk] if updated[chunk] > free else free
+            if released[victim] > start:
+                start = released[victim]
+            free = self._loaded[chunk] = start + self.step.upload_ms[chunk] * next(factors)
+            self.starts[UP].append(start)
+            self.ends[UP].append(free)
+        self.free[UP] = free
 
     def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
         """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.

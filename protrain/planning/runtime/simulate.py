@@ -31,16 +31,15 @@ def simulate(step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf) -> floa
 
     Contention only makes operations longer. So the full-rate run bounds the second run from below, with two
     exceptions: where uploads went in an order that depends on how long they and the updates take, and by the time that
-    updates inside backward go on after backward, since a longer backward hides that time. What the GPU does in the
-    second run is a bound that takes no run.
+    updates inside backward go on after backward, since a longer backward hides that time. What the GPU and the host do
+    in the second run are bounds that take no run.
     """
     full_rate = Run.of(step)
     is_at_least = full_rate.step_ms - full_rate.beyond_ms >= limit_ms and not full_rate.reordered
     if is_at_least or full_rate.is_gpu_alone:
         return full_rate.step_ms
     factors = slowdowns.of(full_rate.starts, full_rate.ends)
-    of_gpu = zip(full_rate.starts[GPU], full_rate.ends[GPU], factors[GPU], strict=True)
-    busy_ms = sum((end - start) * factor for start, end, factor in of_gpu if start >= full_rate.begin_ms)
+    busy_ms = max(full_rate.busy_ms(lane, factors[lane]) for lane in (GPU, HOST))
     if busy_ms >= limit_ms:
         return busy_ms
     return Run.of(step, factors, full_rate.choices).step_ms
