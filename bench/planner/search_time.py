@@ -27,7 +27,7 @@ from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_ms
 from protrain.hardware.memory import processor_name
-from protrain.hardware.shipped import load
+from protrain.hardware.shipped import of_machine
 from protrain.planning import search
 from protrain.profiler.model_profile import ModelProfile
 
@@ -47,6 +47,7 @@ class Search(Record):
     hardware: str  # name of a shipped profile
     host_gib: int
     inside: bool = False  # whether updates run inside backward; otherwise steps may be clipped
+    gpus: int = 1  # of one machine, that train together
 
     def profile(self) -> ModelProfile:
         """The profile of the whole model."""
@@ -74,6 +75,8 @@ SEARCHES = (
     Search(shape="gpt2-10b", batch=16, sequence=1024, hardware="h100", host_gib=116),
     Search(shape="llama-7b", batch=8, sequence=2048, hardware="h100", host_gib=116),
     Search(shape="llama3-8b", batch=8, sequence=2048, hardware="h100", host_gib=116),
+    Search(shape="llama3-70b", batch=4, sequence=2048, hardware="h100", host_gib=640, gpus=8),
+    Search(shape="llama3-70b", batch=4, sequence=2048, hardware="h100", host_gib=2000, gpus=8),
 )
 
 
@@ -106,7 +109,7 @@ class Table(Record):
                 (
                     asked.shape,
                     f"{asked.batch} x {asked.sequence}",
-                    asked.hardware,
+                    asked.hardware if asked.gpus == 1 else f"{asked.gpus} x {asked.hardware}",
                     f"{asked.host_gib} GiB",
                     "inside backward" if asked.inside else "with clipping",
                     f"{statistics.median(row.process_s):.2f} s",
@@ -135,7 +138,8 @@ def _add() -> None:
 def searched(asked: Search, *, repeat: int) -> Row:
     """Time ``repeat`` searches."""
     profile = asked.profile()
-    hardware = replace(load(asked.hardware), host_bytes=asked.host_gib * GIB)
+    machine = replace(of_machine(asked.hardware, asked.gpus), host_bytes=asked.host_gib * GIB)
+    hardware = machine.shared_by(asked.gpus)
     taken, plans = zip(
         *(timed(lambda: search(profile, hardware, step_during_backward=asked.inside)) for _ in range(repeat)),
         strict=True,
