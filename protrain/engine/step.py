@@ -124,7 +124,8 @@ class Step:
             if not self._inside and not chunk.speculates:
                 continue
             if self._inside and self._ranks.several:
-                self._gradients.agree(chunk)
+                if not self._gradients.agree(chunk):  # the backward may yet be refused, or bring it too late
+                    continue
             elif not all(member.index in self._gradients.delivered for member in chunk.members):
                 continue
             if not self._inside:

@@ -93,3 +93,10 @@ def test_after_a_backward_that_ranks_have_refused(script: list[actions.Action]) 
     case = Case("tied", torch.float32, PLANS[0], inside=True, ranks=2)
     refused = compare(case, script)
     assert refused[0].startswith("0 ")
+
+
+def test_a_backward_that_ranks_refuse_updates_nothing_by_what_came_before_it() -> None:
+    case = Case("residual", torch.float32, PLANS[0], inside=True, ranks=2, accumulation=2)
+    refused = compare(case, [(actions.backward_no_sync, _LOSS), (actions.backward, {**_LOSS, "kind": "two"})])
+    assert len(refused) == 1
+    assert refused[0].startswith("1 ")

@@ -96,8 +96,12 @@ class Gradients:
     def check_backward(self) -> None:
         """MisuseError if no other backward may come."""
 
-    def agree(self, chunk: Chunk) -> None:
-        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them."""
+    def agree(self, chunk: Chunk) -> bool:
+        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.
+
+        Returns whether this backward has brought one to each of these parameters, on any rank.
+        """
+        raise NotImplementedError("one rank has nobody to agree with")
 
     def combine(self, settings: Settings) -> None:
         """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.

@@ -89,11 +89,15 @@ class ShardedGradients(Gradients):
         return complete
 
     @override
-    def agree(self, chunk: Chunk) -> None:
-        present = [self.present[member.index] for member in chunk.members]
-        every = self._ranks.all_values(present, f"whether chunk {chunk.index} has gradients")
-        for member, *flags in zip(chunk.members, *every, strict=True):
-            self.present[member.index] = any(flags)
+    def agree(self, chunk: Chunk) -> bool:
+        indices = [member.index for member in chunk.members]
+        known = [(self.present[index], index in self.delivered) for index in indices]
+        every = self._ranks.all_values(known, f"whether chunk {chunk.index} has gradients")
+        brought = []
+        for index, *of_ranks in zip(indices, *every, strict=True):
+            self.present[index], now = map(any, zip(*of_ranks, strict=True))
+            brought.append(now or not self.present[index])
+        return all(brought)
 
     @override
     def combine(self, settings: Settings) -> None:
