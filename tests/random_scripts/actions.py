@@ -272,6 +272,8 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found.append((step_and_zero, {}))
     if case.inside:  # an update cannot be taken back
         found = [each for each in found if each[0] is not backward_twice and each[1].get("where") != "backward"]
+        if case.ranks > 1 and case.model == "branching":  # refused in its middle if only one of both calls has a block
+            found = [each for each in found if each[1].get("kind") != "part"]
     if case.ranks > 1:
         found = [each for each in found if each[0] not in _OF_ONE_PROCESS]
     return found
