@@ -138,7 +138,8 @@ class Lockstep(Visits):
         if skipped is None:
             raise MisuseError(
                 f"backward reaches {unit.label} once more than in the profiled step, for which several ranks have no "
-                "order: call backward() once for each forward, and leave checkpointing to ProTrain"
+                "order: call backward() once for each forward, or wrap a module whose forward makes all calls of the "
+                "model and returns the loss; and leave checkpointing to ProTrain"
             )
         for visit in skipped:
             self._make_up(visit)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,56 @@ def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
     first, other = on_ranks(2, clip_alone, timeout_s=150)
     assert first == other
     assert first.startswith("step 2: in the last step rank 1 clipped gradients and rank 0 did not")
+
+
+class Pair(torch.nn.Module):
+    """The loss of two forwards of one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+
+    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return contrast(self.model, one, other)
+
+
+def contrast(model: torch.nn.Module, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return model(one) - 0.5 * model(other)
+
+
+def train_on_pairs(rank: int, *, in_module: bool) -> list[float] | str:
+    """Three losses on ``rank``, or the error."""
+    with seeded():
+        model = Pair() if in_module else Model()
+    wrapped, optimizer = wrap(model, **({"example_batch": (batch(0), batch(1))} if in_module else {}))
+    losses = []
+    try:
+        for step in range(3):
+            pair = batch(10 * step + rank), batch(10 * step + 5 + rank)
+            loss = wrapped(*pair) if in_module else contrast(wrapped, *pair)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+    except protrain.MisuseError as error:
+        return str(error)
+    return losses
+
+
+def test_a_loss_of_several_forwards_is_a_module() -> None:
+    with seeded():
+        model = Pair()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected: list[list[float]] = [[], []]
+    for step in range(3):
+        losses = [model(batch(10 * step + rank), batch(10 * step + 5 + rank)) for rank in range(2)]
+        (sum(losses) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, loss in enumerate(losses):
+            expected[rank].append(loss.item())
+    assert [pytest.approx(losses, rel=1e-5) for losses in expected] == on_ranks(
+        2, partial(train_on_pairs, in_module=True), timeout_s=150
+    )
+    for said in on_ranks(2, partial(train_on_pairs, in_module=False), timeout_s=150):
+        assert "wrap a module whose forward makes all calls of the model and returns the loss" in said
