@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from bench.planner.clock import durations_ms, now
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
 from protrain.common.tables import format_ms
-from protrain.hardware.calibration.timing import spread_of
+from protrain.hardware.calibration.timing import quintiles_of
 from protrain.planning import Plan
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
@@ -184,12 +185,12 @@ class Measured(Record):
     @classmethod
     def of(cls, training: Training) -> Measured:
         """What it has measured so far."""
-        spread = spread_of(training.step_ms)
+        p20_ms, p80_ms = quintiles_of(training.step_ms)
         return cls(
             plan=training.optimizer.plan,
-            median_ms=spread.median,
-            p20_ms=spread.p20,
-            p80_ms=spread.p80,
+            median_ms=median(training.step_ms),
+            p20_ms=p20_ms,
+            p80_ms=p80_ms,
             device_bytes=training.peak_bytes,
             host_bytes=training.optimizer.report().host_bytes,
         )

@@ -40,9 +40,8 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
     try:
         # CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML, so the card is named by its identifier.
         handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        driver = pynvml.nvmlSystemGetDriverVersion()
         return GpuFacts(
-            driver=driver if isinstance(driver, str) else driver.decode(),
+            driver=pynvml.nvmlSystemGetDriverVersion(),
             pcie_generation=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
             pcie_width=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
             pcie_generation_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),

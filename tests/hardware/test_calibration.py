@@ -25,7 +25,7 @@ from protrain.hardware.calibration.optimizers import (
 from protrain.hardware.calibration.rates import Products
 from protrain.hardware.calibration.run import decisive, promised, rate_over_time
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, spread_of
+from protrain.hardware.calibration.timing import Effort, durations_s, figure_of, quintiles_of
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import Datasheet
 from protrain.hardware.memory import usable_cores
@@ -266,10 +266,9 @@ PLAIN = HardwareProfile(
 )
 
 
-def test_a_spread_is_a_median_and_two_quantiles() -> None:
-    spread = spread_of([5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
-    assert (spread.p20, spread.median, spread.p80) == (2.0, 3.5, 5.0)
-    assert spread_of([7.0]).median == spread_of([7.0]).p80 == 7.0
+def test_a_fifth_of_the_samples_lies_below_and_above_the_quintiles() -> None:
+    assert quintiles_of([5.0, 1.0, 3.0, 2.0, 4.0, 6.0]) == (2.0, 5.0)
+    assert quintiles_of([7.0]) == (7.0, 7.0)
 
 
 def test_a_rate_is_work_over_time() -> None:

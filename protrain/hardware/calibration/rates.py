@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -61,15 +61,6 @@ class Products:
         work = 2 * self.width**3 / 1e12
         return measured("matmul", self.run, self.device, work, "TFLOP/s", budget_s=budget_s)
 
-    def load(self, seconds: float) -> None:
-        """Queue about ``seconds`` of work on a GPU, without waiting for it."""
-        begin = time.perf_counter()
-        self.run()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        once_s = max(time.perf_counter() - begin, 1e-4)
-        self.run(int(seconds / once_s))
-
 
 def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float) -> list[Figure]:
     """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
@@ -107,12 +98,8 @@ def flatten_figure(device: torch.device, hidden: int, *, budget_s: float) -> Fig
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
     gradients = [_random(device, *shape) for shape in shapes] + [_random(device, hidden) for _ in range(2)]
-    offsets, starts, end, partials = [], [], 0, 0
-    for gradient in gradients:
-        offsets.append(end)
-        starts.append(partials)
-        end += padded(gradient.numel())
-        partials += tiles(gradient.numel())
+    *offsets, end = accumulate((padded(gradient.numel()) for gradient in gradients), initial=0)
+    *starts, partials = accumulate((tiles(gradient.numel()) for gradient in gradients), initial=0)
     chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
     squares = torch.empty(partials, device=device)
 

@@ -37,7 +37,7 @@ from protrain.hardware.calibration.report import (
     thread_warnings,
 )
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
-from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, one_core_taken
+from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
 from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.datasheet import Datasheet, of_card, pcie_gbps
 from protrain.hardware.detection import assume
@@ -195,7 +195,7 @@ class Calibration:
         with self._stage("matrix products", _MATMUL_S) as budget_s:
             self._products.settle(time_share=min(1.0, self.effort.time))
             matmul = self._products.figure(budget_s=budget_s / 2)
-            self._products.load(_LOADED_S)
+            load(self._products.run, self.device, _LOADED_S)
             self.warnings += clock_warnings(matmul, gpu_facts(self.device))
             self.figures.append(matmul)
         with self._stage("device memory", _COPY_S) as budget_s:
@@ -208,7 +208,7 @@ class Calibration:
             for size in sizes:
                 with self._stage("copies between host and device", _TRANSFERS_S / len(sizes)) as budget_s:
                     self.figures += transfers.figures(size, budget_s=budget_s)
-            transfers.load(_LOADED_S)
+            load(transfers.up, self.device, _LOADED_S)
             self.warnings += link_warnings(gpu_facts(self.device))
         return accepted
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 
@@ -84,21 +85,11 @@ class Effort:
         return [MIB << bit for bit in range(largest.bit_length())]
 
 
-@dataclass(frozen=True)
-class Spread:
-    """The median, and the values below and above which a fifth of the samples lie."""
-
-    median: float
-    p20: float
-    p80: float
-
-
-def spread_of(samples: Sequence[float]) -> Spread:
-    """The spread of at least one sample."""
+def quintiles_of(samples: Sequence[float]) -> tuple[float, float]:
+    """The values below and above which a fifth of the ``samples`` lie."""
     ordered = sorted(samples)
     last = len(ordered) - 1
-    middle = (ordered[last // 2] + ordered[(last + 1) // 2]) / 2
-    return Spread(middle, ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)])
+    return ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)]
 
 
 def durations_s(run: Callable[[], object], device: torch.device, *, budget_s: float) -> list[float]:
@@ -145,11 +136,10 @@ def figure_of(name: str, durations: Sequence[float], work: float, unit: str, *, 
         unit: of the rate: "GB/s", "TFLOP/s", "G param/s".
         at: the size, the number of threads or the way, where there are several.
     """
-    rates = spread_of([work / max(seconds, 1e-12) for seconds in durations])
+    rates = [work / max(seconds, 1e-12) for seconds in durations]
+    p20, p80 = quintiles_of(rates)
     mean = work * len(durations) / max(sum(durations), 1e-12)
-    return Figure(
-        name=name, at=at, unit=unit, median=rates.median, p20=rates.p20, p80=rates.p80, datasheet=None, mean=mean
-    )
+    return Figure(name=name, at=at, unit=unit, median=median(rates), p20=p20, p80=p80, datasheet=None, mean=mean)
 
 
 def measured(
@@ -164,6 +154,13 @@ def measured(
 ) -> Figure:
     """The rate at which ``run`` does ``work``. The arguments are those of ``durations_s`` and of ``figure_of``."""
     return figure_of(name, durations_s(run, device, budget_s=budget_s), work, unit, at=at)
+
+
+def load(run: Callable[[], object], device: torch.device, seconds: float) -> None:
+    """Queue about ``seconds`` of ``run`` on a GPU, without waiting for it. On a CPU nothing is run."""
+    if device.type == "cuda":
+        for _ in range(int(seconds / max(batch_s(run, device, 1), 1e-6))):
+            run()
 
 
 @contextlib.contextmanager

@@ -72,8 +72,3 @@ class Transfers:
         return [
             measured(name, run, self.device, moved / 1e9, "GB/s", budget_s=each_s, at=at) for name, run, moved in ways
         ]
-
-    def load(self, seconds: float) -> None:
-        """Queue copies to a GPU that take about ``seconds`` at 64 GB/s, without waiting for them."""
-        for _ in range(int(seconds * 64e9 / self.size_bytes) if self.device.type == "cuda" else 0):
-            self.up()
