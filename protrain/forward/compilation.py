@@ -74,7 +74,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Cal
 
     @functools.cache  # torch.compile takes milliseconds, and blocks of one class have one function
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        return torch.compile(function, backend=graphs_alone) if on_meta else torch.compile(function)
+        return torch.compile(function, backend=graphs_alone()) if on_meta else torch.compile(function)
 
     def compiled_forward(forward: Any) -> CompiledForward:
         if isinstance(forward, MethodType):
@@ -84,13 +84,9 @@ def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Cal
     return replace_attributes([(block, "forward", compiled_forward(block.forward)) for block in blocks])
 
 
-def graphs_alone(graph: Any, inputs: Any) -> Any:
-    """A backend for torch.compile that splits a block's graph as the default backend does, and compiles nothing."""
-    return _splitting()(graph, inputs)
-
-
 @functools.cache
-def _splitting() -> Any:
+def graphs_alone() -> Any:
+    """A backend for torch.compile that splits a block's graph as the default backend does, and compiles nothing."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table

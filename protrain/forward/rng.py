@@ -84,16 +84,12 @@ def _shows_draws() -> bool:
     return all(found)
 
 
-def _shared_python() -> object:
-    read: Any = random.getstate
-    return _python_memory(read.__self__)
-
-
 def _shared_numpy() -> object:
     module: Any = np.random
     return _numpy_memory(module.get_state.__self__, module.get_bit_generator())
 
 
+_shared_python = partial(_python_memory, random._inst)  # the generator of the functions of ``random``
 _memories: tuple[Callable[[], object], ...] = (_shared_python, _shared_numpy) if _shows_draws() else (object, object)
 _python = _SharedGenerator(random.getstate, random.setstate, _memories[0])
 _numpy = _SharedGenerator(partial(np.random.get_state, legacy=False), np.random.set_state, _memories[1])

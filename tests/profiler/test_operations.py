@@ -71,7 +71,7 @@ def test_views_move_nothing_and_what_is_expanded_little() -> None:
 
 def test_a_graph_counts_what_lives_across_products_alone() -> None:
     x, weight = (torch.empty(shape, device="meta") for shape in ((ROWS, WIDTH), (WIDTH, WIDTH)))
-    compiled = torch.compile(chain, backend=graphs_alone)
+    compiled = torch.compile(chain, backend=graphs_alone())
     compiled(x, weight)
     peaks = {}
     for name, function in (("eager", chain), ("compiled", compiled)):
@@ -151,7 +151,7 @@ def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
 
     def measured(block: nn.Module) -> None:
-        compiled = torch.compile(type(block).forward.__get__(block), backend=graphs_alone)
+        compiled = torch.compile(type(block).forward.__get__(block), backend=graphs_alone())
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             saved: dict[int, int] = {}
