@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 import protrain
 from bench.families.family import Family
+from protrain.common.parameters import same_bytes
 from protrain.common.records import Record
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -86,7 +87,7 @@ class Outcome:
         ours, theirs = self.tensors, plain.tensors
         if ours.keys() != theirs.keys():
             return f"only one of both has {', '.join(sorted(ours.keys() ^ theirs.keys()))}"
-        return next((f"{name} differs" for name, value in ours.items() if not _equal(value, theirs[name])), SAME)
+        return next((f"{name} differs" for name, value in ours.items() if not same_bytes(value, theirs[name])), SAME)
 
 
 def check_family(family: Family) -> FamilyResult:
@@ -172,10 +173,3 @@ def _evaluated(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     torch.manual_seed(3)
     leaves = tree_leaves(model(**batch))
     return {f"output {at}": leaf.detach().clone() for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-
-
-def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether both have one dtype, shape and bits."""
-    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
-        return False
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (ours, theirs)))

@@ -10,7 +10,7 @@ from torch import nn
 
 from protrain.checkpoint.tensor_files import open_tensors
 from protrain.common.errors import CheckpointError
-from protrain.common.parameters import is_managed, kept_beside, made_of
+from protrain.common.parameters import is_managed, kept_beside, made_of, same_bytes
 
 BUFFERS = "buffers.safetensors"
 BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besides their numbers
@@ -45,7 +45,7 @@ def match_saved(save: Path, model: nn.Module, left_out: set[str]) -> list[tuple[
                 )
             found.append(_without_repeats(save, name, target, saved))
         for name in sorted(keys & statistics.keys()):
-            if not _same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
+            if not same_bytes(tensors.get_tensor(name), statistics[name].detach().cpu()):
                 raise CheckpointError(
                     f"{save} is of another model: {name.removeprefix(BESIDE)} has other values there, so its weights "
                     "were quantised otherwise: load it into a model that was quantised from the same weights"
@@ -63,19 +63,17 @@ def compare_names(save: Path, what: str, saved: set[str], present: set[str]) -> 
 
 def _unmanaged(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:
     """The unmanaged parameters, as the plain tensors that they are made of."""
-    found: dict[str, torch.Tensor] = {}
-    for name, parameter in model.named_parameters():
-        if not is_managed(parameter) and name not in left_out:
-            found |= made_of(parameter, name)
-    return found
+    return {
+        part: tensor
+        for name, parameter in model.named_parameters()
+        if not is_managed(parameter) and name not in left_out
+        for part, tensor in made_of(parameter, name).items()
+    }
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers, as the plain tensors that they are made of."""
-    found: dict[str, torch.Tensor] = {}
-    for name, buffer in model.named_buffers():
-        found |= made_of(buffer, name)
-    return found
+    return {part: tensor for name, buffer in model.named_buffers() for part, tensor in made_of(buffer, name).items()}
 
 
 def _statistics(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:
@@ -98,16 +96,6 @@ def _statistics(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]
     return {f"{BESIDE}{name}": value for name, value in found.items()}
 
 
-def _same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether both have one type, one shape and the same bytes.
-
-    Values are not compared, because NaN is not equal to itself.
-    """
-    if one.dtype != other.dtype or one.shape != other.shape:
-        return False
-    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
-
-
 def _without_repeats(
     save: Path, name: str, target: torch.Tensor, saved: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -116,7 +104,7 @@ def _without_repeats(
         return target, saved
     first = tuple(slice(1) if stride == 0 else slice(None) for stride in target.stride())
     repeated = saved[first].expand_as(saved).clone(memory_format=torch.contiguous_format)
-    if not _same_bytes(repeated, saved):
+    if not same_bytes(repeated, saved):
         raise CheckpointError(
             f"{save} has several values in buffer {name!r}, which is one value repeated by expand() here: give it "
             "memory of its own with .contiguous() where the model makes it"

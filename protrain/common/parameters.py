@@ -102,6 +102,16 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
 
 
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Whether both have one type, one shape and the same bytes.
+
+    Values are not compared, because NaN is not equal to itself.
+    """
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)))
+
+
 def kept_beside(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
     """The tensors in attributes of ``tensor``, such as scales of a quantised weight, under dotted names as above."""
     if is_traceable_wrapper_subclass(tensor):

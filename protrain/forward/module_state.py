@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from protrain.common.parameters import same_bytes
 from protrain.forward.rng import GENERATORS
 
 TABLE_ELEMENTS = 1 << 16  # larger buffers are usually masks and tables
@@ -82,9 +83,6 @@ class _Copy:
 
     value: Tensor
     device: torch.device
-
-    def again(self) -> Tensor:
-        return self.value.to(self.device, copy=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,8 @@ class ModulesBefore:
         for table in self._tables:
             copy = self._copies.get(id(table.buffer))
             # The versions do not show everything, as a write through .data has none.
-            if copy is None or (_version(table.buffer) == table.version and _same_bits(table.buffer, copy.value)):
+            same = _version(table.buffer) == table.version
+            if copy is None or (same and same_bytes(table.buffer.detach().cpu(), copy.value.cpu())):
                 tables.append(table)
             else:
                 self._block.updated.add((table.owner, table.name))
@@ -235,7 +234,7 @@ def _with_copies(held: dict[str, Any], made: dict[int, Tensor]) -> dict[str, Any
     for name, value in held.items():
         if isinstance(value, _Copy):
             if id(value) not in made:
-                made[id(value)] = value.again()
+                made[id(value)] = value.value.to(value.device, copy=True)
             value = made[id(value)]
         found[name] = value
     return found
@@ -243,8 +242,3 @@ def _with_copies(held: dict[str, Any], made: dict[int, Tensor]) -> dict[str, Any
 
 def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _same_bits(buffer: Tensor, copy: Tensor) -> bool:
-    first, second = (tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (buffer, copy))
-    return torch.equal(first, second)
