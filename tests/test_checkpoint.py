@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-import protrain.checkpoint.saving
+from protrain.checkpoint import saving, tensor_files
 from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.saving import save_checkpoint
@@ -80,7 +80,7 @@ def test_a_save_that_was_moved_away_and_linked_counts_as_one(tmp_path: Path) -> 
 
 def test_another_process_that_saves_there_meanwhile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = make_run(0)
-    write = protrain.checkpoint.saving.write_parameters
+    write = saving.write_parameters
     said = f"another process writes to {re.escape(str(tmp_path))} at this moment: give each run a folder of its own"
 
     def write_beside_another(*args: Any) -> Any:
@@ -88,7 +88,7 @@ def test_another_process_that_saves_there_meanwhile_is_refused(tmp_path: Path, m
             save_checkpoint(tmp_path, model, optimizer, extra="of the other")
         return write(*args)
 
-    monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write_beside_another)
+    monkeypatch.setattr(saving, "write_parameters", write_beside_another)
     save_checkpoint(tmp_path, model, optimizer, extra="of the first")
     monkeypatch.undo()
     assert load_checkpoint(tmp_path, model, optimizer) == "of the first"
@@ -99,13 +99,13 @@ def test_another_process_that_saves_there_meanwhile_is_refused(tmp_path: Path, m
 
 def test_a_folder_that_is_deleted_during_a_save_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, optimizer, _ = make_run(0)
-    write = protrain.checkpoint.saving.write_parameters
+    write = saving.write_parameters
 
     def write_after_a_deletion(scratch: Path, *args: Any) -> Any:
         shutil.rmtree(scratch)
         return write(scratch, *args)
 
-    monkeypatch.setattr(protrain.checkpoint.saving, "write_parameters", write_after_a_deletion)
+    monkeypatch.setattr(saving, "write_parameters", write_after_a_deletion)
     with pytest.raises(OSError, match=r"00001\.tmp was deleted while it was written, as by another process that saves"):
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == []
@@ -185,7 +185,8 @@ def test_a_save_that_fails_leaves_nothing(
         if not failing.startswith("the last") or arguments == (tmp_path,):
             raise error("failed")
 
-    monkeypatch.setattr(protrain.checkpoint.saving, failing.removeprefix("the last "), fail)
+    module = tensor_files if failing.endswith("sync") else saving
+    monkeypatch.setattr(module, failing.removeprefix("the last "), fail)
     with pytest.raises(error, match="failed"):
         save_checkpoint(tmp_path, model, optimizer)
     assert list(tmp_path.iterdir()) == [earlier]
@@ -303,6 +304,19 @@ def test_a_folder_that_is_a_link_is_written_where_it_leads(tmp_path: Path, exist
         (scratch / "file").touch()
     assert [path.name for path in target.iterdir()] == ["file"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_an_exported_folder_that_cannot_be_flushed_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError("failed")
+
+    monkeypatch.setattr(tensor_files, "sync", fail)
+    with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
+        (scratch / "file").touch()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_save_goes_where_a_link_leads(tmp_path: Path) -> None:

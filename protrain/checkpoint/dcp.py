@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from protrain.checkpoint.export import weight_of
 from protrain.checkpoint.json_values import decode
-from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes
+from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes, write_manifest
 from protrain.checkpoint.parameter_files import saved_parameters, write_parameters
-from protrain.checkpoint.saving import MODULES, new_save, publish, write_others
-from protrain.checkpoint.tensor_files import complete_folder, open_tensors
+from protrain.checkpoint.saving import MODULES, new_save, write_others
+from protrain.checkpoint.tensor_files import complete_folder, open_tensors, put_in_place
 from protrain.checkpoint.unmanaged_tensors import BESIDE, BUFFERS
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
@@ -139,13 +139,14 @@ def _from_dcp(source: Path, root: Path) -> Path:
         for file, keys in own["others"].items()
     }
     with ExitStack() as unlock:
-        _, serial = new_save(root, unlock)
+        serial = new_save(root, unlock)
         scratch = root / f".{serial:05d}.tmp"
         try:
             files = write_others(scratch, others[BUFFERS], others.get(MODULES, {}))
             written, step = write_parameters(scratch, parts(), Ranks(None))
             target = root / f"{serial:05d}-step-{step}"
-            publish(scratch, target, {**own["manifest"], "step": step, "files": files | written})
+            write_manifest(scratch, {**own["manifest"], "step": step, "files": files | written})
+            put_in_place(scratch, target)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise

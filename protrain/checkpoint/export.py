@@ -108,10 +108,9 @@ def export_save(
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])
     for name, states in parameters.items():
-        shape = model.get_parameter(name).shape
-        for found in (saved.on_meta().shape for kind, saved in states.items() if kind != "step"):
-            if found != shape:
-                raise CheckpointError(f"{save} is of another model: {name} is {[*found]} there and {[*shape]} here")
+        found, shape = next(iter(states.values())).parts[0].shape, model.get_parameter(name).shape
+        if found != shape:
+            raise CheckpointError(f"{save} is of another model: {name} is {[*found]} there and {[*shape]} here")
 
     whole = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
     names = whole if merge else list(parameters)

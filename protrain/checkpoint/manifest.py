@@ -97,9 +97,8 @@ def verify_bytes(save: Path, files: Mapping[str, dict[str, Any]]) -> None:
 
     Their sizes were checked before.
     """
-    names = list(files)
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for name, crc32 in zip(names, pool.map(lambda name: _crc32(save / name), names), strict=True):
+        for name, crc32 in zip(files, pool.map(lambda name: _crc32(save / name), files), strict=True):
             if crc32 != files[name]["crc32"]:
                 raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
 

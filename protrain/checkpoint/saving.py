@@ -32,7 +32,7 @@ import shutil
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ from protrain.checkpoint.json_values import encode
 from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
 from protrain.checkpoint.parameter_files import write_parameters
 from protrain.checkpoint.random_state import random_state
-from protrain.checkpoint.tensor_files import sync, write_tensors
+from protrain.checkpoint.tensor_files import put_in_place, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError
 from protrain.common.folder_use import used_alone
@@ -192,9 +192,7 @@ class _Save:
 
     root: Path
     keep: int
-    # These are the first rank's: what the manifest says so far, and the saves that are complete.
-    manifest: dict[str, Any] = field(default_factory=dict)
-    older: list[Path] = field(default_factory=list)
+    manifest: dict[str, Any] = field(default_factory=dict)  # what it says so far, on the first rank
     serial: int = 0
     unlock: ExitStack = field(default_factory=ExitStack)  # lets others save to the folder
 
@@ -227,7 +225,7 @@ def _begin(
                 save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
                 save.manifest |= {} if base is None else {"base": base.to_dict()}
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
-                save.older, save.serial = new_save(root, save.unlock)
+                save.serial = new_save(root, save.unlock)
                 others = unmanaged_tensors(model, base_weights(model, base))
                 save.manifest["files"] = write_others(save.scratch, others, tensors)
         save.serial = ranks.of_first(save.serial)
@@ -256,10 +254,10 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
             target = save.root / f"{save.serial:05d}-step-{step}"
             with raised_on_all(ranks):
                 if first:
-                    files = {name: entry for files, _ in written for name, entry in files.items()}
-                    publish(
-                        save.scratch, target, {**save.manifest, "step": step, "files": save.manifest["files"] | files}
-                    )
+                    for files, _ in written:
+                        save.manifest["files"] |= files
+                    write_manifest(save.scratch, {**save.manifest, "step": step})
+                    put_in_place(save.scratch, target)
         except BaseException as error:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
             if first:
                 shutil.rmtree(save.scratch, ignore_errors=True)
@@ -271,7 +269,7 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
             raise
         with raised_on_all(ranks):
             if first:
-                _delete_all_but([*save.older, target], save.keep)
+                _delete_all_but(list_saves(save.root), save.keep)
         return target
 
 
@@ -297,14 +295,11 @@ def _manifest(
     }
 
 
-def new_save(root: Path, unlock: ExitStack) -> tuple[list[Path], int]:
-    """Remove what killed saves have left in ``root``, and make the hidden folder of a new one.
+def new_save(root: Path, unlock: ExitStack) -> int:
+    """Remove what killed saves have left in ``root``, and make the hidden folder of a new one. Returns its number.
 
     Until ``unlock`` is closed, no other process can do so there. It would take this save for what a killed one has
     left.
-
-    Returns:
-        The saves in ``root``, and the number of the new one.
 
     Raises:
         ValueError: ``root`` is itself a save, so a load from it would not look for others in it; or it is no folder.
@@ -323,7 +318,7 @@ def new_save(root: Path, unlock: ExitStack) -> tuple[list[Path], int]:
     saves = list_saves(root)
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
     (root / f".{serial:05d}.tmp").mkdir()
-    return saves, serial
+    return serial
 
 
 def write_others(
@@ -335,19 +330,6 @@ def write_others(
         size, crc32 = write_tensors(scratch / name, tensors)
         files[name] = {"bytes": size, "crc32": crc32, "parameters": []}
     return files
-
-
-def publish(scratch: Path, target: Path, manifest: dict[str, Any]) -> None:
-    """Make a save of ``scratch``, all of whose other files are on the disk. After an error there is none."""
-    write_manifest(scratch, manifest)
-    sync(scratch)
-    os.rename(scratch, target)
-    try:
-        sync(target.parent)
-    except BaseException:
-        with suppress(OSError):
-            os.rename(target, scratch)
-        raise
 
 
 def _delete_all_but(saves: list[Path], keep: int) -> None:

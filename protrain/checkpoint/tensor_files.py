@@ -7,7 +7,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -141,13 +141,24 @@ def complete_folder(folder: Path, what: str) -> Iterator[Path]:
             for left in scratch.iterdir():  # by a killed process
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             yield scratch
-            for path in (*scratch.iterdir(), scratch):
+            for path in scratch.iterdir():
                 sync(path)
-            os.rename(scratch, folder)
-            sync(folder.parent)
+            put_in_place(scratch, folder)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
+
+
+def put_in_place(scratch: Path, folder: Path) -> None:
+    """Rename ``scratch``, all of whose files are on the disk, to ``folder``. After an error it has its name again."""
+    sync(scratch)
+    os.rename(scratch, folder)
+    try:
+        sync(folder.parent)
+    except BaseException:
+        with suppress(OSError):
+            os.rename(folder, scratch)
+        raise
 
 
 def sync(path: Path) -> None:
