@@ -58,9 +58,9 @@ class BlockRecord(Record):
     output_bytes: int
     forward_ms: float
     backward_ms: float
+    recompute_ms: float  # until the last saved tensor exists
     forward_flops: int  # of products, convolutions and attention; under a causal mask, half of the scores
     forward_traffic_bytes: int = 0  # bytes read and written by the other operators
-    recompute_ms: float | None = None  # until the last saved tensor exists; None if it was not measured
     unsaved_input_bytes: int = 0  # the part of input_bytes that only a checkpoint keeps; at most saved_bytes
     # the part of input_bytes that code outside the blocks keeps too, so offloading frees nothing
     held_input_bytes: int = 0
@@ -77,12 +77,11 @@ class BlockRecord(Record):
 
     def keeping_attention(self) -> BlockRecord:
         """This record for a block that keeps its attention outputs along with its inputs when it is checkpointed."""
-        recompute_ms = self.forward_ms if self.recompute_ms is None else self.recompute_ms
         return replace(
             self,
             input_bytes=self.input_bytes + self.attention_bytes,
             unsaved_input_bytes=min(self.saved_bytes, self.unsaved_input_bytes + self.attention_bytes),
-            recompute_ms=max(0.0, recompute_ms - self.attention_ms),
+            recompute_ms=max(0.0, self.recompute_ms - self.attention_ms),
             recomputes_attention=False,
         )
 

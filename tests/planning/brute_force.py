@@ -79,6 +79,7 @@ def random_profile(draw: random.Random, share: int) -> ModelProfile:
                 output_bytes=saved[at] // share,
                 forward_ms=ms[at],
                 backward_ms=2 * ms[at],
+                recompute_ms=ms[at],
                 forward_flops=10**10,
             )
             for at in range(n)

@@ -47,7 +47,13 @@ def make_profile(n: int = 6, *, saved: int = 400 * MIB, ms: float = 20.0, device
         calls=tuple(range(n)),
         blocks=tuple(
             BlockRecord(
-                name=f"b{i}", saved_bytes=saved, forward_ms=ms, backward_ms=2 * ms, forward_flops=10**12, **block
+                name=f"b{i}",
+                saved_bytes=saved,
+                forward_ms=ms,
+                backward_ms=2 * ms,
+                recompute_ms=ms,
+                forward_flops=10**12,
+                **block,
             )
             for i in range(n)
         ),

@@ -23,8 +23,8 @@ def with_attention(profile: ModelProfile, share: float, part: int) -> ModelProfi
     """Attention takes ``share`` of every block's recomputation and leaves one of ``part`` parts of what it saves."""
     blocks = []
     for block in profile.blocks:
-        recompute_ms = block.forward_ms if block.recompute_ms is None else block.recompute_ms
-        blocks.append(replace(block, attention_ms=share * recompute_ms, attention_bytes=block.saved_bytes // part))
+        attention_ms = share * block.recompute_ms
+        blocks.append(replace(block, attention_ms=attention_ms, attention_bytes=block.saved_bytes // part))
     return replace(profile, blocks=tuple(blocks))
 
 

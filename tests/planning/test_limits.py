@@ -53,6 +53,7 @@ def make_profile(n: int, *, saved: int = 64 * MIB, movable: bool = True) -> Mode
                 output_bytes=saved // 16,
                 forward_ms=5.0,
                 backward_ms=10.0,
+                recompute_ms=5.0,
                 forward_flops=10**11,
             )
             for i in range(n)

@@ -78,6 +78,7 @@ def make_profile(
                 output_bytes=0,
                 forward_ms=forward,
                 backward_ms=backward,
+                recompute_ms=forward,
                 forward_flops=10**9,
             )
             for i in range(n)
@@ -320,7 +321,7 @@ def test_times_of_another_device_are_estimated() -> None:
     machine = replace(MACHINE, device_copy_gbps=3000.0, matmul_tflops=500.0)
 
     def times(**changes: Any) -> ComputeTimes:
-        blocks = tuple(replace(block, recompute_ms=None, **changes) for block in profile.blocks)
+        blocks = tuple(replace(block, **changes) for block in profile.blocks)
         return compute_times(replace(profile, blocks=blocks, compiled=compiled), machine)
 
     compiled = False

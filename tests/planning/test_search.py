@@ -51,6 +51,7 @@ def make_profile(
             output_bytes=saved // 16,
             forward_ms=ms,
             backward_ms=2 * ms,
+            recompute_ms=ms,
             forward_flops=10**12,
         )
         for n in range(n_blocks)

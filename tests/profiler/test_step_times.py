@@ -49,7 +49,6 @@ def test_recomputation_ends_with_the_last_saved_tensor() -> None:
     found = protrain.profile(nn.Sequential(*[Ending() for _ in range(3)]), (torch.randn(4, 8),), device="cpu")
     for block in found.blocks:
         assert block.forward_ms >= 150.0
-        assert block.recompute_ms is not None
         assert 30.0 <= block.recompute_ms < 120.0
         assert block.backward_ms < 50.0
 

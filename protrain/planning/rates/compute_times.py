@@ -56,9 +56,7 @@ def _measured(profile: ModelProfile) -> ComputeTimes:
     return ComputeTimes(
         forward=tuple(block.forward_ms for block in profile.blocks),
         backward=tuple(block.backward_ms for block in profile.blocks),
-        recompute=tuple(
-            block.forward_ms if block.recompute_ms is None else block.recompute_ms for block in profile.blocks
-        ),
+        recompute=tuple(block.recompute_ms for block in profile.blocks),
         gap_forward=tuple(gaps["forward"]),
         gap_backward=tuple(gaps["backward"]),
     )
