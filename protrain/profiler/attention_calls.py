@@ -6,7 +6,6 @@ mode, whose own overhead distorts the times of short kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -61,11 +60,6 @@ def attention_call(operator: Any, args: Any, kwargs: Any, outputs: Any, *, flops
     return AttentionCall(operator, tuple(map(_described, leaves)), tree, output_bytes, flops)
 
 
-def attention_times_ms(calls: Iterable[AttentionCall], device: torch.device) -> dict[AttentionCall, float]:
-    """The time of each distinct call on ``device``, in milliseconds."""
-    return {call: _measured_ms(call, device) for call in set(calls)}
-
-
 def _described(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
@@ -73,7 +67,8 @@ def _described(leaf: Any) -> Any:
     return _Described(leaf.shape, leaf.stride(), leaf.dtype, values)
 
 
-def _measured_ms(call: AttentionCall, device: torch.device) -> float:
+def measured_ms(call: AttentionCall, device: torch.device) -> float:
+    """The time of ``call`` on ``device``, in milliseconds."""
     leaves = [leaf.filled(device) if isinstance(leaf, _Described) else leaf for leaf in call.leaves]
     args, kwargs = tree_unflatten(leaves, call.tree)
     times = []

@@ -44,7 +44,7 @@ def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile
 
 def kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
     """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept."""
-    path = folder() / f"{key}.json"
+    path = cache_folder() / "profiles" / f"{key}.json"
     with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
         found = ModelProfile.load(path)
         path.touch()
@@ -58,11 +58,6 @@ def kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
     except OSError as error:  # without a writable folder, the next run profiles again, and nothing else is lost
         say_unwritable(cache_folder(), error.strerror or type(error).__name__)
     return made
-
-
-def folder() -> Path:
-    """The folder that holds the profiles."""
-    return cache_folder() / "profiles"
 
 
 def key_of(facts: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from protrain.common.dtypes import default_dtype
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.module_state import BlockModules
-from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
+from protrain.profiler.attention_calls import AttentionCall, measured_ms
 from protrain.profiler.blocks import (
     checkpointing_switches,
     find_blocks,
@@ -161,9 +161,9 @@ def _traced(
                 compiled=step.compiled,
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
             )
-            calls = [call for use in step.blocks.values() for call in use.attention]
+            calls = {call for use in step.blocks.values() for call in use.attention}
             tell("times", "attention alone")
-            attention_ms = attention_times_ms(calls, device)
+            attention_ms = {call: measured_ms(call, device) for call in calls}
     if any(len(durations) != len(step.segments) for durations in timed):
         raise ValueError(
             f"two identical steps of {type(model).__name__} called its blocks differently, so it cannot be profiled; "

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.profiler.attention_calls import AttentionCall, attention_times_ms
+from protrain.profiler.attention_calls import AttentionCall, measured_ms
 from protrain.profiler.operations import Operations
 from protrain.profiler.trace import profile
 
@@ -71,7 +71,7 @@ def test_equal_calls_are_timed_once_and_longer_ones_take_longer() -> None:
     mask = torch.zeros(1, 1, 1, 16).expand(1, 2, 16, 16)  # its elements overlap in memory
     calls = [noted(16), noted(2048), noted(16), noted(16, mask)]
     assert calls[0] == calls[2]
-    times = attention_times_ms(calls, CPU)
+    times = {call: measured_ms(call, CPU) for call in calls}
     assert len(times) == 3
     assert 0 < times[calls[0]] < times[calls[1]]
     assert times[calls[3]] > 0

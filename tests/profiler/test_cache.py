@@ -18,6 +18,7 @@ from protrain.forward.compilation import compile_blocks
 from protrain.profiler import cache, kept_profiles
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.trace import profile
+from protrain_cache import cache_folder
 
 BATCH = (torch.randn(2, 8),)
 
@@ -152,7 +153,7 @@ def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
     first = cache.cached_profile(model, BATCH, **given)
     assert cache.cached_profile(model, BATCH, **given) == first
     assert len(made) == 1
-    (kept_profiles.folder() / "key.json").write_text("{")
+    (cache_folder() / "profiles" / "key.json").write_text("{")
     cache.cached_profile(model, BATCH, **given)
     assert len(made) == 2
     monkeypatch.setenv("PROTRAIN_CACHE", "0")
@@ -174,6 +175,6 @@ def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for age, name in enumerate("abc"):
         monkeypatch.setattr(cache, "fingerprint", lambda *args, key=name, **options: key)
         cache.cached_profile(model, BATCH, optimizer=optimizer, device=torch.device("cuda"), dtype=torch.bfloat16)
-        if (kept_profiles.folder() / f"{name}.json").exists():
-            os.utime(kept_profiles.folder() / f"{name}.json", (age, age))
-    assert {path.stem for path in kept_profiles.folder().glob("*.json")} == {"b", "c"}
+        if (cache_folder() / "profiles" / f"{name}.json").exists():
+            os.utime(cache_folder() / "profiles" / f"{name}.json", (age, age))
+    assert {path.stem for path in (cache_folder() / "profiles").glob("*.json")} == {"b", "c"}
