@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from typing_extensions import override
 
 GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
 
@@ -96,50 +95,37 @@ _numpy = _SharedGenerator(partial(np.random.get_state, legacy=False), np.random.
 
 
 class RandomState:
-    """The state of torch's random generators now. Inside a ``with`` the same numbers are drawn again."""
+    """The state of torch's random generators now."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._put_back: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+        if device.type == "cuda":
+            self._put_back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+
+    def set(self) -> None:
+        """Draw the same numbers from here on."""
+        for put_back in self._put_back:
+            put_back()
+
+
+class BlockRandomState(RandomState):
+    """A RandomState with what else code of a block may draw from: Python, numpy, and ``generators`` of its modules.
+
+    Inside a ``with`` the same numbers are drawn again.
+    """
+
+    def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
+        super().__init__(device)
+        self._device, self._generators = device, [*generators]
+        self._put_back += [partial(shared.go_back, shared.state()) for shared in (_python, _numpy)]
+        self._put_back += map(_put_back, self._generators)
 
     def __enter__(self) -> None:
-        self._restore = self._now()
+        self._restore = BlockRandomState(self._device, self._generators)
         self.set()
 
     def __exit__(self, *exception: object) -> None:
         self._restore.set()
-
-    def set(self) -> None:
-        """Draw the same numbers from here on."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self.device)
-
-    def _now(self) -> RandomState:
-        return RandomState(self.device)
-
-
-class BlockRandomState(RandomState):
-    """A RandomState with what else code of a block may draw from: Python, numpy, and ``generators`` of its modules."""
-
-    def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
-        super().__init__(device)
-        self._python, self._numpy = _python.state(), _numpy.state()
-        self._generators = [*generators]
-        self._put_back = [_put_back(generator) for generator in self._generators]
-
-    @override
-    def set(self) -> None:
-        super().set()
-        _python.go_back(self._python)
-        _numpy.go_back(self._numpy)
-        for set_state in self._put_back:
-            set_state()
-
-    @override
-    def _now(self) -> RandomState:
-        return BlockRandomState(self.device, self._generators)
 
 
 def _put_back(generator: Any) -> Callable[[], object]:
