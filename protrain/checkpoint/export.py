@@ -179,11 +179,11 @@ def _write(
         for name, weight in weights:
             with raised_on_all(ranks):
                 if first:
-                    writer.add(name, {name: weight})
+                    writer.add({name: weight})
         with raised_on_all(ranks):
             if first:
                 for name, tensor in others.items():
-                    writer.add(name, {name: tensor.detach().cpu().clone()})
+                    writer.add({name: tensor.detach().cpu().clone()})
                 writer.flush()
                 _write_index(scratch, writer, stem)
                 unfinished.close()

@@ -49,12 +49,13 @@ def write_parameters(
             step = max(step, int(part.tensors["step"]))
         if not part.is_whole:
             cuts[name] = {"shape": list(part.shape), "elements": [elements.start, elements.stop]}
-        writer.add(name, {f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()})
+        writer.add({f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()})
     writer.flush()
     entries: dict[str, dict[str, Any]] = {}
     for file in writer.files:
-        entry = {"bytes": file.bytes, "crc32": file.crc32, "parameters": list(file.owners)}
-        cut = {name: cuts[name] for name in file.owners if name in cuts}
+        names = list(dict.fromkeys(key.partition("/")[2] for key in file.keys))
+        entry = {"bytes": file.bytes, "crc32": file.crc32, "parameters": names}
+        cut = {name: cuts[name] for name in names if name in cuts}
         entries[file.name] = entry | ({"parts": cut} if cut else {})
     return entries, step
 

@@ -48,7 +48,7 @@ from protrain.checkpoint.json_values import encode
 from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
 from protrain.checkpoint.parameter_files import write_parameters
 from protrain.checkpoint.random_state import random_state
-from protrain.checkpoint.tensor_files import put_in_place, write_tensors
+from protrain.checkpoint.tensor_files import delete, put_in_place, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError
 from protrain.common.folder_use import used_alone
@@ -314,7 +314,7 @@ def new_save(root: Path, unlock: ExitStack) -> int:
     unlock.enter_context(used_alone(root, "give each run a folder of its own"))
     for leftover in root.glob(".*.tmp"):
         if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
-            _delete(leftover)
+            delete(leftover)
     saves = list_saves(root)
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
     (root / f".{serial:05d}.tmp").mkdir()
@@ -337,15 +337,7 @@ def _delete_all_but(saves: list[Path], keep: int) -> None:
         # It is renamed first, because a half-deleted save must never look like a save.
         doomed = old.with_name(f".{old.name}.tmp")
         os.rename(old, doomed)
-        _delete(doomed)
-
-
-def _delete(folder: Path) -> None:
-    """Delete ``folder``. Of a link, by which a save may have been moved to another disk, only the link is deleted."""
-    if folder.is_symlink():
-        folder.unlink()
-    else:
-        shutil.rmtree(folder)
+        delete(doomed)
 
 
 def check_wrapped(model: nn.Module, optimizer: Any) -> None:

@@ -38,7 +38,6 @@ class TensorFile:
     name: str
     bytes: int
     crc32: int
-    owners: tuple[str, ...]  # the parameters in it
     keys: tuple[str, ...]  # the tensors in it
 
 
@@ -46,8 +45,8 @@ class TensorFile:
 class TensorWriter:
     """Collects tensors and writes ``PREFIX-00001.safetensors``, ... of about ``file_bytes`` each.
 
-    The tensors of one owner always share a file, so that a reader needs one file at a time. An owner larger than
-    ``file_bytes`` gets a larger file.
+    Tensors that are added together always share a file, so that a reader needs one file at a time. If they are larger
+    than ``file_bytes`` they get a larger file.
     """
 
     folder: Path
@@ -55,19 +54,14 @@ class TensorWriter:
     file_bytes: int = FILE_BYTES
     files: list[TensorFile] = field(default_factory=list)
     _pending: dict[str, torch.Tensor] = field(default_factory=dict)
-    _owners: list[str] = field(default_factory=list)
     _pending_bytes: int = 0
 
-    def add(self, owner: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Take the CPU ``tensors`` of ``owner``, by their keys in the file.
-
-        They must not change before the next call.
-        """
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take CPU ``tensors``, by their keys in the file. They must not change before the next call."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._pending and self._pending_bytes + size > self.file_bytes:
             self.flush()
         self._pending |= {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
-        self._owners.append(owner)
         self._pending_bytes += size
 
     def flush(self) -> None:
@@ -76,8 +70,8 @@ class TensorWriter:
             return
         name = f"{self.prefix}-{len(self.files) + 1:05d}.safetensors"
         size, crc32 = write_tensors(self.folder / name, self._pending)
-        self.files.append(TensorFile(name, size, crc32, tuple(self._owners), tuple(self._pending)))
-        self._pending, self._owners, self._pending_bytes = {}, [], 0
+        self.files.append(TensorFile(name, size, crc32, tuple(self._pending)))
+        self._pending, self._pending_bytes = {}, 0
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
@@ -139,7 +133,7 @@ def complete_folder(folder: Path, what: str) -> Iterator[Path]:
     with used_alone(scratch, f"give another folder for the {what}"):
         try:
             for left in scratch.iterdir():  # by a killed process
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+                delete(left)
             yield scratch
             for path in scratch.iterdir():
                 sync(path)
@@ -159,6 +153,14 @@ def put_in_place(scratch: Path, folder: Path) -> None:
         with suppress(OSError):
             os.rename(folder, scratch)
         raise
+
+
+def delete(path: Path) -> None:
+    """Delete a file or a folder. Of a link, by which a save may have been moved to another disk, only itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def sync(path: Path) -> None:
