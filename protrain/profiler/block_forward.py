@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,22 +40,6 @@ class BlockUse:
     # from the storage of an argument that has a grad_fn to its bytes
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
     saved_inputs: set[StorageWeakRef] = field(default_factory=set)  # the inputs that autograd saves for the block
-
-
-@contextmanager
-def _run_apart(block: BlockModules, weights: StandInWeights) -> Iterator[set[StorageWeakRef]]:
-    """A context for a run of ``block`` that leaves no trace in its modules and in random states.
-
-    It gives the storages of weights and buffers, copies of which replace the buffers that the run may change.
-    """
-    with weights.unobserved():
-        before, known = block.called(), weights.storages()
-    put_back = snapshot(block.module, weights.device)
-    with before.again():
-        yield known.union(storages_in([*block.module.buffers()]))
-    put_back()
-    with weights.unobserved():  # the copies are freed
-        del before
 
 
 def measure_block(
@@ -141,19 +125,27 @@ def _measure(
 
     meter = weights.meter
     assert meter is not None, "only a step that measures comes here"
-    with _run_apart(block, weights) as constants:
-        known |= constants
+    # The run leaves no trace in modules and in random states.
+    with weights.unobserved():
+        before = block.called()
+        known |= weights.storages()
+    put_back = snapshot(block.module, weights.device)
+    with before.again():
+        known |= storages_in([*block.module.buffers()]).keys()  # copies replace the buffers that the run may change
         meter.reset_peak()
-        before = meter.alive_bytes
+        alive_bytes = meter.alive_bytes
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
             Operations() if count else nullcontext() as operations,
         ):
             output = forward(*args, **kwargs)
+    put_back()
+    with weights.unobserved():  # the copies are freed
+        del before
     outputs = {
         storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(output) if tensor.is_floating_point()
     }
-    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - before)
+    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes)
     use.saved_bytes += sum(saved.values())
     use.saved_tensors += len(saved)
     use.saved_bool_bytes += sum(size for key, size in saved.items() if key not in not_only_bools)

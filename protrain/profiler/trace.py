@@ -194,7 +194,12 @@ def _records(
 
     ``durations`` are the milliseconds of each segment and of the recomputation in it.
     """
-    units, own = _units(step, owned), _own_inputs(step)
+    units = _units(step, owned)
+    # for each block, the inputs that no other block is given, with their bytes
+    given = Counter(key for use in step.blocks.values() for key in use.inputs)
+    own = {
+        path: {key: size for key, size in use.inputs.items() if given[key] == 1} for path, use in step.blocks.items()
+    }
     position = {unit: index for index, unit in enumerate(units)}
     order = {path: index for index, path in enumerate(step.blocks)}
     unit_records = tuple(
@@ -249,14 +254,6 @@ def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int
     known = dict.fromkeys((*step.calls, *owned))
     used = {unit: (*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))) for unit in known}
     return {unit: indexes for unit, indexes in used.items() if indexes}
-
-
-def _own_inputs(step: Step) -> dict[str, dict[StorageWeakRef, int]]:
-    """For each block, the inputs that no other block is given, with their bytes."""
-    shared = Counter(key for use in step.blocks.values() for key in use.inputs)
-    return {
-        path: {key: size for key, size in use.inputs.items() if shared[key] == 1} for path, use in step.blocks.items()
-    }
 
 
 def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
