@@ -64,25 +64,16 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
     An error on one rank is raised on all of them.
     """
     engine, _ = members_of(model, "protrain.export")
+    ranks, dtype = engine.memory.ranks, engine.memory.dtype
     engine.bindings.refuse_inside_full_parameters("protrain.export()")
-    engine.memory.ranks.meet("protrain.export()")
+    ranks.meet("protrain.export()")
     managed = {name: p for name, p in model.named_parameters() if isinstance(p, PresentParameter)}
     with engine.quiet():
 
         def read(name: str) -> Tensor:
             return read_weight(engine.members[managed[name].protrain_handle.index])
 
-        _write(
-            Path(folder),
-            model,
-            managed,
-            read,
-            unmanaged(model),
-            engine.memory.dtype,
-            tokenizer,
-            engine.memory.ranks,
-            merge,
-        )
+        _write(Path(folder), model, managed, read, unmanaged(model), dtype, tokenizer, ranks, merge)
 
 
 def export_save(

@@ -88,14 +88,10 @@ class OnStream:
 def units_per_second(
     activities: Mapping[str, Unit], *, duration_s: float, counts: Mapping[str, int] | None = None
 ) -> dict[str, float]:
-    """Units a second of every activity while all of them run.
+    """Units a second of every activity, by name, while all of them run for ``duration_s``.
 
-    An exception in one activity ends all of them and is raised here.
-
-    Args:
-        activities: by name.
-        duration_s: how long they run.
-        counts: the number of units of activities that have one, however long they take.
+    An activity that is among ``counts`` does this number of units, however long they take. An exception in one activity
+    ends all of them and is raised here.
     """
     barrier = threading.Barrier(len(activities) + 1)
     stop = threading.Event()

@@ -56,12 +56,7 @@ class Transfers:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
     def figures(self, size_bytes: int, *, budget_s: float) -> list[Figure]:
-        """The rates up, down and both ways at one size.
-
-        Args:
-            size_bytes: the size of one copy.
-            budget_s: the time for all three rates.
-        """
+        """The rates up, down and both ways in copies of ``size_bytes``. ``budget_s`` is the time for all three."""
         count = max(1, min(_IN_A_ROW_BYTES, self.size_bytes) // size_bytes)
         ways: list[tuple[str, Callable[[], None], int]] = [
             ("h2d", lambda: self.up(size_bytes), size_bytes),
