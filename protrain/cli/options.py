@@ -125,30 +125,42 @@ def _with_config(words: Sequence[str], options: dict[str, argparse.Action]) -> l
     inline, following = words[last].partition("=")[2], words[last + 1 : last + 2]
     path = Path(inline or (following[0] if following else ""))
     added: list[str] = []
-    for key, value in _read_config(path).items():
+    found: dict[str, tuple[str, int]] = {}  # how an option is called in the file and where, by its field
+    for key, value, line in _read_config(path):
         option = f"--{key}"
         if option not in options or key in ("config", "help"):
             near = difflib.get_close_matches(str(key).replace("_", "-"), [name.lstrip("-") for name in options], n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"--config {path}: {key!r} is no option{meant}")
+        field = options[option].dest
+        if field in found:
+            other, before = found[field]
+            raise ValueError(
+                f"--config {path}: line {line} has {key}, and line {before} has {other}, which is the same option: "
+                "leave one of them out"
+            )
+        found[field] = key, line
         if given.isdisjoint(options[option].option_strings):
             added += _words(path, option, value, options[option])
     return [*added, *words]
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> list[tuple[Any, Any, int]]:
+    """Every key of a YAML file with its value and its line. A key that is there twice comes twice."""
     need("yaml", "--config", extra="hf", package="PyYAML")
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
+        mapping = loader.get_single_node()
+        if isinstance(mapping, yaml.MappingNode):
+            made = partial(loader.construct_object, deep=True)
+            return [(made(key), made(value), key.start_mark.line + 1) for key, value in mapping.value]
     except OSError as error:
         raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeError) as error:
         raise ValueError(f"--config: {path} is no YAML: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"--config: {path} must have a line for each option, like 'steps: 1000'")
-    return found
+    raise ValueError(f"--config: {path} must have a line for each option, like 'steps: 1000'")
 
 
 def _words(path: Path, option: str, value: Any, action: argparse.Action) -> list[str]:

@@ -62,6 +62,10 @@ def test_options_of_the_command_line_win(job: str) -> None:
         ("steps: many", "argument --steps: must be a whole number, not 'many'"),
         ("- steps", "must have a line for each option, like 'steps: 1000'"),
         ("a: b: c", "is no YAML"),
+        ("steps: 1\nbatch: 2\nsteps: 3", "line 3 has steps, and line 1 has steps, which is the same option"),
+        ("\nseq: 16\nsequence: 32", "line 3 has sequence, and line 2 has seq, which is the same option"),
+        ("compile: true\nno-compile: true", "line 2 has no-compile, and line 1 has compile"),
+        ("{steps: 1, steps: 2}", "line 1 has steps"),
         (None, "cannot read"),
     ],
 )
