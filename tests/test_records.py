@@ -75,6 +75,8 @@ def test_a_record_survives_json_and_files(tmp_path: Path) -> None:
     assert Outer.load(str(tmp_path / "record.json")) == FULL
     dataclasses.replace(FULL, count=4).save(tmp_path / "record.json")
     assert Outer.load(tmp_path / "record.json").count == 4
+    (tmp_path / "record.json").write_text(FULL.to_json(), encoding="utf-8-sig")  # as editors on Windows do
+    assert Outer.load(tmp_path / "record.json") == FULL
     assert [path.name for path in tmp_path.iterdir()] == ["record.json"], "the scratch file is gone"
 
 

@@ -166,7 +166,7 @@ def set_chat_template(tokenizer: Any, file: str) -> None:
     if tokenizer is None:
         raise ValueError("--chat-template: --model has no tokenizer to use it")
     try:
-        tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+        tokenizer.chat_template = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--chat-template: cannot read {file}: {error}") from None
 

@@ -6,6 +6,7 @@ evaluation, and the rest trains, so one file and a folder of thousands are split
 
 from __future__ import annotations
 
+import codecs
 import os
 import shutil
 import zlib
@@ -59,8 +60,9 @@ def _write(
     with open(tokens_file(folder, "train"), "wb+") as train, open(tokens_file(folder, "held_out"), "wb") as evaluation:
         for document in documents:
             start = train.tell()
-            for piece in _pieces(document):
-                tokens = np.asarray(codec.encode(piece)).astype(dtype)
+            for number, piece in enumerate(_pieces(document)):
+                text = piece if number else piece.removeprefix(codecs.BOM_UTF8)  # a sign of the encoding, and no text
+                tokens = np.asarray(codec.encode(text)).astype(dtype)
                 counts += np.bincount(tokens, minlength=codec.vocabulary)
                 crc32 = zlib.crc32(tokens.tobytes(), crc32)
                 train.write(tokens.tobytes())

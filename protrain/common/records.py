@@ -73,7 +73,7 @@ class Record:
         name, kind = os.fspath(path), cls.file_kind or cls.__name__
         remedy = f"; {cls.file_source}" if cls.file_source else ""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
         except (ValueError, RecursionError) as error:  # it is no text, no JSON, or has endless numbers or nesting

@@ -41,6 +41,19 @@ def test_bytes_split_at_the_tail_of_every_document(tmp_path: Path) -> None:
     assert Codec().decode(tokens.held_out.tokens[:12].tolist()).startswith("a" * 9)
 
 
+def test_the_byte_order_mark_of_a_file_is_no_text(tmp_path: Path) -> None:
+    for name, text in (("a.txt", "to be"), ("b.txt", "\ufeffbe"), ("c.txt", "")):
+        (tmp_path / name).write_text(text, encoding="utf-8-sig")
+    paths = sorted(tmp_path.glob("*.txt"))
+    bytes_of_all = tokenize(paths, Codec(), tmp_path / "bytes", held_out=0.0).train.tokens
+    assert bytes_of_all.tolist() == [*b"to be", 0, *"\ufeffbe".encode(), 0]  # a second mark is a character
+    codec = words_codec()
+    codec.vocabulary = 70001
+    assert tokenize(paths[:1], codec, tmp_path / "words", held_out=0.0).train.tokens.tolist() == [1, 2, 70000]
+    with pytest.raises(ValueError, match=r"c\.txt holds no text"):
+        tokenize(paths[2:], Codec(), tmp_path / "none", held_out=0.0)
+
+
 def test_unigram_entropy_is_that_of_all_tokens(tmp_path: Path) -> None:
     tokens = make_tokens(tmp_path, "ab" * 500, held_out=0.5)
     share = np.array([500, 500]) / 1000

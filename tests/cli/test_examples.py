@@ -168,7 +168,7 @@ def test_what_lacks_a_template_is_refused_with_the_remedy(tmp_path: Path) -> Non
     tokenizer = make_tokenizer(None)
     with pytest.raises(ValueError, match=r"the tokenizer of --model has none: give --chat-template FILE"):
         words({"messages": CHAT}, tokenizer)
-    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    (tmp_path / "template.jinja").write_text(TEMPLATE, encoding="utf-8-sig")  # as editors on Windows do
     set_chat_template(tokenizer, str(tmp_path / "template.jinja"))
     assert words({"messages": CHAT}, tokenizer) == words({"messages": CHAT}, make_tokenizer())
     with pytest.raises(ValueError, match="--model has no tokenizer: give the folder of a model"):
