@@ -148,9 +148,9 @@ def merged_weights(
     """
     adapter, own = _only_adapter(model), adapter_names(model)
     _refuse_other_than_lora(model)
-    trained_copy = f".modules_to_save.{adapter}."  # of a whole module, which takes the place of ``original_module``
     for name in names:
-        if name in own or ".original_module." in name:
+        merged = merged_name(model, name)
+        if name in own or merged is None:
             continue
         weight, path = read(name), name.removesuffix(".base_layer.weight")
         if path != name:
@@ -158,7 +158,17 @@ def merged_weights(
             a, b = (read(f"{path}.lora_{part}.{adapter}.weight").float() for part in "AB")
             product = (b @ a).T if layer.fan_in_fan_out else b @ a
             weight = (weight.float() + product * layer.scaling[adapter]).to(weight.dtype)
-        yield base_name(name.replace(trained_copy, ".")), weight
+        yield merged, weight
+
+
+def merged_name(model: Any, name: str) -> str | None:
+    """The name that the tensor ``name`` has once the adapter is merged in. None if another takes its place.
+
+    Of a module that is trained as a whole the trained copy stays, and the ``original_module`` does not.
+    """
+    if ".original_module." in name:
+        return None
+    return base_name(name.replace(f".modules_to_save.{_only_adapter(model)}.", "."))
 
 
 def _only_adapter(model: Any) -> str:

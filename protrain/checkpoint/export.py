@@ -18,6 +18,7 @@ from protrain.checkpoint.adapters import (
     ADAPTER_FILE,
     adapter_weights,
     has_adapter,
+    merged_name,
     merged_weights,
     reading_base,
     write_adapter_config,
@@ -26,7 +27,7 @@ from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
 from protrain.checkpoint.tensor_files import TensorWriter, complete_folder, open_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
-from protrain.common.adapters import base_name, within_peft
+from protrain.common.adapters import within_peft
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.agreement import raised_on_all
@@ -154,7 +155,8 @@ def _write(
     if alone:
         weights, others = adapter_weights(model, names, read, others), {}
     elif adapted:
-        weights, others = merged_weights(model, names, read), {base_name(name): other for name, other in others.items()}
+        weights = merged_weights(model, names, read)
+        others = {own: other for name, other in others.items() if (own := merged_name(model, name)) is not None}
     else:
         weights = ((name, read(name)) for name in names)
     stem = ADAPTER_FILE if alone else "model"

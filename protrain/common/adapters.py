@@ -42,9 +42,24 @@ def adapter_names(model: nn.Module) -> set[str]:
     }
 
 
+def copied_names(model: nn.Module) -> dict[str, str]:
+    """For each tensor of a module that peft trains as a whole (``modules_to_save``), the one that it begins as.
+
+    peft keeps the ``original_module`` beside a copy for each adapter.
+    """
+    return {
+        f"{path}.modules_to_save.{adapter}.{name}": f"{path}.original_module.{name}"
+        for path, module in model.named_modules()
+        if isinstance(getattr(module, "original_module", None), nn.Module)
+        and isinstance(copies := getattr(module, "modules_to_save", None), nn.ModuleDict)
+        for adapter, copy in copies.items()
+        for name in copy.state_dict()
+    }
+
+
 def base_name(name: str) -> str:
     """The name that the parameter ``name`` has in the model without adapters, and so in its files."""
-    return re.sub(r"(\.base_layer)+\.", ".", name.removeprefix(_AROUND_MODEL))
+    return re.sub(r"(\.base_layer|\.original_module)+\.", ".", name.removeprefix(_AROUND_MODEL))
 
 
 def in_peft_model(name: str) -> str:

@@ -116,3 +116,51 @@ def test_a_merged_export_has_the_module_that_was_trained_as_a_whole(tmp_path: Pa
     _, final = plain_run(make, batches(), loop=Loop(), device=CPU, dtype=torch.float32)
     assert torch.equal(found.lm_head.weight, final["model.base_model.model.lm_head.modules_to_save.default.weight"])
     assert found.state_dict().keys() == llama().state_dict().keys()
+
+
+def wrapped_around(folder: Path, config: Any) -> Any:
+    """A model that is built empty, with an adapter, and takes the weights of its base from ``folder``."""
+    base = transformers.AutoConfig.from_pretrained(folder)
+    with protrain.empty_parameters():
+        model = adapted(transformers.AutoModelForCausalLM.from_config(base), config)
+    return wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU, weights=folder)[0]
+
+
+@pytest.mark.parametrize("whole", ["lm_head", "embed_tokens", "mlp"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_modules_that_are_trained_as_a_whole_begin_as_the_files_say(whole: str, tied: bool, tmp_path: Path) -> None:
+    """peft keeps such a module twice, and files have it once."""
+    base: Any = llama(tie_word_embeddings=tied)
+    config = lora(modules_to_save=[whole])
+    base.save_pretrained(tmp_path)
+    model, expected = wrapped_around(tmp_path, config), adapted(base, config)
+    with protrain.full_parameters(model):
+        found = dict(model.named_parameters())
+        for name, parameter in expected.named_parameters():
+            if "lora_" not in name:
+                assert torch.equal(found[name], parameter), name
+        expected.load_state_dict({name: found[name].detach().clone() for name in found}, strict=False)
+    assert torch.equal(model(**batches()[0]).loss, expected(**batches()[0]).loss)
+
+
+def test_weights_for_adapters_of_parameters_that_are_no_layers(tmp_path: Path) -> None:
+    base: Any = mixtral()
+    config = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    base.save_pretrained(tmp_path)  # in the layout of the files, which has three matrices for each expert
+    model, expected = wrapped_around(tmp_path, config), adapted(base, config)
+    with protrain.full_parameters(model):
+        found = dict(model.named_parameters())
+        for name, parameter in expected.named_parameters():
+            if "lora_" not in name:
+                assert torch.equal(found[name], parameter), name
+
+
+@pytest.mark.parametrize("how", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
+def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[str, Any], tmp_path: Path) -> None:
+    """They would be those of the random weights that the model was built with, and the files have others."""
+    base: Any = llama()
+    base.save_pretrained(tmp_path)
+    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **TASK, **how})
+    refused = r"q_proj\.lora_\w+\.default\.weight is computed from .*q_proj\.base_layer\.weight, whose values come"
+    with pytest.raises(ValueError, match=refused):
+        wrapped_around(tmp_path, config)

@@ -26,6 +26,11 @@ from protrain.common.trees import Leaf, map_leaves, tensors_in
 
 _ATTRIBUTE = "protrain_record"  # of a storage: it lives as long as the storage does
 _numbers = itertools.count()
+_aten: Any = torch.ops.aten
+# Operations that are given a tensor and do not use its values.
+_USES_SHAPE = frozenset(
+    getattr(_aten, name) for name in ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like")
+) | frozenset((_aten.new_zeros, _aten.new_ones, _aten.new_full))
 
 
 @dataclass(eq=False)
@@ -111,6 +116,17 @@ def parameter_names(record: Record) -> list[str]:
             if isinstance(leaf, View) and leaf.record.name and leaf.record.name not in names:
                 names.append(leaf.record.name)
     return names
+
+
+def read_records(record: Record) -> set[Record]:
+    """The records of all tensors whose values are used in making the values of ``record``."""
+    return {
+        leaf.record
+        for operation in _steps(record)
+        if getattr(operation.call, "overloadpacket", None) not in _USES_SHAPE
+        for leaf in _leaves((operation.args, operation.kwargs))
+        if isinstance(leaf, View)
+    }
 
 
 def replay(view: View, device: torch.device) -> Tensor:

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from protrain.common.adapters import adapter_names, base_name, within_peft
+from protrain.common.adapters import adapter_names, base_name, copied_names, within_peft
 from protrain.common.parameters import is_managed
-from protrain.engine.states.construction import is_empty
+from protrain.engine.states.construction import Record, is_empty, read_records, record_of
 from protrain.engine.states.conversions import Conversions
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
@@ -51,6 +51,7 @@ class _ModelNames:
         first: For every name of a tensor its first name. Tied tensors have several names.
         shapes: The shape of every tensor, by first name.
         spelt: For every name that a file may give a tensor, its name in the model.
+        copies: For a tensor of a module that peft trains as a whole, and so has twice, the names of its copies.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,6 +67,9 @@ class _ModelNames:
             own, other = _spellings(base_name(name), self.prefix)
             self.spelt[name] = self.spelt[own] = name
             self.spelt.setdefault(other, name)
+        self.copies: dict[str, list[str]] = {}
+        for copy, original in copied_names(model).items():
+            self.copies.setdefault(self.first[original], []).append(self.first[copy])
 
 
 def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
@@ -82,17 +86,17 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     groups: dict[tuple[str, str], list[tuple[StoredTensor, str | None]]] = {}
     no_place: dict[str, str] = {}
     for key, (target, pattern) in conversions.targets(stored).items():
-        name = names.spelt.get(target)
-        if name is None:  # the rule was not meant for this key
-            name, pattern = names.spelt.get(key), None
-        if name is None:
+        own = target
+        if own not in names.spelt:  # the rule was not meant for this key
+            own, pattern = key, None
+        if own not in names.spelt:
             no_place[key] = target
         else:
-            groups.setdefault((name, key if pattern is None else ""), []).append((stored[key], pattern))
+            groups.setdefault((own, key if pattern is None else ""), []).append((stored[key], pattern))
     found: dict[str, Source] = {}
     sources, repeated = [], []
     # If a tied tensor is stored under several names, the tensor under its first name counts.
-    for group in sorted(groups, key=lambda group: names.first[group[0]] != group[0]):
+    for group in sorted(groups, key=lambda group: names.first[names.spelt[group[0]]] != names.spelt[group[0]]):
         source = _source(conversions, names, group[0], groups[group])
         new = [name for name in source.names if name not in found]
         if new:
@@ -114,7 +118,36 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
             f"weights: {folder} lacks {len(missing)} of {len(names.managed)} parameters, among them "
             f"{missing[0]}{besides}"
         )
+    _refuse_computed(model, found, [name for name in names.managed if name not in found])
     return WeightSources(sources=sources, repeated=repeated, unused=unused)
+
+
+def _refuse_computed(model: nn.Module, found: Iterable[str], kept: list[str]) -> None:
+    """Raise a ValueError if a parameter in ``kept`` is made of the values that one in ``found`` had before its file's.
+
+    Adapters of peft that begin as part of the weight beside them are such: DoRA, PiSSA and OLoRA.
+    """
+    parameters = dict(model.named_parameters())
+    used_by = {name: _parameters_read(parameters[name]) for name in kept}
+    if not any(used_by.values()):
+        return
+    loaded = {record: name for name in found if name in parameters for record in _parameters_read(parameters[name])}
+    for name, used in used_by.items():
+        sources = [loaded[record] for record in used if record in loaded]
+        if sources:
+            raise ValueError(
+                f"weights: {name} is computed from {min(sources)}, whose values come from the files and were others "
+                "when the model was built: build the model with its weights, as from_pretrained does, before "
+                "what is computed from them, and leave out weights="
+            )
+
+
+def _parameters_read(parameter: nn.Parameter) -> set[Record]:
+    """The records of the parameters, past ones too, from which the values of an empty ``parameter`` are made."""
+    record = record_of(parameter)
+    if record is None or not record.empty:
+        return set()
+    return {other for other in {record, *read_records(record)} if other.name}
 
 
 def _has_values(parameter: nn.Parameter) -> bool:
@@ -182,14 +215,18 @@ def _spellings(name: str, prefix: str) -> tuple[str, str]:
 
 
 def _source(
-    conversions: Conversions, names: _ModelNames, name: str, parts: list[tuple[StoredTensor, str | None]]
+    conversions: Conversions, names: _ModelNames, target: str, parts: list[tuple[StoredTensor, str | None]]
 ) -> Source:
-    """The tensors of the model that ``parts`` become, ``name`` first. ValueError if their shapes do not fit."""
-    stored = [tensor for tensor, _ in parts]
+    """The tensors of the model that ``parts`` become, ``target`` and others. ValueError if their shapes do not fit."""
+    stored, name = [tensor for tensor, _ in parts], names.spelt[target]
 
     def values(read: Callable[[StoredTensor], Tensor]) -> dict[str, Tensor]:
-        made = conversions.convert(name, parts, read)
-        return {names.first[names.spelt[other]]: value for other, value in made.items() if other in names.spelt}
+        made: dict[str, Tensor] = {}
+        for other, value in conversions.convert(target, parts, read).items():
+            if other in names.spelt:
+                first = names.first[names.spelt[other]]
+                made.update(dict.fromkeys((first, *names.copies.get(first, ())), value))
+        return made
 
     origin = stored[0].key if len(stored) == 1 else f"{stored[0].key} and {len(stored) - 1} more"
     where = f"{origin} in {stored[0].file.name}"
