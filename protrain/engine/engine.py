@@ -39,6 +39,7 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.step import Phase, Step
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.visits import Visits
+from protrain.engine.weights.added import AddedParameters
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
@@ -85,6 +86,7 @@ class Engine:
         self.ledger = ledger
         self.bindings = bindings
         self.placeholder = bindings.placeholder
+        self._added = AddedParameters(managed.model)
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
         self.updated_inside = step.updated
         self.thawed = set[int]()
@@ -316,6 +318,7 @@ class Engine:
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
         self._refuse_another_stream()
+        self._added.refuse()
         return self.step.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def gradient_norm(self, index: int) -> Tensor:
@@ -356,7 +359,8 @@ class Engine:
             Whether weights have changed. They have not if gradients overflowed in float16.
 
         Raises:
-            MisuseError: there are no gradients, a weight was edited, or this is inside full_parameters.
+            MisuseError: there are no gradients, a weight was edited, this is inside full_parameters, or the model has
+                other parameters than when it was wrapped.
             ValueError: a hyperparameter is invalid.
         """
         self.streams.refuse_another()
@@ -365,6 +369,7 @@ class Engine:
         self.end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
+        self._added.refuse()
         with self._ranks.reporting("step()"):
             changed = self.step.update()
             if changed:
