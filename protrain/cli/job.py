@@ -114,6 +114,7 @@ class TrainJob(Record):
         1,
         "batches in a step, on each GPU; resumed on another number of GPUs, a run keeps their number on all together",
         1,
+        2**16,  # of rows, the numbers of all batches of a step are in memory
     )
     # Batches of a step on all GPUs, which a run keeps on any number of them. None: it has not begun.
     micro_batches: int | None = _whole(None, "", 1)
@@ -175,7 +176,7 @@ class TrainJob(Record):
     step_during_backward: bool = _switch(
         "update each part of the model inside backward, which takes less host memory; needs --clip 0", may_differ=True
     )
-    threads: int | None = _whole(None, "CPU threads (default: torch's choice)", 1, may_differ=True)
+    threads: int | None = _whole(None, "CPU threads (default: torch's choice)", 1, 1024, may_differ=True)
 
     checkpoint_every: int = _whole(500, "steps between checkpoints; 0: none", 0, may_differ=True)
     keep: int = _whole(2, "the number of newest checkpoints to keep", 1, may_differ=True)

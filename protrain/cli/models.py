@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from protrain.cli.codec import Codec, TokenizerCodec
@@ -14,7 +15,7 @@ from protrain.cli.data import Batch
 from protrain.cli.options import need
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
-from protrain.common.errors import not_downloaded
+from protrain.common.errors import PlanError, not_downloaded
 from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
@@ -112,6 +113,26 @@ def fit_positions(loaded: LoadedModel, sequence: int) -> None:
     if loaded.folder is not None or rotary.get("rope_type") != "default":
         raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
     config.max_position_embeddings = sequence
+
+
+def refuse_huge_batch(
+    model: nn.Module, *, batch: int, sequence: int, dtype: torch.dtype, device_type: str, device_bytes: int
+) -> None:
+    """Raise a PlanError if the device cannot even hold what the embedding makes of one batch, as every plan must.
+
+    It takes neither memory nor time, and so comes before a batch of that size is made.
+    """
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # a model of transformers has it
+    token_bytes = getattr(embedding, "embedding_dim", 1) * dtype.itemsize
+    if batch * sequence * token_bytes > device_bytes:
+        raise PlanError(
+            where="GPU" if device_type == "cuda" else "device",
+            needed_bytes=batch * sequence * token_bytes,
+            available_bytes=device_bytes,
+            largest_part=f"the embeddings of a batch of {batch:,} x {sequence:,} tokens, to which more would come",
+            remedy=f"Give a smaller --batch or --sequence: more than {device_bytes // token_bytes:,} tokens in a batch "
+            "fit under no plan.",
+        )
 
 
 def attention_flops_per_token(config: Any, sequence: int) -> int:

@@ -103,7 +103,7 @@ def _profile(
     def counted() -> ModelProfile:
         from protrain.cli import plan_trace
 
-        return plan_trace.counted(step, show=show)
+        return plan_trace.counted(step, device_bytes=hardware.device_bytes, show=show)
 
     profile = None
     if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
@@ -134,8 +134,9 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
 def _compare(args: argparse.Namespace) -> None:
     machines = machines_of(args)
     first = next(iter(machines.values()))
+    largest_device = max(machines.values(), key=lambda machine: machine.device_bytes)
     with stage("profiling the model") as show:
-        profile = _profile(args, first, show=show)
+        profile = _profile(args, largest_device, show=show)
     with stage("planning for every machine"):
         found = compare(profile, machines, step_during_backward=args.step_during_backward)
     lines = [_title(args, profile, 1, " and GPU")]

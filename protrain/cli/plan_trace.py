@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from protrain.cli.data import example_batch, stand_in
-from protrain.cli.models import LoadedModel, fit_positions, read_architecture
+from protrain.cli.models import LoadedModel, fit_positions, read_architecture, refuse_huge_batch
 from protrain.cli.plan_step import PlannedStep
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
 from protrain.common.parameters import DTYPES
@@ -27,7 +27,7 @@ def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None
 
     Measuring takes at most ``device_bytes``.
     """
-    model, example, how = _prepared(step, _architecture(step), on_meta=False)
+    model, example, how = _prepared(step, _architecture(step), device_bytes=device_bytes, on_meta=False)
     try:
         device = torch.device(step.device_type)
         return cached_profile(model, example, device=device, device_bytes=device_bytes, show=show, **how)
@@ -35,13 +35,16 @@ def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None
         return None
 
 
-def counted(step: PlannedStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:
-    """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here."""
+def counted(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None] | None = None) -> ModelProfile:
+    """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here.
+
+    The device has at most ``device_bytes``.
+    """
     with torch.device("meta"):  # nothing is computed, so there is no need for a record of how values are made
         loaded = _architecture(step)
     if step.compile:
         torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
-    model, example, how = _prepared(step, loaded, on_meta=True)
+    model, example, how = _prepared(step, loaded, device_bytes=device_bytes, on_meta=True)
     return profile(model, example, device="meta", show=show, **how)
 
 
@@ -53,11 +56,23 @@ def _architecture(step: PlannedStep) -> LoadedModel:
 
 
 def _prepared(
-    step: PlannedStep, loaded: LoadedModel, *, on_meta: bool
+    step: PlannedStep, loaded: LoadedModel, *, device_bytes: int, on_meta: bool
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """The model with the forwards that it trains with, the arguments of one call, and options of a profile."""
+    """The model with the forwards that it trains with, the arguments of one call, and options of a profile.
+
+    Raises:
+        PlanError: ``device_bytes`` are too few for the batch under any plan.
+    """
     sequence = step.sequence or loaded.sequence
     fit_positions(loaded, sequence)
+    refuse_huge_batch(
+        loaded.model,
+        batch=step.batch,
+        sequence=sequence,
+        dtype=DTYPES[step.dtype],
+        device_type=step.device_type,
+        device_bytes=device_bytes,
+    )
     example = example_batch(stand_in(sequence, rows=step.rows), seed=0, batch=step.batch, sequence=sequence)
     device = torch.device(step.device_type)
     change_forwards(loaded.model, device, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)

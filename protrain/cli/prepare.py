@@ -26,7 +26,7 @@ from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import logger
 from protrain.cli.metrics import MetricsFile, steps_reached
-from protrain.cli.models import LoadedModel, fit_positions, load_model
+from protrain.cli.models import LoadedModel, fit_positions, load_model, refuse_huge_batch
 from protrain.cli.options import need
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
 from protrain.cli.trained import adamw, choose_trained, loaded_in_4bit, shape_in_4bit
@@ -36,6 +36,7 @@ from protrain.common.progress import note, stage
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import find_head
+from protrain.hardware.detection import detect
 from protrain.planning import Plan
 from protrain.validate import choose_dtype
 
@@ -67,6 +68,14 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     loaded, plain, parameters = _checked_model(job, folder, device, resume=resume)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
+    refuse_huge_batch(
+        loaded.model,
+        batch=job.batch,
+        sequence=sequence,
+        dtype=dtype,
+        device_type=device.type,
+        device_bytes=detect(device, device_memory=job.device_memory, host_memory=job.host_memory).device_bytes,
+    )
     if job.plan is not None:
         check_plan(job.plan, loaded.model, plain, dtype, batch=job.batch, sequence=sequence)
     base = saved = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,46 @@ def test_text_that_is_no_regular_file_is_named_so(tmp_path: Path) -> None:
             find_source(path)
 
 
+@pytest.mark.parametrize("option", ["--batch", "--sequence"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["train", "--device", "cpu", "--device-memory", "60MiB", "--model", "tiny", "--steps", "2"],
+        ["plan", "--device", "cpu", "--device-memory", "60MiB", "tiny"],
+        ["plan", "--hardware", "h100", "llama2-13b"],
+        ["plan", "--compare", "h100x1,a100x8", "llama2-13b"],
+    ],
+)
+def test_a_batch_that_no_memory_holds_is_refused_before_it_is_made(
+    command: list[str],
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def made(*_: Any, **__: Any) -> None:
+        raise AssertionError("a batch was made")
+
+    monkeypatch.setattr("protrain.cli.prepare.read_corpus", made)
+    monkeypatch.setattr("protrain.cli.plan_trace.stand_in", made)
+    assert main([*command, option, str(10**12)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(
+        r"no plan fits the (GPU|device) memory: needed .*embeddings of a batch of .*1,000,000,000,000", error
+    )
+    assert "Give a smaller --batch or --sequence: more than " in error
+    assert not any(tmp_path.rglob("*"))
+
+
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        *(
-            (name, 0, "must be at least")
-            for name in ("batch", "accumulation", "steps", "keep", "log_every", "sequence")
-        ),
+        *((name, 0, "must be at least") for name in ("batch", "steps", "keep", "log_every", "sequence")),
+        ("accumulation", 0, "must be between 1 and 65536, not 0"),
+        ("accumulation", 10**9, "must be between 1 and 65536, not 1000000000"),
+        ("threads", 10**9, "must be between 1 and 1024, not 1000000000"),
         ("seed", -1, "must be between 0 and 18446744073709551615, not -1"),
         ("dtype", "foo", "must be one of bfloat16, float16, float32, not foo"),
         ("held_out", 1.5, "must be between 0 and 0.5, not 1.5"),
