@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import protrain
+from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import counted_in, counted_tokens, seed_micro_batch, training_batch
 from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
 from protrain.cli.job import TrainJob
@@ -25,6 +26,7 @@ from protrain.cli.metrics import (
     resident_bytes,
 )
 from protrain.cli.prepare import prepare, schedule, write_run_files
+from protrain.cli.run_files import CHECKPOINTS
 from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.cli.training_run import Run
@@ -46,7 +48,7 @@ def train(
     Raises:
         ValueError: The job cannot be done; the message says which of model, data, memory, device or checkpoint is wrong
             and what to change.
-        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived. The run is saved, or had not begun.
+        InterruptedRun: SIGINT, SIGTERM or SIGHUP arrived. The run is saved, or had not begun, or they came twice.
         FloatingPointError: The loss is not a number.
     """
     if trace and job.steps < _STEPS_WITH_TRACE:
@@ -62,7 +64,10 @@ def train(
         )
     write_run_files(run)
     times = StepTimes(skip=WARMING_UP_STEPS)
-    saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
+    try:
+        saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
+    except KeyboardInterrupt:  # a second request to stop
+        raise InterruptedRun(requests.received, _cut_short(run)) from None
     return _finish(run, times, requests, saved_step)
 
 
@@ -171,8 +176,19 @@ def _told_to_stop(run: Run, requests: StopRequests) -> int:
 
 
 def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
-    again = f"protrain train --resume --folder {shlex.quote(str(run.folder))}"
-    return InterruptedRun(signal_number, f"stopped at step {run.step} of {run.job.steps}; continue with: {again}")
+    said = f"stopped at step {run.step} of {run.job.steps}; continue with: {_again(run)}"
+    return InterruptedRun(signal_number, said)
+
+
+def _cut_short(run: Run) -> str:
+    """What to say of a run that was told twice to stop, and did so without saving."""
+    saves = list_saves(run.folder / CHECKPOINTS)
+    since = f"from {saves[-1]}" if saves else "from the start, as nothing was saved yet"
+    return f"stopped at once in step {run.step + 1} of {run.job.steps}, and not saved; `{_again(run)}` goes on {since}"
+
+
+def _again(run: Run) -> str:
+    return f"protrain train --resume --folder {shlex.quote(str(run.folder))}"
 
 
 def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:

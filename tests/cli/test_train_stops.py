@@ -327,6 +327,40 @@ def test_a_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPat
         assert requests.received == number
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_two_requests_stop_at_once_and_say_what_is_left(
+    every: int,
+    workplace: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, take_step = tmp_path / "run", protrain.cli.loop._step
+
+    def step(run: Any) -> Any:
+        if run.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1.1)  # less apart they count as one
+            os.kill(os.getpid(), signal.SIGINT)
+        return take_step(run)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(protrain.cli.loop, "_step", step)
+            assert main(arguments(workplace, folder, checkpoint_every=every)) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    saves = list_saves(folder / "checkpoints")
+    assert len(saves) == (1 if every else 0)
+    since = f"from {saves[0]}" if saves else "from the start, as nothing was saved yet"
+    said = f"stopped at once in step 4 of 8, and not saved; `protrain train --resume --folder {folder}` goes on {since}"
+    assert capsys.readouterr().err.splitlines()[-1] == f"protrain train: {said}"
+    assert main(["train", "--resume", "--folder", str(folder), "--no-model"]) == 0
+    resumed = "resumed at step 2" if every else "nothing was saved yet: starting at step 1"
+    assert resumed in capsys.readouterr().err
+
+
 def test_who_goes_on_asking_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
