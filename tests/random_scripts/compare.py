@@ -64,7 +64,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
             refused.append(f"{text}: {found[0]}")
             if found[1]:  # the forward was made, and has changed buffers
                 torch.manual_seed(_seed(place, 0))
-                actions.loss_of(plain.model, **options)
+                actions.loss_of(plain.model, **_of_rank(options, 0))
             plain.give_up()
             continue
         try:

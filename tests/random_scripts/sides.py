@@ -147,12 +147,13 @@ class Plain(Side):
         o = self.optimizer
         copies = [{name: t.clone() for name, t in each.items()} for each in (o.masters, o.exp_avg, o.exp_avg_sq)]
         buffers = {name: value.clone() for name, value in self.model.named_buffers()}
-        self.snapshot = copies, dict(o.steps), buffers, [{**group} for group in o.param_groups]
+        groups = [{**group} for group in o.param_groups]
+        self.snapshot = copies, dict(o.steps), buffers, groups, (o.loss_scale, o.skipped_steps)
 
     def go_back(self, *, with_optimizer: bool) -> None:
         """Load what ``keep`` has remembered."""
         o = self.optimizer
-        copies, steps, buffers, groups = self.snapshot
+        copies, steps, buffers, groups, scale = self.snapshot
         for name, value in self.model.named_buffers():
             value.copy_(buffers[name])
         for name in o.trained:  # the state of a model has no masters
@@ -162,6 +163,7 @@ class Plain(Side):
                 for name, value in values.items():
                     value.copy_(saved[name])
             o.steps.update(steps)
+            o.loss_scale, o.skipped_steps = scale
             for group, saved in zip(o.param_groups, groups, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
 
