@@ -164,7 +164,7 @@ def merged_weights(
 def merged_name(model: Any, name: str) -> str | None:
     """The name that the tensor ``name`` has once the adapter is merged in. None if another takes its place.
 
-    Of a module that is trained as a whole the trained copy stays, and the ``original_module`` does not.
+    peft keeps a module twice that it trains as a whole. The trained copy stays, and the ``original_module`` goes.
     """
     if ".original_module." in name:
         return None

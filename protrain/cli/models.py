@@ -116,14 +116,14 @@ def fit_positions(loaded: LoadedModel, sequence: int) -> None:
 
 
 def refuse_huge_batch(
-    model: nn.Module, *, batch: int, sequence: int, dtype: torch.dtype, device_type: str, device_bytes: int
+    model: Any, *, batch: int, sequence: int, dtype: torch.dtype, device_type: str, device_bytes: int
 ) -> None:
     """Raise a PlanError if the device cannot even hold what the embedding makes of one batch, as every plan must.
 
-    It takes neither memory nor time, and so comes before a batch of that size is made.
+    This check takes neither memory nor time, and so comes before a batch of that size is made. ``model`` is one of
+    transformers.
     """
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # a model of transformers has it
-    token_bytes = getattr(embedding, "embedding_dim", 1) * dtype.itemsize
+    token_bytes = getattr(model.get_input_embeddings(), "embedding_dim", 1) * dtype.itemsize
     if batch * sequence * token_bytes > device_bytes:
         raise PlanError(
             where="GPU" if device_type == "cuda" else "device",

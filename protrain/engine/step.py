@@ -123,10 +123,8 @@ class Step:
         for chunk in arrived:
             if not self._inside and not chunk.speculates:
                 continue
-            if self._inside and self._ranks.several:
-                if not self._gradients.agree(chunk):  # the backward may yet be refused, or bring it too late
-                    continue
-            elif not all(member.index in self._gradients.delivered for member in chunk.members):
+            # What is not there yet comes later in this backward, or the backward may yet be refused.
+            if not (self._gradients.agree(chunk) if self._inside else self._gradients.has_all(chunk)):
                 continue
             if not self._inside:
                 self.updates.speculate(chunk, self._unscaling())

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import protrain
@@ -118,12 +119,32 @@ def test_a_merged_export_has_the_module_that_was_trained_as_a_whole(tmp_path: Pa
     assert found.state_dict().keys() == llama().state_dict().keys()
 
 
+def test_a_merged_export_has_the_buffers_of_that_module_under_their_own_names(tmp_path: Path) -> None:
+    base: Any = llama()
+    base.lm_head.register_buffer("seen", torch.arange(3.0))
+    model = adapted(base, head_too())
+    model, _ = wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU)
+    protrain.export(model, tmp_path / "merged", merge=True)
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert {name for name in found if name.endswith("seen")} == {"lm_head.seen"}
+
+
 def wrapped_around(folder: Path, config: Any) -> Any:
     """A model that is built empty, with an adapter, and takes the weights of its base from ``folder``."""
     base = transformers.AutoConfig.from_pretrained(folder)
     with protrain.empty_parameters():
         model = adapted(transformers.AutoModelForCausalLM.from_config(base), config)
     return wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU, weights=folder)[0]
+
+
+def base_weights_are(model: nn.Module, expected: nn.Module) -> dict[str, torch.Tensor]:
+    """Check that the weights of ``model`` but those of LoRA are those of ``expected``. Returns copies of all."""
+    with protrain.full_parameters(model):
+        found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in expected.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(found[name], parameter), name
+    return found
 
 
 @pytest.mark.parametrize("whole", ["lm_head", "embed_tokens", "mlp"])
@@ -134,12 +155,8 @@ def test_modules_that_are_trained_as_a_whole_begin_as_the_files_say(whole: str, 
     config = lora(modules_to_save=[whole])
     base.save_pretrained(tmp_path)
     model, expected = wrapped_around(tmp_path, config), adapted(base, config)
-    with protrain.full_parameters(model):
-        found = dict(model.named_parameters())
-        for name, parameter in expected.named_parameters():
-            if "lora_" not in name:
-                assert torch.equal(found[name], parameter), name
-        expected.load_state_dict({name: found[name].detach().clone() for name in found}, strict=False)
+    found = base_weights_are(model, expected)
+    expected.load_state_dict(found, strict=False)
     assert torch.equal(model(**batches()[0]).loss, expected(**batches()[0]).loss)
 
 
@@ -148,11 +165,7 @@ def test_weights_for_adapters_of_parameters_that_are_no_layers(tmp_path: Path) -
     config = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     base.save_pretrained(tmp_path)  # in the layout of the files, which has three matrices for each expert
     model, expected = wrapped_around(tmp_path, config), adapted(base, config)
-    with protrain.full_parameters(model):
-        found = dict(model.named_parameters())
-        for name, parameter in expected.named_parameters():
-            if "lora_" not in name:
-                assert torch.equal(found[name], parameter), name
+    base_weights_are(model, expected)
 
 
 @pytest.mark.parametrize("how", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])

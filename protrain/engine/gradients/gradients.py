@@ -96,12 +96,17 @@ class Gradients:
     def check_backward(self) -> None:
         """MisuseError if no other backward may come."""
 
+    def has_all(self, chunk: Chunk) -> bool:
+        """Whether this backward has brought a gradient to every parameter of ``chunk``, on this rank."""
+        return all(member.index in self.delivered for member in chunk.members)
+
     def agree(self, chunk: Chunk) -> bool:
         """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.
 
-        Returns whether this backward has brought one to each of these parameters, on any rank.
+        Returns whether the chunk may be updated inside this backward: one rank must have all of its gradients. Several
+        ranks know that no visit brings more, so the parameters that have a gradient must have got one in this backward.
         """
-        raise NotImplementedError("one rank has nobody to agree with")
+        return self.has_all(chunk)
 
     def combine(self, settings: Settings) -> None:
         """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.

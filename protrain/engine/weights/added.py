@@ -12,7 +12,7 @@ from protrain.common.errors import MisuseError
 
 
 class AddedParameters:
-    """Those of ``model`` that it has not had from the start."""
+    """The parameters of ``model`` that it did not have when this object was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

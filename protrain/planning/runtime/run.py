@@ -123,15 +123,9 @@ class Run:
 
     def _fetch(self, fetches: Sequence[Fetch]) -> None:
         """Upload weights, each as soon as it is updated and its buffer is given up."""
-        updated, released, free, factors = self._updated, self._released, self.free[UP], self._factors[UP]
         for chunk, victim in fetches:
-            start = updated[chunk] if updated[chunk] > free else free
-            if released[victim] > start:
-                start = released[victim]
-            free = self._loaded[chunk] = start + self.step.upload_ms[chunk] * next(factors)
-            self.starts[UP].append(start)
-            self.ends[UP].append(free)
-        self.free[UP] = free
+            there = max(self._updated[chunk], self._released[victim])
+            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk])
 
     def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
         """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.
