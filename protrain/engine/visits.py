@@ -8,7 +8,8 @@ after the other: see [Note: one order].
 runs and however long that takes. So the order is that of the schedule, which all ranks know. A rank that skips visits
 makes up for them before its next one: it gathers the weights with the others, and reduces gradients that it does not
 have. It also assigns and evicts buffers as if it had run the unit, so that all ranks have the same chunks in buffers.
-If a unit runs more often in forward than in the profiled step, all ranks go through the forward once more.
+If a unit runs more often in forward than in the profiled step, all ranks go through the forward once more. A unit that
+the profiled step never called has no place in the order: all ranks end the forward of the schedule before it.
 
 The chunks of a unit that encloses others stay in their buffers while the others are visited, in backward from its begin
 to its end, as autograd goes to and fro between the enclosing unit and those inside.
@@ -16,6 +17,7 @@ to its end, as autograd goes to and fro between the enclosing unit and those ins
 
 from __future__ import annotations
 
+import torch
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
@@ -106,10 +108,8 @@ class Lockstep(Visits):
             self._ranks.note("a forward")
             skipped = self.order.skipped(unit.index)
         if skipped is None:
-            raise MisuseError(
-                f"{unit.label} was not called in the profiled step, so the ranks have no order for it: pass an "
-                "example_batch to protrain.wrap with which every unit is called"
-            )
+            self._enter_unscheduled(unit)
+            return
         for visit in skipped:
             self._make_up(visit)
         self._let_go(unit)
@@ -164,6 +164,18 @@ class Lockstep(Visits):
     @override
     def abandon(self) -> None:
         self._held.clear()
+
+    def _enter_unscheduled(self, unit: Unit) -> None:
+        """The forward of ``unit`` begins, which the profiled step never called. All ranks are between two forwards.
+
+        An example is the head of a model whose loss takes the head's weight, and whose ``generate`` calls the head.
+        """
+        if torch.is_grad_enabled():
+            raise MisuseError(
+                f"{unit.label} was not called in the profiled step, so the ranks have no order for its backward: pass "
+                "an example_batch to protrain.wrap with which every unit is called, or call it under torch.no_grad()"
+            )
+        self._ranks.note(f"the forward of {unit.label}")
 
     def _make_up(self, visit: int) -> None:
         """Do what the other ranks do together in a visit that this rank skips."""

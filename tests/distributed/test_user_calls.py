@@ -15,7 +15,8 @@ import torch
 import protrain
 from protrain.distributed import ranks, watch
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_user_wrap import Model, batch, wrap
+from tests.distributed.test_user_generate import quick
+from tests.distributed.test_user_wrap import WIDTH, Model, batch, wrap
 from tests.engine.harness import seeded
 
 CALLS: dict[str, Callable[[Any, Any, str], Any]] = {
@@ -166,3 +167,59 @@ def test_a_loss_of_several_forwards_is_a_module() -> None:
     )
     for said in on_ranks(2, partial(train_on_pairs, in_module=False), timeout_s=150):
         assert "wrap a module whose forward makes all calls of the model and returns the loss" in said
+
+
+class Headed(torch.nn.Module):
+    """A model whose loss takes the weight of its head, and which scores a batch by calling the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Model()
+        self.middle = torch.nn.Linear(WIDTH, 8)
+        self.head = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, *, score: bool = False) -> torch.Tensor:
+        loss: torch.Tensor = self.body(x)
+        x = self.middle(x)
+        return self.head(x) + loss if score else loss + (x @ self.head.weight).square().mean() + self.head.bias.sum()
+
+
+def score_and_train(rank: int, *, alone: bool, gradients: bool) -> tuple[list[torch.Tensor], str]:
+    """Two steps with scores of the model before each and after them, or the error."""
+    with seeded():
+        model, optimizer = wrap(Headed())
+    scores = []
+    try:
+        for step in range(3):
+            with quick(), torch.set_grad_enabled(gradients):
+                for other in range(0 if alone and rank else 2):
+                    scores.append(model(batch(10 * step + 2 * other + rank), score=True).detach())
+            model(batch(10 * step + rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except protrain.MisuseError as error:
+        return [], str(error)
+    return scores, ""
+
+
+def test_a_module_that_the_training_never_calls() -> None:
+    with seeded():
+        model = Headed()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    expected: list[list[torch.Tensor]] = [[], []]
+    for step in range(3):
+        for rank in range(2):
+            for other in range(2):
+                expected[rank].append(model(batch(10 * step + 2 * other + rank), score=True).detach())
+        (sum(model(batch(10 * step + rank)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for rank, (scores, error) in enumerate(on_ranks(2, partial(score_and_train, alone=False, gradients=False))):
+        assert not error
+        for mine, theirs in zip(scores, expected[rank], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4)
+    for _, error in on_ranks(2, partial(score_and_train, alone=False, gradients=True)):
+        assert error.startswith("head was not called in the profiled step, so the ranks have no order for its backward")
+    first, other_error = (error for _, error in on_ranks(2, partial(score_and_train, alone=True, gradients=False)))
+    assert first == other_error
+    assert "came to" in first

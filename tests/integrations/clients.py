@@ -147,6 +147,29 @@ def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
     )
 
 
+def grpo(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
+    """Rewards for what the model generates: the loss takes the weight of its head, and generation calls the head."""
+    from trl import GRPOConfig, GRPOTrainer
+
+    from protrain.integrations.transformers import ProTrainMixin
+
+    class GRPO(ProTrainMixin, GRPOTrainer): ...
+
+    def unlike_words(completions: list[str], **_: Any) -> list[float]:
+        return [float(len(set(each.split()))) for each in completions]
+
+    data = texts("prompt")
+    return (GRPO if ours else GRPOTrainer)(
+        model=llama(),
+        args=GRPOConfig(bf16=False, num_generations=2, max_completion_length=8, **arguments),
+        train_dataset=data,
+        eval_dataset=data.select(range(4)),
+        reward_funcs=unlike_words,
+        processing_class=tokenizer(),
+        **ours,
+    )
+
+
 def lora() -> Any:
     import peft
 
@@ -155,7 +178,8 @@ def lora() -> Any:
 
 def prepare(client: str, folder: Path) -> None:
     """Skip the test if a library of ``client`` is missing, and save what its trainer reads beside its own folder."""
-    for part, library in (("SFT", "trl"), ("DPO", "trl"), ("LoRA", "peft"), ("sentences", "sentence_transformers")):
+    libraries = {"SFT": "trl", "DPO": "trl", "GRPO": "trl", "LoRA": "peft", "sentences": "sentence_transformers"}
+    for part, library in libraries.items():
         if part in client:
             pytest.importorskip(library)
     if client == "sentences":
@@ -193,6 +217,7 @@ CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "SFT with LoRA": (lambda *args: sft(*args, adapters=True), "5.1MiB", "6MiB"),
     "DPO": (dpo, "11.5MiB", "13MiB"),
     "DPO with LoRA": (lambda *args: dpo(*args, adapters=True), "11.1MiB", "13MiB"),
+    "GRPO": (grpo, "4.9MiB", "5.4MiB"),
     "sentences": (sentences, "0.6MiB", "1MiB"),
 }
 

@@ -55,7 +55,7 @@ def two(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = N
 
 @pytest.mark.parametrize(
     "client",
-    [pytest.param(each, marks=pytest.mark.slow if each.startswith(("DPO", "SFT with")) else ()) for each in CLIENTS],
+    [pytest.param(each, marks=() if each in ("Trainer", "SFT", "sentences") else pytest.mark.slow) for each in CLIENTS],
 )
 def test_one_process(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
@@ -77,7 +77,7 @@ def test_clipping_looks_at_no_single_gradient(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "DPO", "sentences"])
+@pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "DPO", "GRPO", "sentences"])
 def test_two_processes(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
