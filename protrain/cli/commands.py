@@ -106,7 +106,10 @@ def _add_plan(add_parser: AddParser) -> None:
         epilog=_PLAN_EXAMPLE,
     )
     parser.add_argument(
-        "model", metavar="MODEL", help=f"a folder with a Hugging Face config.json, or one of {', '.join(SHAPES)}"
+        "model",
+        metavar="MODEL",
+        help="a folder with a Hugging Face config.json, a model of the Hub like org/name, or one of "
+        f"{', '.join(SHAPES)}",
     )
     add_options(
         parser,

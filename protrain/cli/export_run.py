@@ -10,6 +10,7 @@ from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.export import export_save
 from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
+from protrain.cli.hub import on_disk
 from protrain.cli.job import TrainJob
 from protrain.cli.models import read_architecture, read_codec
 from protrain.cli.run_files import JOB_FILE, saves_of
@@ -21,7 +22,8 @@ from protrain.distributed.ranks import Ranks
 
 def export(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
-    source, name, lora = args.checkpoint, args.model, args.lora
+    source, lora = args.checkpoint, args.lora
+    name = args.model and on_disk(args.model, weights=args.merge)
     if (source / JOB_FILE).exists():
         job = TrainJob.load(source / JOB_FILE)
         name, lora = name or job.model, lora or job.lora

@@ -11,6 +11,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from protrain.cli.hub import is_of, on_disk
 from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import lora_text, refuse_4bit_alone
 from protrain.cli.options import memory, number, whole
@@ -64,7 +65,9 @@ class TrainJob(Record):
 
     file_kind = "the options of a run of `protrain train`"
 
-    model: str = _option(MISSING, f"a Hugging Face folder, or one of {', '.join(SHAPES)}")
+    model: str = _option(
+        MISSING, f"a Hugging Face folder, a model of its Hub like org/name, or one of {', '.join(SHAPES)}"
+    )
     from_scratch: bool = _switch(
         "begin with random weights, so that a --model folder needs only its config.json and perhaps a tokenizer"
     )
@@ -288,7 +291,8 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
     """The job of a new run in ``folder``.
 
     Raises:
-        ValueError: ``folder`` holds a run already or something that a run would overwrite, or the model is missing.
+        ValueError: ``folder`` holds a run already or something that a run would overwrite, or the model is missing or
+            the Hub does not give it.
     """
     if is_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
@@ -304,7 +308,8 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
-    return TrainJob(**_with_absolute_paths(given))
+    model = on_disk(given["model"], weights=not given.get("from_scratch", False))
+    return TrainJob(**_with_absolute_paths({**given, "model": model}))
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
@@ -351,12 +356,12 @@ def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
 def _is_same_path(own: str, given: str) -> bool:
     """Whether ``given`` is the path ``own``.
 
-    A path that does not exist here may be relative to where the run started.
+    A path that does not exist here may be relative to where the run started, or be the name of a model of the Hub.
     """
     if os.path.exists(given):
         return os.path.exists(own) and os.path.samefile(own, given)
     parts = Path(given).parts
-    return bool(parts) and Path(own).parts[-len(parts) :] == parts
+    return is_of(own, given) or (bool(parts) and Path(own).parts[-len(parts) :] == parts)
 
 
 def _is_moved(own: str, given: str) -> bool:

@@ -15,7 +15,7 @@ from protrain.cli.data import Batch
 from protrain.cli.options import need
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
-from protrain.common.errors import PlanError, not_downloaded
+from protrain.common.errors import PlanError
 from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
@@ -149,10 +149,7 @@ def _folder_of(name: str) -> Path:
     """The folder ``name``. ValueError if it holds no model, which is found without transformers and so in no time."""
     folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(
-            f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}"
-            f"{not_downloaded(name)}"
-        )
+        raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
     if not (folder / "config.json").is_file():
         if (folder / MODEL_FOLDER / "config.json").is_file():
             raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")

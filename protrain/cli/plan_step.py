@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from protrain.cli.defaults import choose_compile, choose_loss
+from protrain.cli.hub import on_disk
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
 from protrain.cli.sources import find_source
@@ -17,7 +18,7 @@ from protrain.common.dtypes import default_dtype
 class PlannedStep:
     """All that decides what a trace of the step counts, apart from the code that traces it."""
 
-    model: str  # the MODEL of the command line
+    model: str  # a shape, or the folder of a model
     layers: int | None  # the number of its blocks; None means its own
     lora: str | None
     load_in_4bit: bool
@@ -35,11 +36,12 @@ class PlannedStep:
         """The step that ``args`` ask for on a device of ``device_type``, of MODEL or of MODEL with so many ``layers``.
 
         Raises:
-            ValueError: the weights are quantised and there is no adapter to train, or --data cannot be read.
+            ValueError: the weights are quantised and there is no adapter to train, --data cannot be read, or the Hub
+                does not give the model.
         """
         refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
         return cls(
-            model=args.model,
+            model=on_disk(args.model, weights=False),
             layers=layers,
             lora=args.lora,
             load_in_4bit=args.load_in_4bit,

@@ -11,6 +11,7 @@ from typing import Any
 
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
+from protrain.cli.hub import on_disk
 from protrain.cli.job import TrainJob
 from protrain.cli.launch import launched, together
 from protrain.cli.loop import train
@@ -39,6 +40,9 @@ def run(args: argparse.Namespace) -> None:
             )
     if args.resume and args.folder is None:
         raise ValueError("--resume needs the --folder of the run")
+    if not args.resume and hasattr(args, "model"):
+        # Downloads take longer than ranks wait for each other, so they come before there are any.
+        on_disk(args.model, weights=not getattr(args, "from_scratch", False))
     if launched(args):
         return
     with stop_requests() as requests, together():

@@ -18,7 +18,7 @@ NO_WRITES = ", ".join(
     )
 )
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -65,7 +65,7 @@ class CheckpointError(ValueError):
 
 def not_downloaded(name: str) -> str:
     """A hint to add to "there is no folder ``name``" if that may be a model of the Hugging Face Hub; otherwise ""."""
-    if not _HUB_NAME.fullmatch(name):
+    if not HUB_NAME.fullmatch(name):
         return ""
     return (
         f". Models of the Hugging Face Hub are not downloaded: get one with `hf download {name} --local-dir FOLDER` "

@@ -123,11 +123,6 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["train"], "--model is missing"),
         (["train", "--resume"], "--resume needs the --folder"),
         (["train", "--model", "tinny"], "there is no model 'tinny': give a folder with config.json, or one of tiny,"),
-        (["train", "--model", "meta-llama/Llama-2-7b"], "get one with `hf download meta-llama/Llama-2-7b --local-dir"),
-        (
-            ["plan", "meta-llama/Llama-2-7b", "--device", "cpu"],
-            "get one with `hf download meta-llama/Llama-2-7b --local-dir",
-        ),
         (["train", "--model", "tiny", "--warmup", "401"], "--warmup 401 is longer than the run: give at most --steps"),
         (
             ["train", "--model", "tiny", "--data", "zeros.bin", "--device", "cpu"],
