@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
+from protrain.common.hub import on_disk
 from protrain.common.parameters import is_managed
 from protrain.common.progress import heard
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
@@ -75,7 +76,8 @@ def wrap(
             a simulated budget.
         host_memory: host memory to stay within, in bytes or as "64GiB". The default is what is free.
         plan: a Plan, or a JSON file of one, to use instead of searching.
-        weights: a folder of safetensors, which are loaded straight into the chunks.
+        weights: a folder of safetensors, which are loaded straight into the chunks, or a model of the Hugging Face Hub
+            like "org/model", whose files are downloaded into the cache of transformers.
         step_during_backward: start updates inside backward. It does not work with clipping, with float16, or with a
             backward() that no step() follows.
         accumulation: the number of backward() calls in a step. Their gradients are summed in fp32, and the sum is
@@ -108,6 +110,7 @@ def wrap(
     example_batch = batches.of_one(example_batch)
     ranks = join(process_group)
     with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
+        weights = None if weights is None else on_disk(os.fspath(weights), weights=True)
         checked = check_arguments(
             model,
             optimizer,

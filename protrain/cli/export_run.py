@@ -10,11 +10,11 @@ from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.export import export_save
 from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
-from protrain.cli.hub import on_disk
 from protrain.cli.job import TrainJob
 from protrain.cli.models import read_architecture, read_codec
 from protrain.cli.run_files import JOB_FILE, saves_of
 from protrain.cli.trained import choose_trained
+from protrain.common.hub import on_disk
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import stage
 from protrain.distributed.ranks import Ranks

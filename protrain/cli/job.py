@@ -11,13 +11,13 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from protrain.cli.hub import is_of, on_disk
 from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import lora_text, refuse_4bit_alone
 from protrain.cli.options import memory, number, whole
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES
+from protrain.common.hub import is_of, on_disk
 from protrain.common.records import Record
 
 

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from protrain.cli.defaults import choose_compile, choose_loss
-from protrain.cli.hub import on_disk
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
 from protrain.cli.sources import find_source
 from protrain.common.dtypes import default_dtype
+from protrain.common.hub import on_disk
 
 
 @dataclass(frozen=True, kw_only=True)

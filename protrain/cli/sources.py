@@ -20,7 +20,7 @@ from typing import Literal
 
 from protrain.cli.job import is_run
 from protrain.cli.run_files import JOB_FILE
-from protrain.common.errors import HUB_NAME
+from protrain.common.hub import may_be_on_hub
 
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 _HEAD_BYTES = 65536
@@ -88,7 +88,7 @@ def find_source(path: str | os.PathLike[str] | None, *, exclude: Path | None = N
         raise ValueError(f"--data: {root} is no regular file; give {_READABLE}")
     if not root.is_dir():
         hint = f"`hf download {root} --repo-type dataset --local-dir FOLDER` brings a dataset of the Hub to a folder"
-        raise ValueError(f"--data: {root} does not exist{f'; {hint}' if HUB_NAME.fullmatch(str(path)) else ''}")
+        raise ValueError(f"--data: {root} does not exist{f'; {hint}' if may_be_on_hub(str(path)) else ''}")
     if (root / "dataset_dict.json").is_file() or ((root / "state.json").is_file() and any(root.glob("*.arrow"))):
         return Source("rows", [root])
     return _prevailing(root, _files_in(root, exclude))

@@ -11,7 +11,6 @@ from typing import Any
 
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
-from protrain.cli.hub import on_disk
 from protrain.cli.job import TrainJob
 from protrain.cli.launch import launched, together
 from protrain.cli.loop import train
@@ -19,6 +18,7 @@ from protrain.cli.options import emit
 from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
+from protrain.common.hub import on_disk
 from protrain.common.progress import note
 from protrain.common.tables import wrapped
 from protrain.distributed.joining import join

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +16,6 @@ NO_WRITES = ", ".join(
         "vars(config)['altup_coef_clip'] = None of Gemma-3n",
     )
 )
-
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -61,13 +58,3 @@ class MisuseError(RuntimeError):
 
 class CheckpointError(ValueError):
     """A checkpoint folder is missing, incomplete or corrupt."""
-
-
-def not_downloaded(name: str) -> str:
-    """A hint to add to "there is no folder ``name``" if that may be a model of the Hugging Face Hub; otherwise ""."""
-    if not HUB_NAME.fullmatch(name):
-        return ""
-    return (
-        f". Models of the Hugging Face Hub are not downloaded: get one with `hf download {name} --local-dir FOLDER` "
-        "(or huggingface_hub.snapshot_download), and give that folder"
-    )

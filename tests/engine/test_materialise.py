@@ -249,8 +249,25 @@ def test_weights_replace_those_of_a_model_in_memory(tmp_path: Path, wrapped: Cal
 def test_a_folder_that_is_missing_is_named(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=r"weights: there is no folder nothere$"):
         wrapped(empty(), weights="nothere")
-    with pytest.raises(ValueError, match="are not downloaded: get one with `hf download meta-llama/Llama-2-7b "):
-        wrapped(empty(), weights="meta-llama/Llama-2-7b")
+
+
+@pytest.mark.parametrize("name", ["some-org/some-model", "no-org/no-model"])
+def test_weights_of_the_hub(
+    name: str, tmp_path: Path, wrapped: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    model = tmp_path / "models--some-org--some-model"
+    reference = saved("gpt2", model / "snapshots" / "newest", shards=True, prefix=True)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("newest")
+    if name == "no-org/no-model":
+        with pytest.raises(ValueError, match="the Hugging Face Hub does not give a model 'no-org/no-model': "):
+            wrapped(empty(), weights=name)
+        return
+    trained, _ = wrapped(empty(), weights=name)
+    assert_same({k: v.cpu() for k, v in trained.state_dict().items()}, dict(reference.state_dict()))
 
 
 def test_what_the_model_has_no_place_for_is_named_once(tmp_path: Path, wrapped: Callable[..., Any]) -> None:

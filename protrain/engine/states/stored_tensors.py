@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import Tensor
 
-from protrain.common.errors import not_downloaded
-
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
@@ -33,7 +31,7 @@ def weight_files(folder: Path) -> list[Path]:
     if folder.is_file():
         return [folder]
     if not folder.is_dir():
-        raise ValueError(f"weights: there is no folder {folder}{not_downloaded(str(folder))}")
+        raise ValueError(f"weights: there is no folder {folder}")
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]

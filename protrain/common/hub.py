@@ -1,0 +1,49 @@
+"""Models of the Hugging Face Hub, by names like org/model. They lie in the cache that transformers also uses."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_DESCRIPTION = ("*.json", "*.jinja", "*.model", "*.txt")  # the configuration, and the files of tokenizers
+_WEIGHTS = "*.safetensors"
+_LEFT_OUT = ("*/*", "consolidated*")  # other formats, and the weights once more
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Whether ``name`` is no path here, and has the form of a name on the Hub."""
+    return bool(_NAME.fullmatch(name)) and not os.path.exists(name)
+
+
+def on_disk(name: str, *, weights: bool) -> str:
+    """``name``, or if it is none of a path here, the folder of the model that has this name on the Hub.
+
+    What the cache lacks of the model is downloaded. The folder is that of one revision. So a run that notes the folder
+    goes on with the weights that it began with, whatever the Hub has by then.
+
+    Args:
+        name: a path, or a name on the Hub. Other names stay as they are.
+        weights: whether the folder must have the weights, too.
+
+    Raises:
+        ValueError: ``name`` can only be a name on the Hub, and the Hub does not give such a model.
+    """
+    if not may_be_on_hub(name):
+        return name
+    try:
+        from huggingface_hub import snapshot_download
+
+        wanted = [*_DESCRIPTION, _WEIGHTS] if weights else list(_DESCRIPTION)
+        return str(snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(_LEFT_OUT)))
+    except ImportError:
+        reason = "the package huggingface_hub is missing: pip install 'protrain[hf]'"
+    except Exception as error:  # errors of the network, of access rights and of the disk have no common class
+        reason = str(error).strip().partition("\n")[0]
+    raise ValueError(f"there is no folder {name}, and the Hugging Face Hub does not give a model {name!r}: {reason}")
+
+
+def is_of(folder: str, name: str) -> bool:
+    """Whether ``folder`` is in the cache, and of the model that has ``name`` on the Hub."""
+    return may_be_on_hub(name) and f"models--{name.replace('/', '--')}" in Path(folder).parts
