@@ -67,7 +67,7 @@ class Step:
         self._buffers = buffers
         self._bindings = bindings
         self._inside = inside  # whether updates are made inside backward
-        self._expects_zeros = False  # the last zero_grad had set_to_none=False
+        self._zeroed = set[int]()  # parameters to whose gradients zero_grad(set_to_none=False) leaves zeros in torch
         self._was_scaled = False  # the gradients of the last step had a factor
         self._ranks = managed.memory.ranks
 
@@ -235,16 +235,15 @@ class Step:
     def _refuse_zeros(self) -> None:
         """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
 
-        Adam moves such a parameter on by its momentum, and no zeros are kept here.
+        Adam moves such a parameter on by its momentum and its weight decay, and no zeros are kept here.
         """
-        if not self._expects_zeros:
-            return
-        for member, present in zip(self._gradients.members, self._gradients.present, strict=True):
-            if member.steps and not present:
+        for index in sorted(self._zeroed):
+            if not self._gradients.present[index]:
                 raise MisuseError(
-                    f"no backward() has reached {member.name} in this step, and zero_grad(set_to_none=False) would "
-                    "leave it a gradient of zeros, by which Adam moves it on. ProTrain keeps no such gradients: call "
-                    "zero_grad() without set_to_none=False, so that parameters without a gradient stay as they are"
+                    f"no backward() has reached {self._gradients.members[index].name} in this step, and "
+                    "zero_grad(set_to_none=False) would leave it a gradient of zeros, by which Adam moves it on. "
+                    "ProTrain keeps no such gradients: call zero_grad() without set_to_none=False, so that parameters "
+                    "without a gradient stay as they are"
                 )
 
     def forget(self, *, zeros: bool) -> bool:
@@ -257,7 +256,7 @@ class Step:
                 "zero_grad(set_to_none=False) with step_during_backward=True, where backward uses gradients up and "
                 "none is left to be zero: call zero_grad() without set_to_none=False"
             )
-        self._expects_zeros = zeros
+        self._zeroed = self._zeroed | self._gradients.indices() if zeros else set()
         self._forget()
         ends = self.phase is Phase.CUT_SHORT
         if ends:

@@ -152,7 +152,7 @@ class ProTrainOptimizer(ParameterStates):
         """Forget all gradients. They are None afterwards, whatever ``set_to_none`` says.
 
         In torch ``set_to_none=False`` leaves zeros, by which Adam moves parameters on. A step raises a MisuseError if
-        that would make a difference: if it has no gradient for a parameter that was updated before. With
+        that would make a difference: if it has no gradient for a parameter that had one when this was called. With
         ``step_during_backward=True`` this method raises it.
 
         If updates run inside backward and that raised an exception, the updates made so far count as a step, which ends

@@ -257,6 +257,32 @@ def test_zeros_in_place_of_gradients_count_where_backward_reaches_all(
     unharmed((model, optimizer), steps_before=2)
 
 
+def test_zeros_of_a_step_that_was_given_up_count_too(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
+    """torch decays a weight whose gradient is zeros, though no step came before."""
+    model, optimizer = wrapped(OFFLOADED)
+    model(**batch).loss.backward()
+    optimizer.zero_grad(set_to_none=False)
+    model.get_parameter("model.norm.weight").square().sum().backward()
+    with pytest.raises(
+        MisuseError, match=r"no backward\(\) has reached .* call zero_grad\(\) without set_to_none=False"
+    ):
+        optimizer.step()
+    optimizer.zero_grad()
+    unharmed((model, optimizer))
+
+
+def test_zeros_in_place_of_no_gradients_are_none(wrapped: Wrap, batch: Batch) -> None:
+    """A parameter that had a gradient in an earlier step has none when zero_grad is called, so torch leaves none."""
+    model, optimizer = wrapped(OFFLOADED)
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
+    model.get_parameter("model.norm.weight").square().sum().backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1, 2}
+
+
 def test_zeros_where_backward_uses_gradients_up(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
     model, optimizer = wrapped(MIXED, step_during_backward=True)
     with pytest.raises(MisuseError, match=r"call zero_grad\(\) without set_to_none=False"):

@@ -58,6 +58,10 @@ class Gradients:
         stored = self.present[index] and index not in self.forgotten
         return stored or any(member.index == index for items in self.pending.values() for member, _ in items)
 
+    def indices(self) -> set[int]:
+        """The indices of the parameters that have a gradient."""
+        return {index for index, present in enumerate(self.present) if present} - self.forgotten
+
     def begin_backward(self) -> None:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
