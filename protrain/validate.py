@@ -151,11 +151,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             raise ValueError(_not_trained(name, parameter))
         if parameter.is_inference():
             raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of it")
-        if not parameter.is_meta and parameter.grad is not None:
-            raise ValueError(
-                f"parameter {name} has a gradient already, which the first step would add to its own: call "
-                "optimizer.zero_grad() before protrain.wrap"
-            )
+    refuse_gradients(model, before="protrain.wrap")
     refuse_scripted(model)
     for name, module in model.named_modules():
         what = f"module {name or type(model).__name__!r}"
@@ -182,6 +178,16 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             f"have no .grad. One of them is {forgotten[0]}",
             stacklevel=4,  # the caller of wrap
         )
+
+
+def refuse_gradients(model: nn.Module, *, before: str) -> None:
+    """ValueError if a parameter has a gradient, which no script expects to be there ``before`` the training begins."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_meta and parameter.grad is not None:
+            raise ValueError(
+                f"parameter {name} has a gradient already, which the first step would add to its own: call "
+                f"optimizer.zero_grad() before {before}"
+            )
 
 
 def _refuse_shared_memory(model: nn.Module) -> None:

@@ -32,7 +32,7 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan
 from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
-from protrain.validate import check_arguments
+from protrain.validate import check_arguments, refuse_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -163,9 +163,11 @@ def wrap(
         with (
             ranks.reporting("protrain.wrap"),
             first_alone_warns(ranks),
+            wrapped.given_back(),
             _trained_as(required, managed),
             heard(progress and ranks.rank == 0),
         ):
+            refuse_gradients(model, before="the first call of the model")
             begin_training(model, optimizer, wrapped, batch, way, ranks=ranks)
         compare_first_batches(model, ranks, target)
 

@@ -46,7 +46,8 @@ def load_checkpoint(
     The states of ``model``, ``optimizer`` and ``scheduler`` and the random states of torch, CUDA, Python and numpy
     become those of the save. Before anything is changed, every file is checked against its recorded size and CRC-32,
     and its contents against ``model``, ``optimizer`` and ``scheduler``. If the model was wrapped without an example
-    batch and was not called yet, the states of its parameters are read in its first call, so ``folder`` must stay.
+    batch and was not called yet, the states of its parameters are read in its first call. So ``folder`` must stay, and
+    until then parameters and states can be neither read nor written.
 
     A save that was made with a ``base`` needs the same base, whose weights ``model`` has.
 
@@ -91,7 +92,7 @@ def load_checkpoint(
         with raised_on_all(ranks):
             optimizer.import_parts(own_parts(save, files, optimizer))
 
-    optimizer.when_begun(load_own)  # first, because inside full_parameters() this raises
+    optimizer.load_when_begun(model, load_own)  # first, because inside full_parameters() this raises
     with torch.no_grad():
         for target, saved in buffers:
             target.copy_(saved)

@@ -8,7 +8,7 @@ backward and step. Reading state waits for all updates.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
+from protrain.engine.weights.awaited import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.optim.parameter_states import ParameterStates
 from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
@@ -71,6 +72,7 @@ class ProTrainOptimizer(ParameterStates):
         self._running = None
         self._no_sync = False
         self._at_begin: list[Callable[[], None]] = []
+        self._awaited: Awaited | None = None  # what is loaded by one of these
         # States of parameters by name, for the engine when that begins.
         self._state_at_begin: dict[str, Mapping[str, Any]] = {}
         for name, parameter in self._trained.items():
@@ -101,6 +103,20 @@ class ProTrainOptimizer(ParameterStates):
             self._at_begin.append(action)
         else:
             action()
+
+    def load_when_begun(self, model: nn.Module, load: Callable[[], None]) -> None:
+        """Do ``load``, which loads all states: now, or when there is an engine. Until then nobody may use them."""
+        if self._running is None and self._awaited is None:
+            self._awaited = Awaited(model, self._parameters)
+        self.when_begun(load)
+
+    def given_back(self) -> AbstractContextManager[None]:
+        """A context in which parameters whose values are to be loaded are ordinary ones, for the first call."""
+        return nullcontext() if self._awaited is None else self._awaited.given_back()
+
+    def _refuse_awaited(self, what: str) -> None:
+        if self._running is None and self._awaited is not None:
+            raise awaited_error(what)
 
     # -- the training step ---------------------------------------------------------------------------------------------
 
@@ -158,7 +174,10 @@ class ProTrainOptimizer(ParameterStates):
         If updates run inside backward and that raised an exception, the updates made so far count as a step, which ends
         here.
         """
-        if self._running is not None and self._running.forget_gradients(zeros=not set_to_none):
+        if self._running is None:
+            for parameter in self._parameters.values():  # a part of the model may have been called alone
+                parameter.grad = None
+        elif self._running.forget_gradients(zeros=not set_to_none):
             self._clock.tick(updated=True)
 
     @contextmanager
@@ -236,6 +255,7 @@ class ProTrainOptimizer(ParameterStates):
         """The state of the optimizer. If it is not ``kept``, that is without the states of parameters."""
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
+        self._refuse_awaited(what)
         self.groups.check_members()
         self.ranks.meet(what)
         states = self._state_at_begin if self._running is None else self._states_of(self._running, kept=kept)
@@ -269,6 +289,7 @@ class ProTrainOptimizer(ParameterStates):
         if self._running is not None:
             self._running.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
             self._running.refuse_write("the optimizer's load_state_dict()")
+        self._refuse_awaited("the optimizer's load_state_dict()")
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())

@@ -262,6 +262,63 @@ def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path
         train(model, optimizer, batches())
 
 
+USES: dict[str, Callable[[Net, ProTrainOptimizer], Any]] = {
+    "state_dict": lambda model, optimizer: model.state_dict(),
+    "state_dict of a part": lambda model, optimizer: model.head.state_dict(),
+    "load_state_dict": lambda model, optimizer: model.load_state_dict(weights(made()[0])),
+    "load_state_dict of a part": lambda model, optimizer: model.head.load_state_dict(weights(made()[0].head)),
+    "a call of a part": lambda model, optimizer: model.head(torch.zeros(1, WIDTH)),
+    "a read": lambda model, optimizer: model.head.weight.norm(),
+    "data": lambda model, optimizer: model.head.weight.data,
+    "new data": lambda model, optimizer: setattr(model.head.weight, "data", torch.zeros(32, WIDTH)),
+    "a write": lambda model, optimizer: nn.init.zeros_(model.head.weight),
+    "the optimizer's state_dict": lambda model, optimizer: optimizer.state_dict(),
+    "the optimizer's load_state_dict": lambda model, optimizer: optimizer.load_state_dict(made()[1].state_dict()),
+}
+
+
+def test_what_was_loaded_cannot_be_used_before_the_first_call(tmp_path: Path) -> None:
+    """Reads would give the weights from before the load, and writes would be lost."""
+    begun = wrapped()
+    torch.manual_seed(7)
+    train(*begun, batches()[:2])
+    protrain.save_checkpoint(tmp_path, *begun)
+    expected = train(*begun, batches()[2:])
+    model, optimizer = wrapped()
+    protrain.load_checkpoint(tmp_path, model, optimizer)
+    random = torch.get_rng_state()
+    large = torch.randint(32, (4096, 8))
+    for fails in (True, False):
+        for name, use in USES.items():
+            with pytest.raises(MisuseError, match=r"between load_checkpoint\(\) and the first call.*example_batch to"):
+                pytest.fail(f"{name} gives {use(model, optimizer)}")
+        if fails:
+            with pytest.raises(PlanError):
+                model(large, labels=large)
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+    assert "head.weight, (32, 16)" in repr(model.head.weight)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[1].requires_grad_(True)
+    torch.set_rng_state(random)
+    assert train(model, optimizer, batches()[2:]) == expected
+    assert same(weights(model), weights(begun[0]))
+
+
+def test_gradients_from_before_the_first_call_are_refused_and_forgotten() -> None:
+    """The call of a part of the model brings some."""
+    expected, expected_weights = plainly_trained()
+    model, optimizer = wrapped()
+    model.head(torch.ones(1, WIDTH)).sum().backward()
+    ids = batches()[0]
+    with pytest.raises(ValueError, match=r"head\.weight has a gradient already.*zero_grad\(\) before the first call"):
+        model(ids, labels=ids)
+    optimizer.zero_grad()
+    assert model.head.weight.grad is None
+    torch.manual_seed(7)
+    assert train(model, optimizer, batches()) == expected
+    assert same(weights(model), expected_weights)
+
+
 def test_a_relative_folder_is_that_of_the_call_that_named_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
