@@ -138,12 +138,14 @@ def wrap_under(
     tight: bool = False,
     tight_host: bool = False,
     world_size: int = 1,
+    late: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, ProTrainOptimizer]:
     """``protrain.wrap`` under ``spec``, on every one of ``world_size`` ranks.
 
-    ``tight`` leaves no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside
-    backward can do with, and so does a plan for several batches a step.
+    If it is ``late``, wrap gets no example batch, and the first call of the model begins the training. ``tight`` leaves
+    no device memory beyond what the plan takes, ``tight_host`` as little host memory as updates inside backward can do
+    with, and so does a plan for several batches a step.
     """
     profile = shared_profile(model, batch, optimizer=optimizer, device=device, dtype=dtype)
     asked = {"accumulation": options.get("accumulation", 1), "moment_dtype": options.get("moment_dtype", "float32")}
@@ -158,7 +160,7 @@ def wrap_under(
     return protrain.wrap(
         model,
         optimizer,
-        example_batch=batch,
+        example_batch=None if late else batch,
         device=device,
         dtype=dtype,
         plan=plan,

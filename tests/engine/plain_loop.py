@@ -93,6 +93,7 @@ class PlainOptimizer(torch.optim.Optimizer):
         )
         self.steps = dict.fromkeys(self.trained, 0)
         self.sums: dict[str, Tensor] = {}  # fp32 where there were several backwards
+        self.zeroed: set[str] = set()  # parameters to which zero_grad(set_to_none=False) has left zeros
         self.coefficient: Tensor | None = None
         self.loss_scale = 2.0**16 if dtype is torch.float16 else 1.0
         self.skipped_steps = 0
@@ -136,7 +137,10 @@ class PlainOptimizer(torch.optim.Optimizer):
         norm = self.norm_squared().sqrt().float()
         if self.dtype is torch.float16:
             norm = norm / self.loss_scale
-        self.coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        if self.coefficient is not None:  # clipped before
+            norm = norm * self.coefficient
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        self.coefficient = factor if self.coefficient is None else self.coefficient * factor
         return norm
 
     @torch.no_grad()
@@ -151,7 +155,8 @@ class PlainOptimizer(torch.optim.Optimizer):
             inverse = torch.tensor(1.0 / self.loss_scale, device=next(iter(self.masters.values())).device)
             scale = inverse if scale is None else scale * inverse
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        for name, gradient in self.gradients.items():
+        zeros = {name: torch.zeros_like(self.trained[name]) for name in self.zeroed}
+        for name, gradient in {**zeros, **self.gradients}.items():
             parameter, master = self.trained[name], self.masters[name]
             group = groups[id(parameter)]
             self.steps[name] += 1
@@ -169,7 +174,8 @@ class PlainOptimizer(torch.optim.Optimizer):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the step's gradients."""
+        """Forget the step's gradients, or leave zeros in their place."""
+        self.zeroed = set() if set_to_none else self.zeroed | self.sums.keys()
         self.sums.clear()
         self.coefficient = None
 

@@ -9,7 +9,9 @@ from tests.engine.harness import Batch, seeded
 
 
 class Block(nn.Module):
-    """A residual block with dropout; ``fails`` may be "forward" or "backward"."""
+    """A residual block with dropout; ``fails`` may be "forward" or "backward", where it raises ``error``."""
+
+    error: type[BaseException] = ArithmeticError
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -21,14 +23,13 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop(torch.tanh(self.first(self.norm(x))))
         if self.fails == "forward":
-            raise ArithmeticError("forward fails")
+            raise self.error("forward fails")
         if self.fails == "backward" and hidden.requires_grad:
-            hidden.register_hook(_fail)
+            hidden.register_hook(self._fail)
         return x + self.second(hidden)
 
-
-def _fail(_: Tensor) -> Tensor:
-    raise ArithmeticError("backward fails")
+    def _fail(self, _: Tensor) -> Tensor:
+        raise self.error("backward fails")
 
 
 class Model(nn.Module):

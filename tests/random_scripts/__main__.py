@@ -11,8 +11,8 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from tests.random_scripts.actions import Action, told
 from tests.random_scripts.compare import case_of, compare
+from tests.random_scripts.draw import Action, told
 from tests.random_scripts.sides import Case
 
 

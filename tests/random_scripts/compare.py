@@ -9,20 +9,28 @@ from __future__ import annotations
 import random
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from protrain.common.errors import MisuseError, PlanError
+from protrain.common.errors import BudgetError, MisuseError, PlanError
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import PLANS, assert_same, states
-from tests.random_scripts import actions
-from tests.random_scripts.actions import Action
-from tests.random_scripts.sides import MODELS, Case, Plain, Side, Wrapped
+from tests.random_scripts import between, steps
+from tests.random_scripts.draw import WITH_A_BATCH, WITH_A_FOLDER, Action, draw, told
+from tests.random_scripts.models import MODELS, batch
+from tests.random_scripts.sides import Case, Plain, Side, Wrapped
 
-_BACKWARDS = (actions.backward, actions.plain_backward, actions.backward_of_pending)
+_BACKWARDS = (
+    steps.backward,
+    steps.plain_backward,
+    steps.backward_of_pending,
+    steps.backward_of_list,
+    steps.backward_to_weight,
+)
 Outcome = tuple[str, list[Any]]  # "done", "refused" or "failed", and the values or the reason
 States = dict[str, Tensor]
 
@@ -37,8 +45,8 @@ def case_of(seed: int, ranks: int = 1) -> tuple[Case, list[Action]]:
     dtype = torch.float32 if model == "counting" else rng.choice(dtypes)
     inside = dtype is not torch.float16 and rng.random() < 0.3
     more: Any = {"narrow": rng.random() < 0.2, "accumulation": rng.choice((1, 4) if ranks == 1 else (1, 4, 4))}
-    case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more)
-    return case, actions.draw(rng, case)
+    case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more, late=rng.random() < 0.2)
+    return case, draw(rng, case)
 
 
 class DiffersError(AssertionError):
@@ -55,7 +63,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
     traces = [trace for trace, _ in of_ranks]
     plain, refused = Plain(case), []
     for place, (action, options) in enumerate(script):
-        text = f"{place} {actions.told((action, options))}"
+        text = f"{place} {told((action, options))}"
         outcomes = [trace[place] for trace in traces]
         if len({what for what, _ in outcomes}) > 1:
             raise DiffersError(f"{text}: ranks differ: {outcomes}")
@@ -64,7 +72,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
             refused.append(f"{text}: {found[0]}")
             if found[1]:  # the forward was made, and has changed buffers
                 torch.manual_seed(_seed(place, 0))
-                actions.loss_of(plain.model, **_of_rank(options, 0))
+                steps.loss_of(plain.model, **_of_rank(options, 0))
             plain.give_up()
             continue
         try:
@@ -95,12 +103,12 @@ def run_wrapped(rank: int, case: Case, script: Sequence[Action], folder: str) ->
     for place, (action, options) in enumerate(script):
         calls = float(getattr(side.model, "calls", 0))
         torch.manual_seed(_seed(place, rank))
-        if action is actions.resume:
+        if action in WITH_A_FOLDER:
             options = {**options, "folder": Path(folder, str(place))}
         try:
             found = action(side, **_of_rank(options, rank))
-        except (MisuseError, PlanError, ValueError) as error:
-            ran = actions.resume is not action and float(getattr(side.model, "calls", 0)) != calls
+        except (BudgetError, MisuseError, PlanError, ValueError) as error:
+            ran = between.resume is not action and float(getattr(side.model, "calls", 0)) != calls
             trace.append(("refused", [f"{type(error).__name__}: {error}", ran]))
             side.give_up()
         except RuntimeError as error:
@@ -114,11 +122,11 @@ def run_wrapped(rank: int, case: Case, script: Sequence[Action], folder: str) ->
 
 def _run_plain(plain: Plain, place: int, action: Any, options: dict[str, Any]) -> list[list[Any]]:
     """What every rank should have found. One process takes the batches of all ranks one after another."""
-    if action is actions.resume:
+    if action in WITH_A_FOLDER:
         options = {**options, "folder": Path()}
     found = []
     for rank in range(plain.case.ranks):
-        if rank == 0 or action in actions.WITH_A_BATCH:
+        if rank == 0 or action in WITH_A_BATCH:
             torch.manual_seed(_seed(place, rank))
             found.append(action(plain, **_of_rank(options, rank)))
         else:
@@ -128,7 +136,8 @@ def _run_plain(plain: Plain, place: int, action: Any, options: dict[str, Any]) -
 
 def _end_if_updated(side: Side, action: Any, found: list[Any]) -> None:
     if side.case.inside and found and action in _BACKWARDS:
-        side.optimizer.step()
+        with suppress(MisuseError):  # no weight has got a gradient, as all are frozen
+            side.optimizer.step()
         side.zero_grad()
 
 
@@ -136,6 +145,8 @@ def _final(side: Side) -> States:
     side.give_up()
     for parameter in side.model.parameters():
         parameter.requires_grad_(True)
+    if side.case.late:  # and the script may not have called the model
+        side.model(batch(0))
     return states(side.model, side.optimizer)
 
 
@@ -144,7 +155,11 @@ def _seed(place: int, rank: int) -> int:
 
 
 def _of_rank(options: dict[str, Any], rank: int) -> dict[str, Any]:
-    return {**options, "seed": 10 * options["seed"] + rank} if "seed" in options else options
+    """``options`` with the batch of ``rank``."""
+    found = {**options, "seed": 10 * options["seed"] + rank} if "seed" in options else {**options}
+    if isinstance(options.get("size"), tuple):
+        found["size"] = options["size"][rank]
+    return found
 
 
 def _same(mine: list[Any], right: list[Any]) -> bool:

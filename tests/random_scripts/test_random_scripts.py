@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.engine.harness import PLANS
-from tests.random_scripts import actions
-from tests.random_scripts.actions import told
+from tests.random_scripts import between, steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
+from tests.random_scripts.draw import Action, told
 from tests.random_scripts.sides import Case, Plain, Side, Wrapped
 
 _CASE = Case("residual", torch.float32, PLANS[8], inside=False)
@@ -46,9 +46,9 @@ def test_scripts_on_ranks(seed: int, ranks: int) -> None:
 
 def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = Wrapped.edit
-    script: list[actions.Action] = [(actions.edit, {"index": 0, "factor": 0.5}), (actions.backward, _LOSS)]
+    script: list[Action] = [(between.edit, {"index": 0, "factor": 0.5, "outer": False}), (steps.backward, _LOSS)]
     compare(_CASE, script)
-    monkeypatch.setattr(Wrapped, "edit", lambda side, index, factor: edit(side, index, factor * (1 + 1e-6)))
+    monkeypatch.setattr(Wrapped, "edit", lambda side, index, factor, outer: edit(side, index, factor * (1 + 1e-6)))
     with pytest.raises(DiffersError, match=r"1 backward\(kind='usual'.*rank 0 has .* and not"):
         compare(_CASE, script)
     with pytest.raises(DiffersError, match=r"at the end, rank 0: .*enter\.weight differs"):
@@ -56,7 +56,7 @@ def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    refused: list[actions.Action] = [(actions.clip, {"max_norm": 1.0}), (actions.backward, _LOSS)]
+    refused: list[Action] = [(steps.clip, {"max_norm": 1.0}), (steps.backward, _LOSS)]
     assert compare(_CASE, refused) == [
         f"0 {told(refused[0])}: MisuseError: clip_grad_norm_() without gradients: call loss.backward() first"
     ]
@@ -64,7 +64,7 @@ def test_a_refusal_that_changes_something_is_seen(monkeypatch: pytest.MonkeyPatc
     def clip(side: Any, max_norm: float) -> list[Any]:
         if isinstance(side, Wrapped):
             side.edit(0, 0.5)
-        return actions.clip(side, max_norm)
+        return steps.clip(side, max_norm)
 
     with pytest.raises(DiffersError, match="1 backward"):
         compare(_CASE, [(clip, {"max_norm": 1.0}), refused[1]])
@@ -84,12 +84,12 @@ def test_an_error_of_one_side_is_seen(side: type[Side], words: str) -> None:
 @pytest.mark.parametrize(
     "script",
     [
-        [(actions.backward_no_sync, _LOSS), (actions.backward, _LOSS)],
-        [(actions.backward, {**_LOSS, "kind": "part"}), (actions.backward, {**_LOSS, "kind": "only weights"})],
+        [(steps.backward_no_sync, _LOSS), (steps.backward, _LOSS)],
+        [(steps.backward, {**_LOSS, "kind": "part"}), (steps.backward, {**_LOSS, "kind": "only weights"})],
     ],
     ids=["the visits that were left updated nothing", "a weight is not read as if a unit still used it"],
 )
-def test_after_a_backward_that_ranks_have_refused(script: list[actions.Action]) -> None:
+def test_after_a_backward_that_ranks_have_refused(script: list[Action]) -> None:
     case = Case("tied", torch.float32, PLANS[0], inside=True, ranks=2)
     refused = compare(case, script)
     assert refused[0].startswith("0 ")
@@ -97,6 +97,6 @@ def test_after_a_backward_that_ranks_have_refused(script: list[actions.Action]) 
 
 def test_a_backward_that_ranks_refuse_updates_nothing_by_what_came_before_it() -> None:
     case = Case("residual", torch.float32, PLANS[0], inside=True, ranks=2, accumulation=2)
-    refused = compare(case, [(actions.backward_no_sync, _LOSS), (actions.backward, {**_LOSS, "kind": "two"})])
+    refused = compare(case, [(steps.backward_no_sync, _LOSS), (steps.backward, {**_LOSS, "kind": "two"})])
     assert len(refused) == 1
     assert refused[0].startswith("1 ")

@@ -1,0 +1,184 @@
+"""What a random script may do between steps. An action gets a side and returns values that both sides must agree on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.engine.harness import Spec, states
+from tests.random_scripts.models import WIDTH, batch
+from tests.random_scripts.steps import scoring
+
+
+def set_group(side: Any, group: int, key: str, value: Any) -> list[Any]:
+    side.optimizer.param_groups[group][key] = value
+    return []
+
+
+def freeze(side: Any, index: int, trained: bool) -> list[Any]:
+    side.parameter(index).requires_grad_(trained)
+    return []
+
+
+def freeze_block(side: Any, block: int, trained: bool) -> list[Any]:
+    side.model.blocks[block].requires_grad_(trained)
+    return []
+
+
+def set_and_put_back(side: Any, group: int) -> list[Any]:
+    """A group has other hyperparameters for a moment."""
+    options = side.optimizer.param_groups[group]
+    before = {**options}
+    options.update(lr=1.0, betas=(0.1, 0.1), weight_decay=0.5)
+    options.update(before)
+    return []
+
+
+def freeze_all(side: Any, trained: bool) -> list[Any]:
+    side.model.requires_grad_(trained)
+    return []
+
+
+def evaluate(side: Any, seed: int, size: int, inference: bool, train: bool) -> list[Any]:
+    before = [module.training for module in side.model.modules()]
+    side.model.train(train)
+    try:
+        with torch.inference_mode() if inference else torch.no_grad():
+            return [side.model(batch(seed, size)).clone()]
+    finally:
+        for module, was in zip(side.model.modules(), before, strict=True):
+            module.training = was
+
+
+def read(side: Any, index: int) -> list[Any]:
+    parameter = side.parameter(index)
+    return [parameter.detach().clone(), parameter.norm().detach(), (parameter * 2).detach().sum()]
+
+
+def set_mode(side: Any, block: int | None, train: bool) -> list[Any]:
+    (side.model if block is None else side.model.blocks[block]).train(train)
+    return []
+
+
+def score(side: Any, seed: int, size: int) -> list[Any]:
+    """A model with a head calls it, which the training does not."""
+    with torch.no_grad(), scoring(side.model):
+        return [side.model(batch(seed, size)).clone()]
+
+
+def generate(side: Any, seed: int, inference: bool) -> list[Any]:
+    """Forwards of a batch that grows by what comes out of them."""
+    rows = batch(seed, 2)
+    with torch.inference_mode() if inference else torch.no_grad():
+        for _ in range(3):
+            output = side.model(rows)[-1:].float()
+            rows = torch.cat([rows, torch.cat([output, output.tanh()], dim=1)])
+    return [rows.clone()]
+
+
+def evaluate_block(side: Any, block: int, seed: int) -> list[Any]:
+    hidden = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
+    with torch.no_grad():
+        return [side.model.blocks[block](hidden.to(side.model.leave.weight.dtype)).clone()]
+
+
+def edit(side: Any, index: int, factor: float, outer: bool) -> list[Any]:
+    side.edit(index, factor, outer=outer)
+    return []
+
+
+def edit_outside(side: Any, index: int, how: str) -> list[Any]:
+    side.edit_outside(index, how)
+    return []
+
+
+def read_all(side: Any) -> list[Any]:
+    found: list[Any] = side.read_all()
+    return found
+
+
+def look(side: Any) -> list[Any]:
+    """All weights and states, perhaps in the middle of a step."""
+    return [value for _, value in sorted(states(side.model, side.optimizer).items())]
+
+
+def load_weight(side: Any, index: int, values: int) -> list[Any]:
+    """A state of one weight alone is loaded."""
+    weight = side.parameter(index)
+    value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(values)) * 0.1
+    side.load_some({side.named(index): value.to(weight.dtype)})
+    return []
+
+
+def average(side: Any) -> list[Any]:
+    side.averages.update()
+    return []
+
+
+def look_at_averages(side: Any) -> list[Any]:
+    return [value for _, value in sorted(side.averages.state_dict().items())]
+
+
+def evaluate_averages(side: Any, seed: int, fails: bool) -> list[Any]:
+    """The averages take the place of the weights for an evaluation, in which an error may be raised."""
+    found: list[Any] = []
+    try:
+        with side.averages.applied():
+            with torch.no_grad():
+                found.append(side.model(batch(seed)).clone())
+            if fails:
+                raise ArithmeticError
+            found += [value.clone() for value in side.model.state_dict().values()]
+    except ArithmeticError:
+        pass
+    return found
+
+
+def keep(side: Any, how: str, folder: Path) -> list[Any]:
+    side.keep(how, folder)
+    return []
+
+
+def go_back(side: Any, with_optimizer: bool) -> list[Any]:
+    if side.snapshot is not None:
+        side.go_back(with_optimizer=with_optimizer)
+    return []
+
+
+def resume(side: Any, spec: Spec, folder: Path) -> list[Any]:
+    """A new model, under another plan, goes on from a checkpoint. Hooks do not move along."""
+    unhook(side)
+    side.give_up()
+    side.resume(spec, folder)
+    return []
+
+
+def _double(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output * 2
+
+
+def _halve_all(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
+    return tuple(None if gradient is None else gradient * 0.5 for gradient in of_inputs)
+
+
+def hook(side: Any, block: int, kind: str) -> list[Any]:
+    module = side.model.blocks[block]
+    if kind == "forward":
+        handle = module.register_forward_hook(_double)
+    elif kind == "forward of a layer":
+        handle = module.first.register_forward_hook(_double)
+    elif kind == "backward":
+        handle = module.register_full_backward_hook(_halve_all)
+    else:
+        handle = module.second.weight.register_hook(lambda gradient: gradient * 0.5)
+    side.handles.append(handle)
+    return []
+
+
+def unhook(side: Any) -> list[Any]:
+    while side.handles:
+        side.handles.pop().remove()
+    return []

@@ -1,0 +1,249 @@
+"""What a random script may do in a step. An action gets a side and returns values that both sides must agree on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.random_scripts.models import WIDTH, batch
+
+_MORE = (
+    "two",
+    "part",
+    "block",
+    "weights",
+    "only weights",
+    "autocast",
+    "penalty",
+    "checkpointed",
+    "both",
+    "scores",
+    "huge",
+)
+KINDS = ("usual",) * 7 + _MORE
+
+
+def square(output: Tensor) -> Tensor:
+    """The mean square."""
+    return output.float().square().mean()
+
+
+@contextmanager
+def scoring(model: Any) -> Iterator[None]:
+    """A context in which a model with a head calls it."""
+    model.scores = True
+    try:
+        yield
+    finally:
+        model.scores = False
+
+
+def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block: int = 0, **_: Any) -> Tensor:
+    """A loss of one of the kinds that scripts have."""
+    x, dtype = batch(seed, size), model.leave.weight.dtype
+    if kind == "both":  # losses of one forward
+        output = model(x)
+        return square(output) + output.float().abs().sum() * 0.01
+    if kind == "huge":  # in float16 its gradients overflow
+        return square(model(x)) * 1e6
+    if kind == "scores":
+        with scoring(model):
+            return square(model(x))
+    if kind == "two":
+        return square(model(x)) + square(model(x.flip(0))) * 0.5
+    if kind == "part":
+        first = model(x)
+        return first[:2].float().square().sum() + model(x[:4]).float().abs().sum()
+    if kind == "block":
+        hidden = torch.randn(size, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return square(model.blocks[block](hidden.to(dtype)))
+    if kind == "weights":
+        return square(model(x)) + model.blocks[block].first.weight.float().square().sum() * 0.1
+    if kind == "only weights":
+        return model.blocks[block].second.weight.float().square().sum() * 0.1
+    if kind == "autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return square(model(x))
+    if kind == "penalty":
+        x = x.to(dtype).requires_grad_()
+        loss = square(model(x))
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + gradient.float().square().sum()
+    if kind == "checkpointed":
+        hidden = checkpoint(model.enter, x.to(dtype), use_reentrant=False)
+        return square(model.leave(checkpoint(model.blocks[block], hidden, use_reentrant=False)))
+    return square(model(x))
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def backward(side: Any, **loss: Any) -> list[Any]:
+    value = loss_of(side.model, **loss)
+    side.optimizer.backward(value)
+    return [value.detach()]
+
+
+def backward_no_sync(side: Any, **loss: Any) -> list[Any]:
+    with side.model.no_sync():
+        return backward(side, **loss)
+
+
+def plain_backward(side: Any, **loss: Any) -> list[Any]:
+    value = loss_of(side.model, **loss)
+    value.backward()
+    return [value.detach()]
+
+
+def backward_twice(side: Any, **loss: Any) -> list[Any]:
+    value = loss_of(side.model, **loss)
+    value.backward(retain_graph=True)
+    value.backward()
+    return [value.detach()]
+
+
+def backward_of_parts(side: Any, seed: int, size: int) -> list[Any]:
+    """Two losses of one forward, each with its backward."""
+    output = side.model(batch(seed, size))
+    square(output).backward(retain_graph=True)
+    output.float().abs().sum().backward()
+    return [output.detach()]
+
+
+def backward_of_list(side: Any, seed: int, size: int) -> list[Any]:
+    """Two losses in one backward."""
+    output = side.model(batch(seed, size))
+    torch.autograd.backward([square(output), output.float().abs().sum()])
+    return [output.detach()]
+
+
+def backward_to_weight(side: Any, seed: int, size: int, block: int) -> list[Any]:
+    """A backward that brings a gradient to one weight alone."""
+    loss = square(side.model(batch(seed, size)))
+    loss.backward(inputs=[side.model.blocks[block].first.weight])
+    return [loss.detach()]
+
+
+def forward_alone(side: Any, **loss: Any) -> list[Any]:
+    """A forward without a backward, as of a script that forgets no_grad."""
+    return [loss_of(side.model, **loss).detach()]
+
+
+def forward_for_later(side: Any, **loss: Any) -> list[Any]:
+    side.pending.append(loss_of(side.model, **loss))
+    return [side.pending[-1].detach()]
+
+
+def backward_of_pending(side: Any, last: bool) -> list[Any]:
+    if not side.pending:
+        return []
+    side.optimizer.backward(side.pending.pop(-1 if last else 0))
+    return [True]
+
+
+def drop_pending(side: Any) -> list[Any]:
+    side.pending.clear()
+    return []
+
+
+def clip(side: Any, max_norm: float) -> list[Any]:
+    return [side.optimizer.clip_grad_norm_(max_norm).detach().clone()]
+
+
+def clip_by_torch(side: Any, max_norm: float) -> list[Any]:
+    found: list[Any] = side.clip_by_torch(max_norm)
+    return found
+
+
+def clip_unless_finite(side: Any, seed: int) -> list[Any]:
+    """A loss is not a number, and the script forgets the step when it sees the norm."""
+    side.optimizer.backward(square(side.model(batch(seed))) * float("nan"))
+    norm = side.optimizer.clip_grad_norm_(1.0).detach().clone()
+    side.zero_grad()
+    return [norm]
+
+
+def step(side: Any) -> list[Any]:
+    side.optimizer.step()
+    return []
+
+
+def zero_grad(side: Any) -> list[Any]:
+    side.zero_grad()
+    return []
+
+
+def leave_zeros(side: Any) -> list[Any]:
+    side.zero_grad(set_to_none=False)
+    return []
+
+
+def step_and_zero(side: Any) -> list[Any]:
+    return step(side) + zero_grad(side)
+
+
+def step_and_leave_zeros(side: Any) -> list[Any]:
+    return step(side) + leave_zeros(side)
+
+
+def step_with_closure(side: Any, **loss: Any) -> list[Any]:
+    """As the loops of Lightning do it: backward is inside the call of step()."""
+    value = loss_of(side.model, **loss)
+    side.step_with(lambda: side.optimizer.backward(value) or value)
+    side.zero_grad()
+    return [value.detach()]
+
+
+def step_with_invalid(side: Any, group: int) -> list[Any]:
+    """A step is refused for its hyperparameters, which are then mended."""
+    side.step_with_invalid(group)
+    return []
+
+
+def scale_gradient(side: Any, index: int) -> list[Any]:
+    return [side.scale_gradient(index)]
+
+
+def scale_gradients(side: Any, factor: float) -> list[Any]:
+    return [side.scale_gradients(factor)]
+
+
+def gradient_norm(side: Any, index: int) -> list[Any]:
+    found: list[Any] = side.gradient_norm(index)
+    return found
+
+
+def drop_gradient(side: Any, index: int) -> list[Any]:
+    return [side.drop_gradient(index)]
+
+
+def fail(side: Any, block: int, where: str, seed: int, interrupt: bool) -> list[Any]:
+    """A forward or a backward raises an error or is interrupted, and the script forgets the step."""
+    module = side.model.blocks[block]
+    module.fails, module.error = where, KeyboardInterrupt if interrupt else ArithmeticError
+    try:
+        side.optimizer.backward(square(side.model(batch(seed))))
+    except (ArithmeticError, KeyboardInterrupt) as error:
+        found = str(error)
+    else:
+        found = "nothing fails"
+    finally:
+        module.fails = ""
+    side.zero_grad()
+    return [found]
+
+
+def gradient_of_input(side: Any, seed: int, size: int) -> list[Any]:
+    x = batch(seed, size).to(side.model.leave.weight.dtype).requires_grad_()
+    return list(torch.autograd.grad(square(side.model(x)), x))
+
+
+def gradient_of_weight(side: Any, seed: int, block: int) -> list[Any]:
+    loss = square(side.model(batch(seed)))
+    weight = side.model.blocks[block].first.weight
+    return list(torch.autograd.grad(loss, [weight])) if weight.requires_grad else []
