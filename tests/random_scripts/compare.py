@@ -128,6 +128,7 @@ def _run_plain(plain: Plain, place: int, action: Any, options: dict[str, Any]) -
     for rank in range(plain.case.ranks):
         if rank == 0 or action in WITH_A_BATCH:
             torch.manual_seed(_seed(place, rank))
+            plain.act_for(rank)
             found.append(action(plain, **_of_rank(options, rank)))
         else:
             found.append(found[0])

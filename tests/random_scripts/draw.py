@@ -21,6 +21,10 @@ WITH_A_BATCH = frozenset(
         steps.backward_of_list,
         steps.backward_to_weight,
         steps.forward_alone,
+        steps.forward_for_later,
+        steps.forward_for_two,
+        steps.backward_of_pending,
+        steps.drop_pending,
         steps.clip_unless_finite,
         steps.fail,
         steps.gradient_of_input,
@@ -37,8 +41,6 @@ _OF_ONE_PROCESS = frozenset(
     {
         steps.backward_twice,
         steps.backward_of_parts,
-        steps.forward_for_later,
-        steps.backward_of_pending,
         steps.step_with_closure,
         between.read,
     }
@@ -69,6 +71,7 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found.append((steps.step_and_leave_zeros if rng.random() < 0.2 else steps.step_and_zero, {}))
     if case.inside:
         found = [each for each in found if each[0] not in _NOT_INSIDE and each[1].get("where") != "backward"]
+        found = [each for each in found if not each[1].get("retained")]
         if case.ranks > 1 and case.model == "branching":  # refused in its middle if only one of both calls has a block
             found = [each for each in found if each[1].get("kind") != "part"]
     if case.ranks > 1:
@@ -109,7 +112,7 @@ def _last_backward(rng: random.Random) -> Action:
     more: tuple[Action, ...] = (
         (steps.backward_of_parts, where),
         (steps.backward_of_list, where),
-        (steps.backward_to_weight, {**where, "block": rng.randrange(DEPTH)}),
+        (steps.backward_to_weight, {**where, "block": rng.randrange(2)}),  # which all batches reach
         (steps.clip_unless_finite, {"seed": 3}),
         (steps.step_with_closure, _loss(rng)),
     )
@@ -118,7 +121,7 @@ def _last_backward(rng: random.Random) -> Action:
 
 def _other(rng: random.Random) -> Action:
     block, index, half = rng.randrange(DEPTH), rng.randrange(4 + 6 * DEPTH), rng.random() < 0.5
-    group, size = rng.randrange(2), rng.choice((8, 3, 12))
+    group, size = rng.randrange(2), rng.choice((8, 3, 12, (8, 3, 5)))
     max_norm = rng.choice((0.1, 100.0))
     kinds: tuple[list[Action], ...] = (
         [
@@ -167,7 +170,9 @@ def _other(rng: random.Random) -> Action:
             (steps.gradient_of_weight, {"seed": 2, "block": block}),
             (steps.forward_alone, _loss(rng)),
             (steps.forward_for_later, _loss(rng)),
-            (steps.backward_of_pending, {"last": half}),
+            (steps.forward_for_two, {"seed": 3, "size": size}),
+            (steps.backward_of_pending, {"last": half, "retained": rng.random() < 0.5}),
+            (steps.backward_of_pending, {"last": half, "retained": False}),
             (steps.drop_pending, {}),
         ],
         [

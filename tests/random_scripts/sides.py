@@ -58,7 +58,7 @@ class Side:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.pending: list[Tensor] = []  # losses whose backward comes later
+        self.pending: list[Tensor] = []  # losses of one rank whose backward comes later
         self.handles: list[Any] = []  # of hooks
         self.snapshot: Any = None
         self.averages: Any = None
@@ -95,6 +95,17 @@ class Plain(Side):
         how: dict[str, Any] = {"device": CPU, "dtype": case.dtype, "moment_dtype": moments}
         self.model, self.optimizer = prepare_plain(model, adamw(model), **how)
         self.averages = PlainAverages(self.optimizer)
+        self._pending: list[list[Tensor]] = [[] for _ in range(case.ranks)]
+
+    def act_for(self, rank: int) -> None:
+        """The next action is that of ``rank``."""
+        self.pending = self._pending[rank]
+
+    def give_up(self) -> None:
+        """Forget the step, and what all ranks have left open."""
+        for pending in self._pending:
+            pending.clear()
+        super().give_up()
 
     def edit(self, index: int, factor: float, *, outer: bool = False) -> None:
         """Multiply a weight, perhaps inside another context for edits."""

@@ -139,10 +139,22 @@ def forward_for_later(side: Any, **loss: Any) -> list[Any]:
     return [side.pending[-1].detach()]
 
 
-def backward_of_pending(side: Any, last: bool) -> list[Any]:
+def forward_for_two(side: Any, seed: int, size: int) -> list[Any]:
+    """Two losses of one forward, for backwards that come later."""
+    output = side.model(batch(seed, size))
+    side.pending += [square(output), output.float().abs().sum() * 0.01]
+    return [output.detach()]
+
+
+def backward_of_pending(side: Any, last: bool, retained: bool) -> list[Any]:
+    """The backward of a loss of an earlier forward. If its graph is ``retained``, another backward may follow."""
     if not side.pending:
         return []
-    side.optimizer.backward(side.pending.pop(-1 if last else 0))
+    place = -1 if last else 0
+    if retained:
+        side.pending[place].backward(retain_graph=True)
+    else:
+        side.optimizer.backward(side.pending.pop(place))
     return [True]
 
 
