@@ -39,6 +39,7 @@ class AveragedWeights:
         self._decay = decay
         self._own: dict[str, Tensor] = {}  # of each parameter what this rank has, 1-d
 
+    @torch.inference_mode(False)  # which the averages must be written outside of, too
     @torch.no_grad()
     def update(self) -> None:
         """Take the weights of now into the average. Call it on every rank."""
@@ -82,6 +83,7 @@ class AveragedWeights:
             return {}
         return {member.name: whole(member, self._own[member.name]).clone() for member in members}
 
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
         """Go on from what ``state_dict`` returned. Each rank takes its part of the whole averages.
 
@@ -104,6 +106,7 @@ class AveragedWeights:
         engine.bindings.refuse_lent("AveragedWeights")
         return engine, [member for member in members if member.group >= 0]
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _exchange(self, engine: Engine, members: list[Member]) -> None:
         """Exchange masters and averages, one parameter at a time."""

@@ -66,3 +66,24 @@ def test_gradients_after_clipping_are_refused(spec: Spec, only_accumulates: bool
         optimizer.step()
         found.append(states(wrapped, optimizer))
     assert_same(found[1], found[0])
+
+
+def test_clipping_in_inference_mode_is_the_same(device: torch.device) -> None:
+    """In one step and not in the next, where gradients are summed in host memory."""
+
+    def run(*modes: bool) -> dict[str, Tensor]:
+        model = make()
+        wrapped, optimizer = wrap_under(
+            Spec("none", "least", (CKPT,)), model, adamw(model), batches()[0], device=device
+        )
+        torch.manual_seed(1)
+        for mode in modes:
+            for batch in batches(2):
+                default_loss(wrapped, batch).backward()
+            with torch.inference_mode(mode):
+                optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+        return states(wrapped, optimizer)
+
+    assert_same(run(True, False, True), run(False, False, False))

@@ -108,9 +108,10 @@ class SquareSums:
             return
         streams = self._memory.streams
         if self._host_partials is None:
-            self._host_partials = self._memory.arena.take(self.partials.numel(), torch.float32)
-            self._from_host = torch.empty_like(self.partials)
-            self._on_host = torch.zeros_like(self.partials, dtype=torch.bool)
+            with torch.inference_mode(False):  # a script may clip in inference mode once, and not in the next step
+                self._host_partials = self._memory.arena.take(self.partials.numel(), torch.float32)
+                self._from_host = torch.empty_like(self.partials)
+                self._on_host = torch.zeros_like(self.partials, dtype=torch.bool)
         host_partials = self._host_partials
         host_partials.zero_()
         for member in members:

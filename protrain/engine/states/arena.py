@@ -73,7 +73,8 @@ class _Segment:
         self.size_bytes = size_bytes
         self.used_bytes = 0
         self.mapping = HostMapping(size_bytes)
-        self.memory = self.mapping.tensor()
+        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+            self.memory = self.mapping.tensor()
 
     def take(self, count: int) -> Tensor:
         piece = self.memory[self.used_bytes : self.used_bytes + count]
