@@ -45,6 +45,20 @@ _OF_ONE_PROCESS = frozenset(
         between.read,
     }
 )
+_UNDER = frozenset(
+    {
+        steps.step_and_zero,
+        steps.clip,
+        steps.clip_by_torch,
+        steps.scale_gradients,
+        between.edit,
+        between.load_weight,
+        between.average,
+        between.read_all,
+        between.look,
+        between.go_back,
+    }
+)
 # Before the first call weights can be written, and averages can be neither made nor loaded.
 _NOT_LATE = frozenset({between.edit_outside, between.average})
 # An update cannot be taken back.
@@ -69,6 +83,7 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         if rng.random() < 0.2:
             found.append(_other(rng))
         found.append((steps.step_and_leave_zeros if rng.random() < 0.2 else steps.step_and_zero, {}))
+    found = [_under(rng, each) if each[0] in _UNDER and rng.random() < 0.15 else each for each in found]
     if case.inside:
         found = [each for each in found if each[0] not in _NOT_INSIDE and each[1].get("where") != "backward"]
         found = [each for each in found if not each[1].get("retained")]
@@ -84,14 +99,21 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
     return found
 
 
+def _under(rng: random.Random, action: Action) -> Action:
+    return steps.under, {"context": rng.choice(steps.CONTEXTS), "action": action[0], "options": action[1]}
+
+
 def _share(options: dict[str, Any]) -> float:
     """The share of actions with ``options`` that scripts on ranks keep: most losses that ranks refuse are left out."""
-    return 0.3 if options.get("kind") in ("two", "part", "weights", "only weights", "checkpointed") else 1.0
+    return 0.3 if options.get("kind") in steps.OF_ONE_PROCESS else 1.0
 
 
 def told(action: Action) -> str:
     """``action`` as it would be written."""
-    options = [f"{key}={value if key == 'spec' else repr(value)}" for key, value in action[1].items()]
+    options = [
+        f"{key}={value if key == 'spec' else getattr(value, '__name__', repr(value))}"
+        for key, value in action[1].items()
+    ]
     return f"{action[0].__name__}({', '.join(options)})"
 
 
@@ -150,7 +172,10 @@ def _other(rng: random.Random) -> Action:
             (between.look, {}),
             (between.average, {}),
             (between.look_at_averages, {}),
-            (between.evaluate_averages, {"seed": 5, "fails": half}),
+            (
+                between.evaluate_averages,
+                {"seed": 5, "fails": half, "other": rng.choice(("", "", "edit", "load", "step"))},
+            ),
         ],
         [
             (between.resume, {"spec": rng.choice(PLANS)}),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,20 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.random_scripts.models import WIDTH, batch
 
-_MORE = (
-    "two",
-    "part",
-    "block",
-    "weights",
-    "only weights",
-    "autocast",
-    "penalty",
-    "checkpointed",
-    "both",
-    "scores",
-    "huge",
-)
-KINDS = ("usual",) * 7 + _MORE
+_OFTEN = ("usual",) * 8
+OF_ONE_PROCESS = "two", "part", "weights", "only weights", "checkpointed", "reentrant"  # several ranks refuse them
+_MORE = "block", "autocast", "penalty", "both", "scores", "huge", "saved on cpu", "hooked"
+KINDS = (*_OFTEN, *_MORE, *OF_ONE_PROCESS)
 
 
 def square(output: Tensor) -> Tensor:
@@ -74,6 +65,16 @@ def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block:
         loss = square(model(x))
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + gradient.float().square().sum()
+    if kind == "saved on cpu":
+        with torch.autograd.graph.save_on_cpu():
+            return square(model(x))
+    if kind == "hooked":
+        output = model(x)
+        output.retain_grad()
+        output.register_hook(lambda gradient: gradient * 0.5)
+        return square(output)
+    if kind == "reentrant":
+        return square(model.leave(checkpoint(model.blocks[block], model.enter(x.to(dtype)), use_reentrant=True)))
     if kind == "checkpointed":
         hidden = checkpoint(model.enter, x.to(dtype), use_reentrant=False)
         return square(model.leave(checkpoint(model.blocks[block], hidden, use_reentrant=False)))
@@ -215,6 +216,21 @@ def step_with_invalid(side: Any, group: int) -> list[Any]:
     """A step is refused for its hyperparameters, which are then mended."""
     side.step_with_invalid(group)
     return []
+
+
+_CONTEXTS: dict[str, Callable[[], Any]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": partial(torch.autocast, "cpu", dtype=torch.bfloat16),
+    "anomaly": torch.autograd.detect_anomaly,
+}
+CONTEXTS = tuple(_CONTEXTS)
+
+
+def under(side: Any, context: str, action: Callable[..., list[Any]], options: dict[str, Any]) -> list[Any]:
+    """An action under a context of torch."""
+    with _CONTEXTS[context]():
+        return action(side, **options)
 
 
 def scale_gradient(side: Any, index: int) -> list[Any]:
