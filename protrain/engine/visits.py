@@ -89,7 +89,7 @@ class Lockstep(Visits):
         super().__init__(managed, buffers=buffers, step=step)
         self._ranks = managed.memory.ranks
         self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
-        self._enclosing = sorted({outer for inner in managed.profile.calls for outer in self._within[inner]})
+        self._enclosing = managed.profile.enclosing
         self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
         self._reduced = -1  # the last visit whose gradients are reduced
 

@@ -341,16 +341,18 @@ def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
     """By n_persist: the most chunks in buffers that are held at one time, usual ones and large ones.
 
     A unit holds its own chunks, and those of the units that enclose it are held as well. For a unit that the trace did
-    not call, these are all units whose module contains its module.
+    not call, these are all units whose module contains its module. Several ranks hold those of all units that enclose
+    any during the whole backward.
     """
     called = set(profile.calls)
+    in_backward = profile.enclosing if layout.world_size > 1 else ()
     held_sets = set()
     for index, unit in enumerate(profile.units):
         active = (index, *unit.within)
         if index not in called:
             modules = [other.name for other in profile.units]
             active = tuple(at for at, name in enumerate(modules) if not name or f"{unit.name}.".startswith(f"{name}."))
-        held_sets.add(layout.held_by(active))
+        held_sets.add(layout.held_by((*active, *in_backward)))
     usual, large = (
         [[chunk for chunk in held if layout.is_large(layout.chunks[chunk]) is kind] for held in held_sets]
         for kind in (False, True)

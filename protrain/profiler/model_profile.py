@@ -177,6 +177,11 @@ class ModelProfile(Record):
         return sum(parameter.numel for parameter in self.parameters if parameter.group >= 0)
 
     @property
+    def enclosing(self) -> tuple[int, ...]:
+        """Indexes of the units whose calls enclose those of others, in ascending order."""
+        return tuple(sorted({outer for unit in self.units for outer in unit.within}))
+
+    @property
     def element_bytes(self) -> int:
         """The bytes of one weight element."""
         return 4 if self.dtype == "float32" else 2

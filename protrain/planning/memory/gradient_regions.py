@@ -159,8 +159,7 @@ def _is_open(profile: ModelProfile, layout: Layout, yielded: list[list[int]]) ->
             visits_of.setdefault(chunk, []).append(at)
     for chunk, visits in visits_of.items():
         is_open[chunk, visits[0] : visits[-1] + 1] = True
-    enclosing = {outer for unit in profile.units for outer in unit.within}
-    at_any_time = {chunk for unit in enclosing for chunk in layout.unit_chunks[unit]}
+    at_any_time = set(layout.held_by(profile.enclosing))
     used = {parameter for unit in profile.calls for parameter in profile.units[unit].parameters}
     at_any_time.update(slot.chunk for slot in layout.slots if slot.parameter not in used)
     for chunk in at_any_time:

@@ -54,7 +54,8 @@ class Durations:
         self._in_backward = memory.update_in_backward or only_adds
         element = profile.element_bytes
         held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
-        held += [layout.unit_chunks[unit] for unit in reversed(profile.calls)]
+        throughout = profile.enclosing if layout.world_size > 1 else ()  # the backward, as several ranks hold them
+        held += [layout.held_by((unit, *throughout)) for unit in reversed(profile.calls)]
         self._updated = updated_chunks(profile, layout)
         updated = [chunk.index in self._updated for chunk in layout.chunks]
         self._trainable = [layout.shard_elements(chunk) if updated[chunk.index] else 0 for chunk in layout.chunks]

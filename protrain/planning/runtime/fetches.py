@@ -21,7 +21,7 @@ class Fetches:
 
     Args:
         visits: the unit of every visit, forward then backward.
-        held: by visit, the chunks of its unit, and in forward also those of the units that enclose it.
+        held: by visit, the chunks of its unit, and those that are held at that time for units that enclose others.
         layout: of the model.
         n_large: by n_persist, the number of buffers for large chunks.
     """
