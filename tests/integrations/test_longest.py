@@ -15,9 +15,15 @@ PREFERENCES: list[dict[str, Any]] = [
     {"prompt_ids": [], "chosen_ids": [], "rejected_ids": [5, 6, 7], "score": 3.0},
 ]
 LONGEST = {"prompt_ids": [1, 2, 3], "chosen_ids": [1, 2], "rejected_ids": [5, 6, 7]}
-# Parts of a packed row, and images that a text refers to, belong to their row.
 PACKED = [{"input_ids": [1, 2, 3], "seq_lengths": [3]}, {"input_ids": [1, 2], "seq_lengths": [1, 1]}]
+# Images that a text refers to belong to their row.
 PICTURES = [{"text": "two of them", "images": [[1.0], [2.0]]}, {"text": "none", "images": [[1.0], [2.0], [3.0]]}]
+
+
+TALKS: list[dict[str, Any]] = [
+    {"prompt": [{"role": "user", "content": word}, {"role": "assistant", "content": "yes"}], "answer": answer}
+    for word, answer in (("one", "long answer"), ("the longest of all", "x"), ("two", "y"))
+]
 
 
 @pytest.mark.parametrize("kind", ["list", "datasets"])
@@ -28,8 +34,11 @@ def test_every_column_has_its_longest_value(kind: str) -> None:
         return longest_row(pytest.importorskip("datasets").Dataset.from_list(rows))
 
     assert row(PREFERENCES) == {**LONGEST, "score": 1.0}
-    assert row(PACKED) == PACKED[0]
+    assert row(PACKED) == {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}  # as many parts as any row has
     assert row(PICTURES) == PICTURES[0]
+    assert row(TALKS) == {"prompt": TALKS[1]["prompt"], "answer": "long answer"}
+    assert row([{"prompt": talk["prompt"]} for talk in TALKS]) == {"prompt": TALKS[1]["prompt"]}
+    assert row([{"files": [{"path": "a", "bytes": b""}]}]) is None  # an image is no conversation
     assert row([{"label": 1}, {"label": 2}]) is None
 
 
