@@ -13,12 +13,14 @@ import copy
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import Trainer
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
@@ -127,8 +129,9 @@ class ProTrainMixin(_Base):
                 collate = copy.deepcopy(loader.collate_fn, known)  # collators may draw from generators of their own
             except Exception:  # it holds something that cannot be copied
                 return None
-            batch = collate([dict(row) for _ in range(self.args.train_batch_size)])
-            return twin._call_of(whole, twin._prepare_inputs(batch))
+            # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
+            rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size
+            return twin._call_of(whole, collate([dict(row) for _ in range(rows)]))
         finally:
             set_random_state(before)
 
@@ -141,25 +144,44 @@ class ProTrainMixin(_Base):
         for name, value in vars(self).items():
             setattr(twin, name, _apart(value))
         twin.state = copy.copy(self.state)
+        if hasattr(self, "reward_funcs"):  # TRL's, whose functions are the user's
+            twin.reward_funcs = [each if isinstance(each, nn.Module) else _no_reward for each in self.reward_funcs]
         return twin
 
-    def _call_of(self, whole: nn.Module, inputs: Any) -> Any:
-        """The arguments with which the loss of ``inputs`` calls ``whole``, with all that Trainers add to a batch."""
+    def _call_of(self, whole: nn.Module, batch: Any) -> Any:
+        """The arguments with which a step of ``batch`` calls ``whole``, with all that Trainers add to a batch.
+
+        A Trainer that first generates what it trains on, as GRPO does, is given the longest that may be generated.
+
+        Raises:
+            ValueError: the Trainer calls its own loss as the model's forward, so the arguments are none of the model.
+        """
+        forward, generate = whole.forward, vars(self.model).get("generate")
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _Called(args, kwargs)
 
         hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
+        vars(self.model)["generate"] = partial(_generate_longest, self.model)
         try:
-            self.model.train()
-            self.compute_loss(self.model, inputs)
+            self.training_step(self.model, batch, None)
         except _Called as called:
+            if whole.forward != forward:
+                whole.forward = forward
+                raise ValueError(
+                    f"{type(self).__name__} calls its loss in place of the model's forward, so the largest batch is "
+                    'not known: pass protrain={"example_batch": batch}, arguments of the model itself that are as long '
+                    "as the longest rows, such as input_ids, attention_mask and labels"
+                ) from None
             return batches.of_call(whole, *called.call)
         finally:
             hook.remove()
+            del vars(self.model)["generate"]
+            if generate is not None:
+                self.model.generate = generate
         return None
 
-    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         """Clip to the norm of the arguments by the optimizer, which needs no look at each gradient."""
         optimizer: ProTrainOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer.clip_grad_norm_(self.args.max_grad_norm)
@@ -192,6 +214,20 @@ class ProTrainMixin(_Base):
         if self.ref_model is None:
             self.create_optimizer()
         return super()._precompute_ref_logps(*args, **kwargs)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback. TRL's for a reference model that follows the model gets the whole weights of all ranks."""
+        super().add_callback(callback)
+        if isinstance(callback, TrainerCallback) and hasattr(callback, "sync_target_model"):
+            callback.sync_target_model = self._follow
+
+    def _follow(self, model: nn.Module, reference: nn.Module, share: float) -> None:
+        """Move each weight of ``reference`` by ``share`` of its way to that of ``model``. All ranks come here."""
+        optimizer: ProTrainOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        for (name, weight), kept in zip(model.named_parameters(), reference.parameters(), strict=True):
+            state = optimizer.export_parameter(name)
+            value = state["master" if "master" in state else "weight"].to(kept.device, weight.dtype)
+            kept.data.mul_(1 - share).add_(value, alpha=share)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model. All ranks come here, and the first one writes."""
@@ -240,6 +276,34 @@ def _check(args: Any) -> None:
             "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default",
             stacklevel=2,
         )
+
+
+def _no_reward(completions: list[Any], **_: Any) -> list[float]:
+    """What a reward function of the user is replaced by where no reward is wanted."""
+    return [0.0] * len(completions)
+
+
+def _generate_longest(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **given: Any) -> Any:
+    """What ``generate()`` of a causal model returns where no row ends early, with one token in place of all new ones.
+
+    Args:
+        model: whose generation configuration counts where ``generation_config`` is None.
+        inputs: token ids of the prompts, (rows, tokens), if they are not in ``given`` as ``input_ids``.
+        generation_config: that of the call.
+        given: further arguments of ``generate()``.
+
+    Returns:
+        Token ids of prompts with completions, (rows, tokens + new tokens), or an output with them as ``sequences``.
+    """
+    prompts: Tensor = given["input_ids"] if inputs is None else inputs
+    limits = generation_config or model.generation_config
+    new = given.get("max_new_tokens", limits.max_new_tokens)
+    if new is None:
+        new = max(given.get("max_length", limits.max_length) - prompts.shape[1], 1)
+    ends = limits.eos_token_id if isinstance(limits.eos_token_id, list) else [limits.eos_token_id]
+    token = next(each for each in range(len(ends) + 2) if each not in (*ends, limits.pad_token_id))
+    sequences = nn.functional.pad(prompts, (0, new), value=token)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if given.get("return_dict_in_generate") else sequences
 
 
 def _apart(records: Any) -> Any:

@@ -117,6 +117,55 @@ def test_two_processes_compute_a_reference_for_a_dataset_in_files(tmp_path: Path
     assert_close(ours[0], plain[0])
 
 
+@pytest.mark.slow
+def test_what_grpo_generates_at_once_is_cut_into_the_batches_of_several_steps(tmp_path: Path) -> None:
+    """The plan is made for one of these batches, and for completions that are as long as they may be.
+
+    Half of the rows end with the first word here, so that what is generated first is hardly ever the longest.
+    """
+    prepare("GRPO", tmp_path)
+    often_ended = {"sequence_bias": [[[2], 4.5]]}
+    arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "num_iterations": 2, "save_strategy": "no"}
+
+    def run(on_protrain: bool) -> tuple[list[float], list[int]]:
+        folder = tmp_path / str(on_protrain)
+        trainer = make("GRPO", folder, on_protrain=on_protrain, generation_kwargs=often_ended, **arguments)
+        rewarded: list[int] = []
+        [reward] = trainer.reward_funcs
+
+        def counting(completion_ids: list[list[int]], **others: Any) -> list[float]:
+            rewarded.append(max(map(len, completion_ids)))
+            found: list[float] = reward(**others)
+            return found
+
+        trainer.reward_funcs[0] = counting
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row], rewarded
+
+    losses, rewarded = run(False)
+    assert max(rewarded) > rewarded[0]
+    ours, rewarded_ours = run(True)
+    assert ours == pytest.approx(losses, rel=2e-5, abs=1e-7)
+    assert rewarded_ours == rewarded, "the user's reward function was called for the plan"
+
+
+@pytest.mark.slow
+def test_packed_rows_have_any_number_of_texts(tmp_path: Path) -> None:
+    prepare("SFT", tmp_path)
+    arguments: dict[str, Any] = {"packing": True, "max_length": 64, "max_steps": 4, "save_strategy": "no"}
+    plain = train("SFT", tmp_path / "plain", on_protrain=False, eval_strategy="no", **arguments)
+    ours = train("SFT", tmp_path / "ours", on_protrain=True, memory=WHOLE, eval_strategy="no", **arguments)
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_a_reference_model_follows_the_model_on_two_processes(tmp_path: Path) -> None:
+    prepare("DPO", tmp_path)
+    arguments: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "save_strategy": "no"}
+    ours = two("DPO", tmp_path / "ours", on_protrain=True, **arguments)
+    assert_close(ours[0], two("DPO", tmp_path / "plain", on_protrain=False, **arguments)[0])
+
+
 def test_a_warning_names_the_line_that_called_the_trainer(tmp_path: Path) -> None:
     arguments: dict[str, Any] = {"gradient_checkpointing": True, "save_strategy": "no", "eval_strategy": "no"}
     trainer = make("Trainer", tmp_path, on_protrain=True, **arguments)
@@ -174,6 +223,28 @@ def test_checkpoints_of_two_processes_cross_with_plain_runs(tmp_path: Path) -> N
 def test_what_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=words):
         make("Trainer", tmp_path, on_protrain=True, **arguments).train()
+
+
+def test_a_loss_that_is_called_as_the_models_forward_needs_an_example_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As TRL's DistillationTrainer calls it."""
+    trainer = make("Trainer", tmp_path, on_protrain=True)
+    model = trainer.model
+    forward, compute = model.forward, trainer.compute_loss
+
+    def redirected(model: Any, inputs: Any, **others: Any) -> Any:
+        def loss(inputs: Any) -> Any:
+            model.forward = forward
+            return compute(model, inputs, **others)
+
+        model.forward = loss
+        return model(inputs)
+
+    monkeypatch.setattr(type(trainer), "compute_loss", lambda self, *args, **others: redirected(*args, **others))
+    with pytest.raises(ValueError, match=r"ProTrainTrainer calls its loss in place.*\"example_batch\": batch"):
+        trainer.train()
+    assert model.forward == forward
 
 
 def test_processes_that_the_trainer_does_not_see_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
