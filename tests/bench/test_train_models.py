@@ -180,7 +180,8 @@ def test_an_adapter_is_all_that_everyone_trains() -> None:
     found = [_model_of(trainer.step).state_dict() for trainer in (resident, ours)]
     changed = {name for name in start if not torch.equal(found[1][name], start[name])}
     assert changed == set(before) - frozen
-    assert [name for name in start if not torch.allclose(found[0][name], found[1][name], atol=1e-6)] == []
+    # Adam enlarges the rounding of a gradient near zero up to a step, which is 1e-3. How much depends on the processor.
+    assert [name for name in start if not torch.allclose(found[0][name], found[1][name], atol=1e-5)] == []
 
 
 @pytest.mark.slow
