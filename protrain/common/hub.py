@@ -18,7 +18,7 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def on_disk(name: str, *, weights: bool) -> str:
-    """``name``, or if it is none of a path here, the folder of the model that has this name on the Hub.
+    """``name`` itself if it is a path here, otherwise the folder of the model that has this name on the Hub.
 
     What the cache lacks of the model is downloaded. The folder is that of one revision. So a run that notes the folder
     goes on with the weights that it began with, whatever the Hub has by then.

@@ -123,7 +123,7 @@ class Step:
         for chunk in arrived:
             if not self._inside and not chunk.speculates:
                 continue
-            # What is not there yet comes later in this backward, or the backward may yet be refused.
+            # Other gradients come later in this backward, or the backward may yet be refused.
             if not (self._gradients.agree(chunk) if self._inside else self._gradients.has_all(chunk)):
                 continue
             if not self._inside:

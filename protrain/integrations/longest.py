@@ -22,9 +22,9 @@ def longest_row(dataset: Any) -> dict[str, Any] | None:
 
     Lists of mappings are measured as they are, and datasets of Hugging Face in their Arrow files, where nothing is
     decoded. Other datasets may compute their rows, or have no end. Only texts, conversations and tokens have lengths.
-    That of a conversation is the length of all its texts. Beside other lists, such as images that a text refers to, the
-    longest row is taken as it is, as is one of which a transform of the dataset makes other columns. Of several
-    datasets in one the columns must have the same names.
+    A conversation is as long as all its texts. Beside other lists, such as images that a text refers to, the longest
+    row is taken as it is, as is one of which a transform of the dataset makes other columns. Of several datasets in one
+    the columns must have the same names.
     """
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
         lengths, others = _lengths_of_list(dataset)
