@@ -16,18 +16,17 @@ _BYTES = 256
 def trainer(run: Run) -> None:
     """The Trainer of transformers."""
     import transformers
-    from datasets import Dataset
 
     from protrain.integrations.transformers import ProTrainTrainer
 
-    rows = run.rows.tolist()
+    rows: Any = [{"input_ids": row, "labels": row} for row in run.rows.tolist()]
     kind: Any = ProTrainTrainer if run.on_protrain else transformers.Trainer
     _train(
         run,
         kind(
             model=run.model(),
             args=transformers.TrainingArguments(**_arguments(run)),
-            train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+            train_dataset=rows,
             **_ours(run),
         ),
     )
@@ -197,7 +196,7 @@ trainer = Sentences(model=model, args=args, train_dataset=data, loss=loss)
 """
 
 TRAINERS = {
-    "trainer": Client(train=trainer, packages=("accelerate", "datasets"), lines=_TRAINER),
+    "trainer": Client(train=trainer, packages=("accelerate",), lines=_TRAINER),
     "sft": Client(train=sft, packages=("trl", "datasets"), lines=_SFT),
     "dpo": Client(train=dpo, packages=("trl", "datasets"), lines=_SFT.replace("SFT", "DPO"), sequences=2),
     "sentences": Client(train=sentences, packages=("sentence_transformers", "datasets"), lines=_SENTENCES, sequences=2),
