@@ -17,7 +17,7 @@ from protrain.cli.options import memory, number, whole
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
 from protrain.cli.shapes import SHAPES
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES
-from protrain.common.hub import is_of, on_disk
+from protrain.common.hub import is_of
 from protrain.common.records import Record
 
 
@@ -73,9 +73,9 @@ class TrainJob(Record):
     )
     data: str | None = _option(
         None,
-        "text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets wrote "
-        "(default: the sources of Python's library)",
-        metavar="PATH",
+        "text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets wrote; "
+        "or the name of a dataset of the Hugging Face Hub (default: the sources of Python's library)",
+        metavar="PATH|NAME",
     )
     column: str | None = _option(
         None,
@@ -291,8 +291,7 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
     """The job of a new run in ``folder``.
 
     Raises:
-        ValueError: ``folder`` holds a run already or something that a run would overwrite, or the model is missing or
-            the Hub does not give it.
+        ValueError: ``folder`` holds a run already or something that a run would overwrite, or the model is missing.
     """
     if is_run(folder):
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
@@ -308,8 +307,7 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
-    model = on_disk(given["model"], weights=not given.get("from_scratch", False))
-    return TrainJob(**_with_absolute_paths({**given, "model": model}))
+    return TrainJob(**_with_absolute_paths(given))
 
 
 def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
@@ -356,7 +354,7 @@ def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
 def _is_same_path(own: str, given: str) -> bool:
     """Whether ``given`` is the path ``own``.
 
-    A path that does not exist here may be relative to where the run started, or be the name of a model of the Hub.
+    A path that does not exist here may be relative to where the run started, or be a name on the Hub.
     """
     if os.path.exists(given):
         return os.path.exists(own) and os.path.samefile(own, given)

@@ -20,15 +20,14 @@ from typing import Literal
 
 from protrain.cli.job import is_run
 from protrain.cli.run_files import JOB_FILE
-from protrain.common.hub import may_be_on_hub
 
 _SKIPPED_FOLDERS = {"site-packages", "test", "tests", "idlelib", "__pycache__"}
 _HEAD_BYTES = 65536
 
 Kind = Literal["text", "rows"]
 _READABLE = "a UTF-8 text file, JSON lines, a JSON list, CSV, Parquet, Arrow, or a folder of one of these"
-_ROW_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
-_BINARY_ROW_FORMATS = (".parquet", ".arrow")
+ROW_FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+BINARY_ROW_FORMATS = (".parquet", ".arrow")
 
 
 @dataclass(frozen=True)
@@ -87,8 +86,7 @@ def find_source(path: str | os.PathLike[str] | None, *, exclude: Path | None = N
     if root.exists() and not root.is_dir():
         raise ValueError(f"--data: {root} is no regular file; give {_READABLE}")
     if not root.is_dir():
-        hint = f"`hf download {root} --repo-type dataset --local-dir FOLDER` brings a dataset of the Hub to a folder"
-        raise ValueError(f"--data: {root} does not exist{f'; {hint}' if may_be_on_hub(str(path)) else ''}")
+        raise ValueError(f"--data: {root} does not exist")
     if (root / "dataset_dict.json").is_file() or ((root / "state.json").is_file() and any(root.glob("*.arrow"))):
         return Source("rows", [root])
     return _prevailing(root, _files_in(root, exclude))
@@ -115,7 +113,7 @@ def _prevailing(root: Path, files: list[Path]) -> Source:
     prose = [file for file in found["text"] if file.suffix.lower() != ".json"]
     if len(objects) >= len(prose) and size_bytes(objects) > size_bytes(prose):
         found["text"], found["rows"] = prose, sorted(found["rows"] + objects)
-    named_train = [file for file in found["rows"] if _says_train(file.relative_to(root))]
+    named_train = [file for file in found["rows"] if says_train(file.relative_to(root))]
     unnamed = [file for file in found["rows"] if named_train and file not in named_train]
     found["rows"] = named_train or found["rows"]
 
@@ -134,13 +132,14 @@ def _prevailing(root: Path, files: list[Path]) -> Source:
     return Source(most, chosen)
 
 
-def _says_train(file: Path) -> bool:
+def says_train(file: Path) -> bool:
+    """Whether the name of ``file``, or of a folder that it is in, has the word "train"."""
     return "train" in re.split(r"[^a-z]+", str(file).lower())
 
 
 def _kind(file: Path, *, alone: bool) -> Kind | Unread:
     suffix = file.suffix.lower()
-    if suffix in _BINARY_ROW_FORMATS:
+    if suffix in BINARY_ROW_FORMATS:
         return "rows"
     try:
         with open(file, "rb") as opened:
@@ -152,7 +151,7 @@ def _kind(file: Path, *, alone: bool) -> Kind | Unread:
             return kind
     if b"\0" in head:
         return _BINARY
-    if suffix in _ROW_FORMATS:
+    if suffix in ROW_FORMATS:
         is_rows = suffix != ".json" or alone or re.match(rb"(\xef\xbb\xbf)?\s*\[\s*\{", head)
         return "rows" if is_rows else "text"
     return _NAMELESS_ROWS if _is_json_lines(head) else "text"

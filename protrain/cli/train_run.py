@@ -11,6 +11,7 @@ from typing import Any
 
 from protrain.cli import job as jobs
 from protrain.cli.folder_lock import claimed
+from protrain.cli.hub_data import data_on_disk
 from protrain.cli.job import TrainJob
 from protrain.cli.launch import launched, together
 from protrain.cli.loop import train
@@ -40,21 +41,23 @@ def run(args: argparse.Namespace) -> None:
             )
     if args.resume and args.folder is None:
         raise ValueError("--resume needs the --folder of the run")
-    if not args.resume and hasattr(args, "model"):
+    name = getattr(args, "model", "")
+    if not args.resume and name:
         # Downloads take longer than ranks wait for each other, so they come before there are any.
-        on_disk(args.model, weights=not getattr(args, "from_scratch", False))
+        args.model = on_disk(name, weights=not getattr(args, "from_scratch", False))
+        if getattr(args, "data", None) is not None:
+            args.data = data_on_disk(args.data)
     if launched(args):
         return
     with stop_requests() as requests, together():
-        _train(args, requests, join(None))
+        _train(args, args.folder or _new_folder(name), requests, join(None))
 
 
-def _train(args: argparse.Namespace, requests: StopRequests, ranks: Ranks) -> None:
-    """Train as one of ``ranks``. The first one decides what to do, and has the folder."""
+def _train(args: argparse.Namespace, named: Path, requests: StopRequests, ranks: Ranks) -> None:
+    """Train as one of ``ranks``, in the folder ``named``. The first one decides what to do, and has the folder."""
     names = {field.name for field in fields(TrainJob)}
     given = {name: value for name, value in vars(args).items() if name in names}
     first = ranks.rank == 0
-    named = args.folder or _new_folder(given.get("model", ""))
     claim = claimed(named, new=args.folder is None) if first else nullcontext(Path())
     with claim as own:
         folder = ranks.of_first(own)

@@ -138,10 +138,6 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["train", "--model", "tiny", "--device", "meta"], "--device 'meta' is no device for training"),
         (["train", "--model", "gpt2", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
         (["train", "--model", "tiny", "--device", "cpu", "--data", "nowhere"], "--data: nowhere does not exist"),
-        (
-            ["train", "--model", "tiny", "--device", "cpu", "--data", "some-org/chats"],
-            "some-org/chats does not exist; `hf download some-org/chats --repo-type dataset --local-dir FOLDER` brings",
-        ),
         (["plan", "tiny", "--hardware", "no-such-card"], "no-such-card"),
         (["plan", "tiny", "--hardware", "h100", "--device", "gpu"], "--device 'gpu' is no device"),
         (["plan", "tiny", "--hardware", "h100", "--device", "cpu"], "h100, whose device is cuda"),
