@@ -88,6 +88,7 @@ class Engine:
         self.placeholder = bindings.placeholder
         self._added = AddedParameters(managed.model)
         self.steps = 0  # how often weights have changed, by optimizer steps and between them
+        self.all_read = False  # whether every rank reads the same parameters now
         self.updated_inside = step.updated
         self.thawed = set[int]()
         self._process = os.getpid()

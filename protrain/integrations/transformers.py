@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.parameters import DTYPES
 from protrain.distributed.processes import announced_processes
-from protrain.engine.weights.state_hooks import first_rank_saves
+from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.longest import longest_row
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -98,9 +98,20 @@ class ProTrainMixin(_Base):
                 found["example_batch"] = self._largest_batch(whole)
             with warned_at_user():
                 _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
+            self._let_callbacks_read(whole)
             for name in ("no_sync", "zero_grad", "_is_accelerate_prepared"):
                 vars(self.model)[name] = vars(whole)[name]
         return self.optimizer
+
+    def _let_callbacks_read(self, whole: nn.Module) -> None:
+        """Let callbacks read weights on several ranks too, as those do that average them. All ranks call them."""
+        call_event = self.callback_handler.call_event
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with reads_of_all(whole):
+                return call_event(*args, **kwargs)
+
+        self.callback_handler.call_event = call
 
     def _whole(self) -> nn.Module:
         """What computes the loss: the model, or a loss around it that has weights of its own (sentence-transformers).
@@ -214,20 +225,6 @@ class ProTrainMixin(_Base):
         if self.ref_model is None:
             self.create_optimizer()
         return super()._precompute_ref_logps(*args, **kwargs)
-
-    def add_callback(self, callback: Any) -> None:
-        """Add a callback. TRL's for a reference model that follows the model gets the whole weights of all ranks."""
-        super().add_callback(callback)
-        if isinstance(callback, TrainerCallback) and hasattr(callback, "sync_target_model"):
-            callback.sync_target_model = self._follow
-
-    def _follow(self, model: nn.Module, reference: nn.Module, share: float) -> None:
-        """Move each weight of ``reference`` by ``share`` of its way to that of ``model``. All ranks come here."""
-        optimizer: ProTrainOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        for (name, weight), kept in zip(model.named_parameters(), reference.parameters(), strict=True):
-            state = optimizer.export_parameter(name)
-            value = state["master" if "master" in state else "weight"].to(kept.device, weight.dtype)
-            kept.data.mul_(1 - share).add_(value, alpha=share)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model. All ranks come here, and the first one writes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -24,6 +25,7 @@ class ParameterEngine(Protocol):
     memory: EngineMemory
     placeholder: Tensor  # one NaN element on the device, which expands to any shape
     steps: int  # how often weights have changed
+    all_read: bool  # whether every rank reads the same parameters now, as inside reads_of_all
     buffers: BufferPool
     updated_inside: set[int]  # chunks that the current backward has updated
     thawed: set[int]  # parameters that require a gradient now, and did not when the model was wrapped
@@ -38,6 +40,9 @@ class ParameterEngine(Protocol):
 
     def end_interrupted(self) -> None:
         """Clean up after a step that an error has ended. MisuseError in a forked process, which has no states."""
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """A context in which nothing of the engine runs, so that the host may read and write states."""
 
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""

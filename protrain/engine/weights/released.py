@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
+from protrain.engine.states.parameter_state import read_weight
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
 from protrain.engine.weights.parameter import PresentParameter, edit_error
@@ -151,6 +152,10 @@ def weight_of(handle: Handle) -> Tensor:
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
         return engine.buffers.weight(member).clone()
+    if chunk.ranks.several and engine.all_read:
+        chunk.ranks.meet(f"a read of {handle.name}")
+        with engine.quiet():
+            return read_weight(member).to(engine.memory.device)
     if chunk.ranks.several:
         raise MisuseError(
             f"{handle.name} is read outside of its forward, and each rank has a part of it: read it inside `with "

@@ -254,6 +254,24 @@ def first_rank_saves(module: nn.Module, *, what: str = "first_rank_saves()") -> 
         kept.clear()
 
 
+@contextmanager
+def reads_of_all(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be read with several ranks as with one, where each rank has a part of them.
+
+    Every rank must read the same parameters in the same order, and gets each as a whole, one at a time. A read that not
+    all make raises a MisuseError within seconds. ``module`` is a model that is wrapped, or is not yet.
+    """
+    engine = next((p.protrain_handle.engine for p in module.parameters() if isinstance(p, PresentParameter)), None)
+    if engine is None or engine.all_read:
+        yield
+        return
+    engine.all_read = True
+    try:
+        yield
+    finally:
+        engine.all_read = False
+
+
 def members_of(module: nn.Module, what: str) -> tuple[Engine, list[Member]]:
     """The engine and the parameters of ``module``. ValueError if it is not wrapped, which ``what`` needs."""
     handles = [p.protrain_handle for p in module.parameters() if isinstance(p, PresentParameter)]
