@@ -1,7 +1,7 @@
-"""A row as long as any of a dataset, of which the batch is made that is planned.
+"""Rows as long as any of a dataset, of which the batch is made that is planned.
 
-Collators pad a batch to its longest row, so that the first batch of a training says little about later ones. The row
-here has the longest value of every column, which bounds also what a collator joins (prompts and answers).
+Collators pad a batch to its longest row, so that the first batch of a training says little about later ones. The rows
+here have the longest value of every column, which bounds also what a collator joins (prompts and answers).
 """
 
 from __future__ import annotations
@@ -10,109 +10,140 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 from torch.utils.data import ConcatDataset
+
+from protrain.integrations.text_lengths import TextLengths, is_conversation
 
 # Lengths of the texts in a packed row (TRL), which add up to the tokens of the row.
 _PARTS = "seq_lengths"
-_ROWS_AT_ONCE = 10_000
+_ROWS_AT_ONCE = 1000
 
 
-def longest_row(dataset: Any) -> dict[str, Any] | None:
-    """A row with the longest value of every column, or None where finding it would mean to make every row.
+def longest_rows(dataset: Any, texts: TextLengths) -> list[dict[str, Any]]:
+    """A row with the longest value of every column, or none where finding it would mean to make every row.
 
     Lists of mappings are measured as they are, and datasets of Hugging Face in their Arrow files, where nothing is
     decoded. Other datasets may compute their rows, or have no end. Only texts, conversations and tokens have lengths.
-    A conversation is as long as all its texts. Beside other lists, such as images that a text refers to, the longest
-    row is taken as it is, as is one of which a transform of the dataset makes other columns. Of several datasets in one
-    the columns must have the same names.
+    Beside other lists, such as images that a text refers to, the longest row is taken as it is, as is one of which a
+    transform of the dataset makes other columns. Of several datasets in one the columns must have the same names.
+
+    A trainer may take a conversation without its last message for a prompt, and generate what follows. The longest
+    prompt may be another row's, so there is then a second row, with that one's conversation.
+
+    Args:
+        dataset: of a trainer.
+        texts: measures texts and conversations.
     """
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
-        lengths, others = _lengths_of_list(dataset)
+        found = _measured(_columns_of_list(dataset), texts)
     elif isinstance(dataset, ConcatDataset):  # of sentence-transformers, for several datasets
-        rows = [longest_row(part) for part in dataset.datasets]
-        known = [row for row in rows if row is not None and row.keys() == (rows[0] or {}).keys()]
-        return longest_row(known) if len(known) == len(rows) else None
+        parts = [longest_rows(part, texts) for part in dataset.datasets]
+        if not all(parts) or len({frozenset(row) for rows in parts for row in rows}) > 1:
+            return []
+        return longest_rows([row for rows in parts for row in rows], texts)
     elif type(dataset).__module__ == "datasets.arrow_dataset" and len(dataset):
-        lengths, others = _lengths_of_arrow(dataset)
+        found = _measured(_columns_of_arrow(dataset), texts)
+        found.others = found.others or dataset.format["type"] == "custom"  # a transform, which makes other columns
     else:
-        return None
-    parts = lengths.pop(_PARTS, None)
+        return []
+    lengths = {name: np.concatenate(parts) for name, parts in found.lengths.items()}
+    single = lengths.pop(_PARTS, None)
     if not lengths:
-        return None
+        return []
     row = dict(dataset[int(np.argmax(sum(lengths.values())))])
-    if parts is not None:  # as many as any row has, as collators make an input as long as their number
-        single = int(parts.max()) - 1
-        row[_PARTS] = [1] * single + [int(sum(row[_PARTS])) - single]
-    if others:
-        return row
-    return row | {name: dataset[int(np.argmax(found))][name] for name, found in lengths.items() if found.any()}
+    if single is not None:  # as many as any row has, as collators make an input as long as their number
+        ones = int(single.max()) - 1
+        row[_PARTS] = [1] * ones + [int(sum(row[_PARTS])) - ones]
+    if found.others:
+        return [row]
+    row |= {name: dataset[int(np.argmax(length))][name] for name, length in lengths.items() if length.any()}
+    prompts = {name: np.concatenate(parts) for name, parts in found.prompts.items()}
+    longest = {name: dataset[int(np.argmax(length))][name] for name, length in prompts.items() if length.any()}
+    other = row | longest
+    return [row] if other == row else [row, other]
 
 
-def _lengths_of_list(rows: list[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], bool]:
-    """By column of texts, conversations or tokens the lengths of its values. And whether other columns have lists."""
-    first: dict[str, Any] = {}  # by column a value that is not None, as rows need not have equal columns
-    for row in rows:
-        first = {name: value for name, value in row.items() if value is not None} | first
-    kinds = {name: _kind(value) for name, value in first.items()}
-    lengths = {
-        name: np.array([_length(row.get(name)) for row in rows]) for name, kind in kinds.items() if kind == "measured"
-    }
-    return lengths, "other" in kinds.values()
+def stretched_row(row: Mapping[str, Any], length: int) -> dict[str, Any] | None:
+    """``row`` with ``length`` tokens in every column of tokens, or None if it has no tokens yet, or other lists.
+
+    Texts beside tokens are those of which the tokens were made, and stay.
+    """
+    kinds = {name: _kind(value) for name, value in row.items()}
+    if "tokens" not in kinds.values() or "other" in kinds.values():
+        return None
+    stretched = dict(row)
+    for name in (name for name, kind in kinds.items() if kind == "tokens"):
+        values = row[name].tolist() if isinstance(row[name], Tensor | np.ndarray) else list(row[name])
+        filled = [1] * length if name == _PARTS else np.resize(values or [0], length).tolist()
+        stretched[name] = row[name].new_tensor(filled) if isinstance(row[name], Tensor) else filled
+    return stretched
+
+
+class _Found:
+    """The lengths that were found, in pieces one after another."""
+
+    def __init__(self) -> None:
+        self.lengths: dict[str, list[np.ndarray]] = {}  # by column of texts, conversations or tokens
+        self.prompts: dict[str, list[np.ndarray]] = {}  # by column of conversations, each without its last message
+        self.others = False  # whether columns have other lists
+
+
+def _measured(pieces: Iterator[tuple[str, str, Any]], texts: TextLengths) -> _Found:
+    """The lengths in ``pieces`` of columns, each a name, the kind of its values, and these or for tokens the lengths.
+
+    All pieces of a column have one length for each row.
+    """
+    found = _Found()
+    for name, kind, values in pieces:
+        if kind == "tokens":
+            found.lengths.setdefault(name, []).append(values)
+        elif kind in ("text", "conversation"):
+            found.lengths.setdefault(name, []).append(texts.of(values))
+            if kind == "conversation":
+                found.prompts.setdefault(name, []).append(texts.of([value and value[:-1] for value in values]))
+        found.others = found.others or kind == "other"
+    return found
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, str) or getattr(value, "ndim", None) == 1:
-        return "measured"
+    if isinstance(value, str):
+        return "text"
+    if getattr(value, "ndim", None) == 1:
+        return "tokens"
     if isinstance(value, list | tuple):
-        tokens = all(isinstance(each, int) for each in value)
-        return "measured" if tokens or _is_conversation(value) else "other"
+        if all(isinstance(each, int) for each in value):
+            return "tokens"
+        return "conversation" if is_conversation(value) else "other"
     return "other" if getattr(value, "ndim", 0) > 1 else "number"
 
 
-def _is_conversation(value: list[Any] | tuple[Any, ...]) -> bool:
-    plain = str | int | float | None
-    return all(isinstance(each, Mapping) for each in value) and all(isinstance(leaf, plain) for leaf in _leaves(value))
+def _columns_of_list(rows: list[Mapping[str, Any]]) -> Iterator[tuple[str, str, Any]]:
+    """What ``_measured`` takes."""
+    first: dict[str, Any] = {}  # by column a value that is not None, as rows need not have equal columns
+    for row in rows:
+        first = {name: value for name, value in row.items() if value is not None} | first
+    for name, kind in {name: _kind(value) for name, value in first.items()}.items():
+        values = [row.get(name) for row in rows]
+        if kind == "tokens":
+            yield name, kind, np.array([0 if value is None else len(value) for value in values])
+        else:
+            yield name, kind, values
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if not isinstance(value, Mapping | list | tuple):
-        yield value
-        return
-    for each in value.values() if isinstance(value, Mapping) else value:
-        yield from _leaves(each)
-
-
-def _length(value: Any) -> int:
-    """The length of a text or of tokens, or of all texts in a conversation. 0 for None."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        return sum(len(leaf) for leaf in _leaves(value) if isinstance(leaf, str))
-    return 0 if value is None else len(value)
-
-
-def _lengths_of_arrow(dataset: Any) -> tuple[dict[str, np.ndarray], bool]:
-    """What ``_lengths_of_list`` returns."""
+def _columns_of_arrow(dataset: Any) -> Iterator[tuple[str, str, Any]]:
+    """What ``_measured`` takes."""
     from pyarrow import compute, types
 
-    found: dict[str, list[np.ndarray]] = {}
-    others = dataset.format["type"] == "custom"  # a transform, which makes other columns of these
+    kinds: dict[str, str] = {}  # by nested column, as soon as a value is not null
     for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
         for name in table.column_names:
-            kind = table[name].type
+            column, kind = table[name], table[name].type
             if types.is_string(kind) or types.is_large_string(kind):
-                lengths = compute.fill_null(compute.utf8_length(table[name]), 0).to_numpy()
+                yield name, "text", column.to_pylist()
             elif (types.is_list(kind) or types.is_large_list(kind)) and types.is_integer(kind.value_type):
-                lengths = compute.fill_null(compute.list_value_length(table[name]), 0).to_numpy()
-            elif (first := _first(table[name])) is not None and _kind(first) == "measured":
-                lengths = np.array([_length(value) for value in table[name].to_pylist()])
-            else:
-                others = others or types.is_nested(kind)
-                continue
-            found.setdefault(name, []).append(lengths)
-    return {name: np.concatenate(parts) for name, parts in found.items()}, others
-
-
-def _first(column: Any) -> Any:
-    """The first value of a column that is not null, if it is nested, as conversations are."""
-    from pyarrow import types
-
-    return next((each.as_py() for each in column if each.is_valid), None) if types.is_nested(column.type) else None
+                yield name, "tokens", compute.fill_null(compute.list_value_length(column), 0).to_numpy()
+            elif types.is_nested(kind):
+                value = next((each.as_py() for each in column if each.is_valid), None)
+                known = kinds.get(name) or (kinds.setdefault(name, _kind(value)) if value is not None else "unknown")
+                yield (name, known, column.to_pylist()) if known == "conversation" else (name, known, None)

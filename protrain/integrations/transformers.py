@@ -25,9 +25,12 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.parameters import DTYPES
+from protrain.common.progress import heard, stage
+from protrain.common.trees import named_tensors
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
-from protrain.integrations.longest import longest_row
+from protrain.integrations.longest import longest_rows, stretched_row
+from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
@@ -125,26 +128,71 @@ class ProTrainMixin(_Base):
         return loss if isinstance(loss, nn.Module) else self.model
 
     def _largest_batch(self, whole: nn.Module) -> Any:
-        """The arguments that ``whole`` gets in a step of the longest rows, or None where these are not known."""
+        """The arguments that ``whole`` gets in a step of the longest rows, or None where these are not known.
+
+        Rows of several kinds may be the longest, and a trainer may draw which kind it makes of them (TRL's GKD with
+        ``lmbda``, the share of steps that train on what the model generates). The largest call of all is taken.
+        """
         if self.train_dataset is None:
             return None
         before = random_state()
         try:
             loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
-            row = longest_row(loader.dataset)
-            if row is None:
-                return None
-            twin = self._twin()
-            known = {id(each): each for each in (self.processing_class, *self.model.modules())} | {id(self): twin}
-            try:
-                collate = copy.deepcopy(loader.collate_fn, known)  # collators may draw from generators of their own
-            except Exception:  # it holds something that cannot be copied
-                return None
-            # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
-            rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size
-            return twin._call_of(whole, collate([dict(row) for _ in range(rows)]))
+            texts = TextLengths(
+                self.processing_class,
+                loader.collate_fn,
+                self.model,
+                chat_template=getattr(self, "chat_template", None),
+            )
+            with heard(not self.args.disable_tqdm), stage("measuring the rows of the dataset"):
+                rows = longest_rows(loader.dataset, texts) or self._truncated_rows()
+            share = getattr(self, "lmbda", 1.0)
+            kinds = (0.0, 1.0) if 0.0 < share < 1.0 else (share,)
+            calls = [self._call_of_rows(whole, loader, row, kind) for row in rows for kind in kinds]
         finally:
             set_random_state(before)
+        known = [call for call in calls if call is not None]
+        largest = max(known, key=_elements, default=None)
+        if largest is None or texts.guessed or not all(_holds(largest, call) for call in known):
+            basis = "the first batch" if largest is None else "the rows that seem longest"
+            with warned_at_user():
+                warnings.warn(
+                    f"nobody knows how long rows will be, so the plan is made for {basis}, and a longer batch would be "
+                    'refused in the middle of the training: pass protrain={"example_batch": batch}, arguments of the '
+                    "model that are as long as any will be",
+                    stacklevel=2,
+                )
+        return largest
+
+    def _truncated_rows(self) -> list[dict[str, Any]]:
+        """A row as long as any of a stream that a trainer of TRL truncates, or none if it does not truncate.
+
+        Nobody has seen the rows of a stream, and those of a trainer with a ``max_length`` are not longer than that.
+        """
+        limit = getattr(self.args, "max_length", None)
+        unprepared = (getattr(self.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
+        if limit is None or unprepared or type(self.train_dataset).__module__ != "datasets.iterable_dataset":
+            return []
+        first = next(iter(self.train_dataset), None)
+        row = None if first is None else stretched_row(first, limit)
+        return [] if row is None else [row]
+
+    def _call_of_rows(self, whole: nn.Module, loader: Any, row: dict[str, Any], share: float) -> Any:
+        """The arguments that ``whole`` gets in a step of rows that are all ``row``, or None where these are not known.
+
+        ``share`` is the ``lmbda`` of a trainer that has one.
+        """
+        twin = self._twin()
+        if hasattr(self, "lmbda"):
+            twin.lmbda = share
+        known = {id(each): each for each in (self.processing_class, *self.model.modules())} | {id(self): twin}
+        try:
+            collate = copy.deepcopy(loader.collate_fn, known)  # collators may draw from generators of their own
+        except Exception:  # it holds something that cannot be copied
+            return None
+        # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
+        rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size
+        return twin._call_of(whole, collate([dict(row) for _ in range(rows)]))
 
     def _twin(self) -> ProTrainMixin:
         """A Trainer that shares everything with this one but its counters and records.
@@ -167,13 +215,18 @@ class ProTrainMixin(_Base):
         Raises:
             ValueError: the Trainer calls its own loss as the model's forward, so the arguments are none of the model.
         """
-        forward, generate = whole.forward, vars(self.model).get("generate")
+        forward = whole.forward
+        # Also a teacher may generate what is trained on.
+        models = {id(each): each for each in (self.model, *vars(self).values()) if hasattr(each, "generate")}
+        generating = [each for each in models.values() if isinstance(each, nn.Module)]
+        before = [vars(each).get("generate") for each in generating]
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _Called(args, kwargs)
 
         hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
-        vars(self.model)["generate"] = partial(_generate_longest, self.model)
+        for each in generating:
+            vars(each)["generate"] = partial(_generate_longest, each)
         try:
             self.training_step(self.model, batch, None)
         except _Called as called:
@@ -187,9 +240,10 @@ class ProTrainMixin(_Base):
             return batches.of_call(whole, *called.call)
         finally:
             hook.remove()
-            del vars(self.model)["generate"]
-            if generate is not None:
-                self.model.generate = generate
+            for each, own in zip(generating, before, strict=True):
+                del vars(each)["generate"]
+                if own is not None:
+                    each.generate = own
         return None
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -273,6 +327,19 @@ def _check(args: Any) -> None:
             "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default",
             stacklevel=2,
         )
+
+
+def _elements(call: Any) -> int:
+    return sum(tensor.numel() for _, tensor in named_tensors(call))
+
+
+def _holds(largest: Any, call: Any) -> bool:
+    """Whether a plan for the arguments ``largest`` is one for those of ``call``."""
+    planned = {name: tuple(tensor.shape) for name, tensor in named_tensors(largest)}
+    return not any(
+        batches.excess(tuple(tensor.shape), planned.get(name, ()), rows_first=True)
+        for name, tensor in named_tensors(call)
+    )
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:

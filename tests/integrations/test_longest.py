@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.integrations.longest import longest_row
+from protrain.integrations.longest import longest_rows, stretched_row
+from protrain.integrations.text_lengths import TextLengths
+from tests.integrations.clients import tokenizer
 
 PREFERENCES: list[dict[str, Any]] = [
     {"prompt_ids": [1, 2, 3], "chosen_ids": [1], "rejected_ids": [], "score": 1.0},
@@ -24,6 +26,13 @@ TALKS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": word}, {"role": "assistant", "content": "yes"}], "answer": answer}
     for word, answer in (("one", "long answer"), ("the longest of all", "x"), ("two", "y"))
 ]
+
+
+def longest_row(dataset: Any) -> dict[str, Any] | None:
+    """The one row that is as long as any of ``dataset``, in characters."""
+    rows = longest_rows(dataset, TextLengths())
+    assert len(rows) < 2
+    return rows[0] if rows else None
 
 
 @pytest.mark.parametrize("kind", ["list", "datasets"])
@@ -85,3 +94,54 @@ def test_rows_that_are_made_when_they_are_asked_for_are_not_measured() -> None:
 
     assert longest_row(Made()) is None
     assert longest_row([]) is None
+
+
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_texts_are_as_long_as_their_tokens(kind: str) -> None:
+    words = tokenizer()
+    rows: list[dict[str, Any]] = [{"text": "w1" * 40}, {"text": "w1 w2 w3"}, {"text": "w1 " * 2}, {"text": None}]
+    talks = [{"talk": [{"role": "user", "content": row["text"] or ""}]} for row in rows]
+
+    def longest(rows: list[dict[str, Any]], texts: TextLengths) -> list[dict[str, Any]]:
+        given: Any = rows if kind == "list" else pytest.importorskip("datasets").Dataset.from_list(rows)
+        return longest_rows(given, texts)
+
+    guess = TextLengths()
+    assert longest(rows, guess) == rows[:1]
+    assert guess.guessed
+    for source in (words, type("Processor", (), {"tokenizer": words})()):
+        texts = TextLengths(None, source)
+        assert longest(rows, texts) == rows[1:2]
+        assert longest(talks, texts) == talks[1:2]
+        assert not texts.guessed
+
+    def template(marks: str) -> TextLengths:
+        return TextLengths(words, chat_template="{% for m in messages %}{{ m.content }} " + marks + "{% endfor %}")
+
+    # Short messages are longer than a long one by the marks of each.
+    many = [{"talk": [{"role": "user", "content": "w1"}] * 3}, *talks]
+    assert longest(many, template("w9 w9"))[0] == many[0]
+    assert longest(many, template("{{ raise_exception('no') }}"))[0] == many[0]  # by the roles among its texts
+
+
+@pytest.mark.parametrize("kind", ["list", "datasets"])
+def test_the_longest_prompt_has_a_row_of_its_own(kind: str) -> None:
+    def talk(question: str, answer: str) -> list[dict[str, str]]:
+        return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+    rows = [{"talk": talk("a", "an answer of many words"), "id": 1}, {"talk": talk("a question?", "yes"), "id": 2}]
+    given: Any = rows if kind == "list" else pytest.importorskip("datasets").Dataset.from_list(rows)
+    assert longest_rows(given, TextLengths()) == [rows[0], {**rows[1], "id": 1}]
+
+
+def test_a_row_of_a_stream_is_stretched_to_its_limit() -> None:
+    row = {"input_ids": [7, 8, 9], "labels": [], "score": 0.5, "seq_lengths": [2, 1]}
+    stretched = {"input_ids": [7, 8, 9, 7, 8], "labels": [0] * 5, "score": 0.5, "seq_lengths": [1] * 5}
+    assert stretched_row(row, 5) == stretched
+    tensors = stretched_row({"input_ids": torch.tensor([1, 2])}, 3)
+    assert tensors is not None
+    assert torch.equal(tensors["input_ids"], torch.tensor([1, 2, 1]))
+    assert stretched_row({"text": "a", "input_ids": [1]}, 2) == {"text": "a", "input_ids": [1, 1]}
+    assert stretched_row({"text": "yet to become tokens"}, 5) is None
+    assert stretched_row({"input_ids": [1], "images": [[0.5]]}, 5) is None
+    assert stretched_row({"label": 1}, 5) is None

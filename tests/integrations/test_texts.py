@@ -1,0 +1,65 @@
+"""A plan holds for the row of the most tokens, which may be one of few characters, or come from a stream."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.pool import on_ranks
+from tests.integrations.text_runs import distilled, losses, losses_on_rank
+
+KINDS = ["Trainer", "SFT", "SFT in the collator", "DPO"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_row_of_the_most_tokens_is_planned_for(kind: str, tmp_path: Path) -> None:
+    if kind != "Trainer":
+        pytest.importorskip("trl")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = losses(kind, tmp_path, on_protrain=True)
+    assert not [one for one in caught if "nobody knows" in str(one.message)]
+    assert ours == pytest.approx(losses(kind, tmp_path, on_protrain=False), rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_processes_plan_for_it(kind: str, tmp_path: Path) -> None:
+    if kind != "Trainer":
+        pytest.importorskip("trl")
+    found: list[list[list[float]]] = [
+        on_ranks(2, losses_on_rank, kind, tmp_path, on_protrain, {}) for on_protrain in (True, False)
+    ]
+    assert found[0][0] == found[0][1]
+    assert found[0][0] == pytest.approx(found[1][0], rel=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["SFT", "DPO"])
+def test_a_stream_is_planned_for_rows_as_long_as_the_trainer_leaves_them(kind: str, tmp_path: Path) -> None:
+    """The first batch is short, and a later row is cut to ``max_length``."""
+    pytest.importorskip("trl")
+    limit: dict[str, Any] = {"max_length": 15 if kind == "DPO" else 8, "stream": True}
+    ours = losses(kind, tmp_path, on_protrain=True, **limit)
+    assert ours == pytest.approx(losses(kind, tmp_path, on_protrain=False, **limit), rel=2e-5)
+
+
+def test_what_nobody_can_measure_is_warned_of_before_the_training(tmp_path: Path) -> None:
+    for unknown, basis in (({"stream": True}, "the first batch"), ({"known": False}, "the rows that seem longest")):
+        with pytest.warns(UserWarning, match=f"so the plan is made for {basis}, and a longer batch") as caught:
+            losses("Trainer", tmp_path, on_protrain=True, max_steps=1, **unknown)
+        [warned] = [one for one in caught if "nobody knows" in str(one.message)]
+        assert Path(warned.filename).name == "text_runs.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("new_tokens", [2, 20])
+@pytest.mark.parametrize("by_teacher", [False, True])
+def test_rows_and_what_is_generated_are_planned_for(new_tokens: int, by_teacher: bool, tmp_path: Path) -> None:
+    """With 2 new tokens the rows of the dataset are the longest, and with 20 those of the longest prompt."""
+    pytest.importorskip("trl")
+    how: dict[str, Any] = {"new_tokens": new_tokens, "seq_kd": by_teacher}
+    ours = distilled(tmp_path, on_protrain=True, **how)
+    assert ours == pytest.approx(distilled(tmp_path, on_protrain=False, **how), rel=2e-5)

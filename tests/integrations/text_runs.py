@@ -1,0 +1,152 @@
+"""Trainings on texts of which the one of the fewest characters has the most tokens, plain and on ProTrain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.integrations.clients import llama, tokenizer
+
+FEW, MANY = "unheardofunheardofunheardofunheardofunheardof w1", "w1 w2 w3 w4 w5 w6 w7 w8 w9"
+
+
+def texts(*columns: str) -> list[dict[str, str]]:
+    """The row with the most tokens comes late, and in another row for each column."""
+    rows = [dict.fromkeys(columns, FEW) for _ in range(12)]
+    for at, column in enumerate(columns):
+        rows[7 + at][column] = MANY
+    return rows
+
+
+class TokenizingCollator:
+    """Makes tokens of the texts in a batch, and pads them to the longest."""
+
+    def __init__(self, words: Any) -> None:
+        self._tokens = words  # under another name than "tokenizer", so that nobody knows it
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = self._tokens([row["text"] for row in rows], padding=True, return_tensors="pt")
+        return {
+            "input_ids": batch["input_ids"],
+            "attention_mask": batch["attention_mask"],
+            "labels": batch["input_ids"],
+        }
+
+
+def trainer(
+    kind: str, folder: Path, *, on_protrain: bool, stream: bool = False, known: bool = True, **more: Any
+) -> Any:
+    """A trainer of transformers or TRL that reads ``texts`` in their order.
+
+    Args:
+        kind: "Trainer" and "SFT in the collator" make tokens batch by batch, "SFT" and "DPO" before the training.
+        folder: for what it writes.
+        on_protrain: whether it is one on ProTrain.
+        stream: whether the rows come from a stream.
+        known: whether the trainer has the tokenizer of its collator.
+        more: arguments of the training.
+    """
+    import accelerate
+    import datasets
+    import transformers
+
+    from protrain.integrations.transformers import ProTrainMixin
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    words = tokenizer()
+    given: dict[str, Any] = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 2,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "train_sampling_strategy": "sequential",
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        **more,
+    }
+    others: dict[str, Any] = {"processing_class": words} if known else {}
+    data: Any = datasets.Dataset.from_list(texts(*("prompt", "chosen", "rejected") if kind == "DPO" else ("text",)))
+    if kind == "Trainer":
+        base: Any = transformers.Trainer
+        args = transformers.TrainingArguments(remove_unused_columns=False, **given)
+        others["data_collator"] = TokenizingCollator(words)
+    else:
+        import trl
+
+        given["bf16"] = False
+        if kind == "DPO":
+            base, args = trl.DPOTrainer, trl.DPOConfig(**given)
+            others["ref_model"] = llama()
+        elif kind == "SFT":
+            base, args = trl.SFTTrainer, trl.SFTConfig(**given)
+        else:
+            given |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
+            base, args = trl.SFTTrainer, trl.SFTConfig(**given)
+            others["data_collator"] = TokenizingCollator(words)
+    if on_protrain:
+        base = type("Ours", (ProTrainMixin, base), {})
+        others["protrain"] = {"device_memory": "64MiB"}
+    return base(model=llama(), args=args, train_dataset=data.to_iterable_dataset() if stream else data, **others)
+
+
+def losses(kind: str, folder: Path, *, on_protrain: bool, **more: Any) -> list[float]:
+    run = trainer(kind, folder, on_protrain=on_protrain, **more)
+    run.train()
+    return [row["loss"] for row in run.state.log_history if "loss" in row]
+
+
+def losses_on_rank(rank: int, kind: str, folder: Path, on_protrain: bool, more: dict[str, Any]) -> list[float]:
+    return losses(kind, folder, on_protrain=on_protrain, **more)
+
+
+def distilled(folder: Path, *, on_protrain: bool, new_tokens: int, **more: Any) -> list[float]:
+    """The losses of TRL's GKD, which trains on rows or on what the student or the teacher generates, as it draws.
+
+    The row with the longest prompt is not the longest row.
+    """
+    import random
+
+    import accelerate
+    import datasets
+    import torch
+    from transformers import LlamaForCausalLM
+    from trl.experimental.gkd import GKDConfig, GKDTrainer
+
+    from protrain.integrations.transformers import ProTrainMixin
+
+    def talk(question: str, answer: str) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    random.seed(1)
+    words, student = tokenizer(), llama()
+    words.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    torch.manual_seed(1)
+    teacher = LlamaForCausalLM(student.config)
+    rows = [*[talk("w1 w2", "w3 w4 w5 w6 w7 w8")] * 4, *[talk("w1 w2 w3 w4 w5", "w6")] * 8]
+    base = type("Ours", (ProTrainMixin, GKDTrainer), {}) if on_protrain else GKDTrainer
+    run = base(
+        model=student,
+        teacher_model=teacher,
+        args=GKDConfig(
+            output_dir=str(folder),
+            per_device_train_batch_size=2,
+            max_steps=10,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            bf16=False,
+            max_new_tokens=new_tokens,
+            max_length=32,
+            **more,
+        ),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=words,
+        **({"protrain": {"device_memory": "64MiB"}} if on_protrain else {}),
+    )
+    run.train()
+    return [row["loss"] for row in run.state.log_history if "loss" in row]
