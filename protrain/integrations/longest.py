@@ -6,13 +6,14 @@ here have the longest value of every column, which bounds also what a collator j
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 from torch.utils.data import ConcatDataset
 
+from protrain.common.trees import named_tensors
 from protrain.integrations.text_lengths import TextLengths, is_conversation
 
 # Lengths of the texts in a packed row (TRL), which add up to the tokens of the row.
@@ -62,6 +63,19 @@ def longest_rows(dataset: Any, texts: TextLengths) -> list[dict[str, Any]]:
     longest = {name: dataset[int(np.argmax(length))][name] for name, length in prompts.items() if length.any()}
     other = row | longest
     return [row] if other == row else [row, other]
+
+
+def longest_collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[dict[str, Any]]:
+    """The rows of which ``collate`` makes the largest tensors, one row for each tensor, in an order of their own.
+
+    Every row is collated, as only the collator knows how many tokens a text has.
+    """
+    largest: dict[str, tuple[int, int]] = {}  # by the name of a tensor: its elements, and the row
+    for at in range(len(dataset)):
+        for name, tensor in named_tensors(collate([dict(dataset[at])])):
+            if name not in largest or tensor.numel() > largest[name][0]:
+                largest[name] = tensor.numel(), at
+    return [dict(dataset[at]) for at in dict.fromkeys(at for _, at in largest.values())]
 
 
 def stretched_row(row: Mapping[str, Any], length: int) -> dict[str, Any] | None:

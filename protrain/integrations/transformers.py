@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
-from protrain.integrations.longest import longest_rows, stretched_row
+from protrain.integrations.longest import longest_collated, longest_rows, stretched_row
 from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -146,6 +146,9 @@ class ProTrainMixin(_Base):
             )
             with heard(not self.args.disable_tqdm), stage("measuring the rows of the dataset"):
                 rows = longest_rows(loader.dataset, texts) or self._truncated_rows()
+                collate = self._collator_of(loader, self._twin()) if texts.guessed else None
+                collated = [] if collate is None else longest_collated(loader.dataset, collate)
+                rows = collated or rows
             share = getattr(self, "lmbda", 1.0)
             kinds = (0.0, 1.0) if 0.0 < share < 1.0 else (share,)
             calls = [self._call_of_rows(whole, loader, row, kind) for row in rows for kind in kinds]
@@ -153,7 +156,8 @@ class ProTrainMixin(_Base):
             set_random_state(before)
         known = [call for call in calls if call is not None]
         largest = max(known, key=_elements, default=None)
-        if largest is None or texts.guessed or not all(_holds(largest, call) for call in known):
+        guessed = texts.guessed and not collated
+        if largest is None or guessed or not all(_holds(largest, call) for call in known):
             basis = "the first batch" if largest is None else "the rows that seem longest"
             with warned_at_user():
                 warnings.warn(
@@ -177,6 +181,18 @@ class ProTrainMixin(_Base):
         row = None if first is None else stretched_row(first, limit)
         return [] if row is None else [row]
 
+    def _collator_of(self, loader: Any, twin: ProTrainMixin) -> Callable[[list[Any]], Any] | None:
+        """A copy of the collator of ``loader``, as collators may draw from generators of their own.
+
+        In the copy ``twin`` stands for this trainer. None if the collator holds something that cannot be copied.
+        """
+        known = {id(each): each for each in (self.processing_class, *self.model.modules())} | {id(self): twin}
+        try:
+            copied: Callable[[list[Any]], Any] = copy.deepcopy(loader.collate_fn, known)
+        except Exception:  # whatever a class of the user raises
+            return None
+        return copied
+
     def _call_of_rows(self, whole: nn.Module, loader: Any, row: dict[str, Any], share: float) -> Any:
         """The arguments that ``whole`` gets in a step of rows that are all ``row``, or None where these are not known.
 
@@ -185,10 +201,8 @@ class ProTrainMixin(_Base):
         twin = self._twin()
         if hasattr(self, "lmbda"):
             twin.lmbda = share
-        known = {id(each): each for each in (self.processing_class, *self.model.modules())} | {id(self): twin}
-        try:
-            collate = copy.deepcopy(loader.collate_fn, known)  # collators may draw from generators of their own
-        except Exception:  # it holds something that cannot be copied
+        collate = self._collator_of(loader, twin)
+        if collate is None:
             return None
         # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
         rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size

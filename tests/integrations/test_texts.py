@@ -46,12 +46,24 @@ def test_a_stream_is_planned_for_rows_as_long_as_the_trainer_leaves_them(kind: s
     assert ours == pytest.approx(losses(kind, tmp_path, on_protrain=False, **limit), rel=2e-5)
 
 
-def test_what_nobody_can_measure_is_warned_of_before_the_training(tmp_path: Path) -> None:
-    for unknown, basis in (({"stream": True}, "the first batch"), ({"known": False}, "the rows that seem longest")):
-        with pytest.warns(UserWarning, match=f"so the plan is made for {basis}, and a longer batch") as caught:
-            losses("Trainer", tmp_path, on_protrain=True, max_steps=1, **unknown)
-        [warned] = [one for one in caught if "nobody knows" in str(one.message)]
-        assert Path(warned.filename).name == "text_runs.py"
+def test_a_stream_that_nobody_can_measure_is_warned_of_before_the_training(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="so the plan is made for the first batch, and a longer batch") as caught:
+        losses("Trainer", tmp_path, on_protrain=True, max_steps=1, stream=True)
+    [warned] = [one for one in caught if "nobody knows" in str(one.message)]
+    assert Path(warned.filename).name == "text_runs.py"
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_where_only_the_collator_has_a_tokenizer_it_measures_every_row(tensors: bool, tmp_path: Path) -> None:
+    """Rows of which it makes no tensors can only be guessed."""
+    how: dict[str, Any] = {"known": False, "tensors": tensors} | ({} if tensors else {"max_steps": 1})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ours = losses("Trainer", tmp_path, on_protrain=True, **how)
+    said = [str(one.message) for one in caught if "nobody knows" in str(one.message)]
+    assert len(said) == (0 if tensors else 1)
+    assert all("so the plan is made for the rows that seem longest" in each for each in said)
+    assert ours == pytest.approx(losses("Trainer", tmp_path, on_protrain=False, **how), rel=2e-5)
 
 
 @pytest.mark.slow

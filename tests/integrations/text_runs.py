@@ -34,7 +34,14 @@ class TokenizingCollator:
 
 
 def trainer(
-    kind: str, folder: Path, *, on_protrain: bool, stream: bool = False, known: bool = True, **more: Any
+    kind: str,
+    folder: Path,
+    *,
+    on_protrain: bool,
+    stream: bool = False,
+    known: bool = True,
+    tensors: bool = True,
+    **more: Any,
 ) -> Any:
     """A trainer of transformers or TRL that reads ``texts`` in their order.
 
@@ -44,6 +51,7 @@ def trainer(
         on_protrain: whether it is one on ProTrain.
         stream: whether the rows come from a stream.
         known: whether the trainer has the tokenizer of its collator.
+        tensors: whether the collator of "Trainer" makes tensors, and not the trainer itself.
         more: arguments of the training.
     """
     import accelerate
@@ -71,7 +79,9 @@ def trainer(
     if kind == "Trainer":
         base: Any = transformers.Trainer
         args = transformers.TrainingArguments(remove_unused_columns=False, **given)
-        others["data_collator"] = TokenizingCollator(words)
+        others["data_collator"] = TokenizingCollator(words) if tensors else list
+        if not tensors:
+            base = _tokenizing(base, TokenizingCollator(words))
     else:
         import trl
 
@@ -89,6 +99,16 @@ def trainer(
         base = type("Ours", (ProTrainMixin, base), {})
         others["protrain"] = {"device_memory": "64MiB"}
     return base(model=llama(), args=args, train_dataset=data.to_iterable_dataset() if stream else data, **others)
+
+
+def _tokenizing(base: Any, collate: TokenizingCollator) -> Any:
+    """A trainer that makes tokens of its batches itself."""
+
+    class Tokenizing(base):
+        def training_step(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
+            return super().training_step(model, collate(inputs), *others, **more)
+
+    return Tokenizing
 
 
 def losses(kind: str, folder: Path, *, on_protrain: bool, **more: Any) -> list[float]:
