@@ -20,9 +20,10 @@ from protrain.cli.run_files import SUMMARY_FILE
 from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
 from protrain.common.hub import on_disk
-from protrain.common.progress import note
+from protrain.common.progress import heard, note
 from protrain.common.tables import wrapped
 from protrain.distributed.joining import join
+from protrain.distributed.processes import local_rank
 from protrain.distributed.ranks import Ranks
 
 
@@ -46,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
         # Downloads take longer than ranks wait for each other, so they come before there are any.
         args.model = on_disk(name, weights=not getattr(args, "from_scratch", False))
         if getattr(args, "data", None) is not None:
-            args.data = data_on_disk(args.data)
+            with heard(local_rank() == 0):
+                args.data = data_on_disk(args.data)
     if launched(args):
         return
     with stop_requests() as requests, together():

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,8 +37,17 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_run_keeps_the_revision_that_it_began_with(
-    hub: Path, tmp_path: Path, llama_folder: Callable[..., Path]
+    hub: Path, tmp_path: Path, llama_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import huggingface_hub
+
+    download, looked_up = huggingface_hub.snapshot_download, []
+
+    def watched(name: str, **how: Any) -> Any:
+        looked_up.append(name)
+        return download(name, **how)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", watched)
     place = tmp_path / "place"
     shutil.copytree(llama_folder(), place / "source")
     (place / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 100)
@@ -48,6 +58,7 @@ def test_a_run_keeps_the_revision_that_it_began_with(
     named = [word if word != str(place / "source") else NAME for word in arguments(place, tmp_path / "run", *lora)]
     assert main([*named, "--steps", "3"]) == 0
     assert json.loads((tmp_path / "run" / "job.json").read_text())["model"] == str(first)
+    assert looked_up == [NAME]
     other = publish(hub, place / "source", REVISIONS[1])  # whose weights are not there, so a use of it would fail
     next(other.glob("*.safetensors")).unlink()
     assert main(["train", "--resume", "--folder", str(tmp_path / "run"), "--model", NAME, "--steps", "6"]) == 0
