@@ -144,7 +144,8 @@ class ProTrainMixin(_Base):
                 self.model,
                 chat_template=getattr(self, "chat_template", None),
             )
-            with heard(not self.args.disable_tqdm), stage("measuring the rows of the dataset"):
+            first = self.args.process_index == 0
+            with heard(first and not self.args.disable_tqdm), stage("measuring the rows of the dataset"):
                 rows = longest_rows(loader.dataset, texts) or self._truncated_rows()
                 collate = self._collator_of(loader, self._twin()) if texts.guessed else None
                 collated = [] if collate is None else longest_collated(loader.dataset, collate)
