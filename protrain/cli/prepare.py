@@ -32,6 +32,7 @@ from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE
 from protrain.cli.trained import adamw, choose_trained, loaded_in_4bit, shape_in_4bit
 from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
+from protrain.common.hub import command_for
 from protrain.common.progress import note, stage
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
@@ -173,7 +174,9 @@ def _checked_save(job: TrainJob, folder: Path, model: nn.Module, base: Base | No
     if list_saves(folder / CHECKPOINTS):
         saved = check_checkpoint(folder / CHECKPOINTS, model, base)
     if job.data is not None and not Path(job.data).exists():
-        raise ValueError(f"--data: {job.data} does not exist; if the text has moved, give its new place")
+        command = command_for(job.data)
+        again = f"; `{command}` brings it to the cache of the Hub again" if command else ""
+        raise ValueError(f"--data: {job.data} does not exist{again}; if the text has moved, give its new place")
     return saved
 
 

@@ -84,3 +84,13 @@ def is_of(folder: str, name: str) -> bool:
     caches = f"models--{repository}", f"datasets--{repository}"
     at = next((at for at, part in enumerate(parts) if part in caches), None)
     return at is not None and parts[at + 3 :] == Path(found[1]).parts  # behind "snapshots" and the revision
+
+
+def command_for(folder: str) -> str | None:
+    """The command that brings ``folder`` of a dataset to the cache again, or None if it is not one of the cache."""
+    parts = Path(folder).parts
+    at = next((at for at, part in enumerate(parts) if part.startswith("datasets--")), None)
+    if at is None or len(parts) < at + 3:
+        return None
+    name = parts[at].removeprefix("datasets--").replace("--", "/")
+    return f"hf download {name} --repo-type dataset --revision {parts[at + 2]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,10 @@ def test_a_run_keeps_the_rows_that_it_began_with(hub: Path, tmp_path: Path, caps
     assert (run / "data" / "train.bin").read_bytes() == tokens
     assert main(["train", "--resume", "--folder", str(run), "--data", f"{NAME}/data", "--steps", "6"]) == 2
     assert f"--data {NAME}/data differs from {first}" in capsys.readouterr().err
+    shutil.rmtree(first)
+    assert main(["train", "--resume", "--folder", str(run), "--steps", "6"]) == 2
+    command = f"`hf download {NAME} --repo-type dataset --revision {REVISIONS[0]}` brings it to the cache of the Hub"
+    assert command in capsys.readouterr().err
 
 
 def test_of_several_parts_one_is_named(hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
