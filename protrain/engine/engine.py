@@ -30,9 +30,9 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.packed import PackedSwapFrame
-from protrain.engine.activations.saved import CheckpointFrame, Frame
-from protrain.engine.activations.swap import CheckpointSwapFrame, HostSlots, SwapFrame, Swaps
+from protrain.engine.activations.modes import frame_of
+from protrain.engine.activations.saved import Frame
+from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk
@@ -44,14 +44,6 @@ from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.parameter import frozen_error, refuse_foreign_gradients, take_gradient
-from protrain.planning.plan import BlockMode
-
-_FRAMES: dict[BlockMode, type[Frame]] = {
-    BlockMode.NONE: Frame,
-    BlockMode.CKPT: CheckpointFrame,
-    BlockMode.SWAP: SwapFrame,
-    BlockMode.CKPT_SWAP: CheckpointSwapFrame,
-}
 
 
 class Engine:
@@ -95,7 +87,7 @@ class Engine:
         self._ranks = memory.ranks
         self._visits = visits
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        self._frames = [PackedSwapFrame if unit.packs else _FRAMES[unit.mode] for unit in units]
+        self._frames = [frame_of(unit) for unit in units]
         self._current: Unit | None = None  # the unit whose backward runs
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # A weak reference to the callback that autograd calls at the end of backward. It is dead if backward raised.
@@ -120,19 +112,15 @@ class Engine:
         unit.calls += 1
         self._begin_unit(unit)
         args, kwargs = copy_escaping_weights((args, kwargs), self.buffers, own=unit)
-        self.bindings.bind(unit, self._visits.order)
-        try:
+
+        def run() -> Any:
             self._visits.prefetch()
             if torch.is_grad_enabled():
-                output = self._frames[unit.index](self, unit).run(function, args, kwargs)
-            else:
-                output = function(*args, **kwargs)
-            output = copy_escaping_weights(output, self.buffers)
-        finally:
-            self.bindings.unbind(unit)
+                return self._frames[unit.index](self, unit).run(function, args, kwargs)
+            return function(*args, **kwargs)
+
+        output = self._run_bound(unit, run)
         self._visits.leave_forward()
-        if torch.is_grad_enabled():
-            refuse_leaked_views(unit, self.buffers)
         return output
 
     def run_around(
@@ -143,12 +131,18 @@ class Engine:
         Tensors that the hooks save are neither recomputed nor swapped, as hooks must run once.
         """
         self._begin_unit(unit)
+
+        def run() -> Any:
+            with Frame(self, unit).hooks() if torch.is_grad_enabled() else nullcontext():
+                return function(*args, **kwargs)
+
+        return self._run_bound(unit, run)
+
+    def _run_bound(self, unit: Unit, run: Callable[[], Any]) -> Any:
+        """What ``run`` returns, which uses the parameters of ``unit`` on the device."""
         self.bindings.bind(unit, self._visits.order)
         try:
-            frame = Frame(self, unit)
-            with frame.hooks() if torch.is_grad_enabled() else nullcontext():
-                output = function(*args, **kwargs)
-            output = copy_escaping_weights(output, self.buffers)
+            output = copy_escaping_weights(run(), self.buffers)
         finally:
             self.bindings.unbind(unit)
         if torch.is_grad_enabled():
@@ -165,13 +159,10 @@ class Engine:
     def _leave_other_unit(self, unit: Unit) -> None:
         """``unit`` runs inside backward, in a checkpoint of the user's own. The unit before must free its buffers."""
         self.abandon_backward()
-        if self._ranks.several and self._current is not None:
-            raise MisuseError(
-                f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks "
-                "have no order: call the module without it, as ProTrain recomputes what it must"
-            )
-        if self._current is not None and self._current.index not in self.profile.units[unit.index].within:
-            self._leave_unit()
+        if self._current is not None:
+            self._visits.enter_inside_backward(unit)
+            if self._current.index not in self.profile.units[unit.index].within:
+                self._leave_unit()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -181,12 +172,7 @@ class Engine:
             if self._backward() is not None:  # a backward is running, this one or one around it
                 return
             self._abandon()
-            if self._ranks.several:
-                raise MisuseError(
-                    "backward() after a backward that raised an error, which other ranks have not seen: end all "
-                    "processes and resume from a checkpoint"
-                )
-            self._visits.leave_backward()  # later gradients are added to those, as autograd adds to .grad
+            self._visits.go_on_after_error()
         self.step.abandon_backward()
         self.bindings.refuse_inside_full_parameters("backward()")
         self.bindings.end_state_dict(list(self.bindings.in_state_dict))
@@ -285,10 +271,9 @@ class Engine:
 
         The stack is searched because a counter would be wrong after Ctrl-C at the wrong moment.
         """
-        codes = (Engine.run_unit.__code__, Engine.run_around.__code__)
         frame: FrameType | None = sys._getframe()
         while frame is not None:
-            if frame.f_code in codes and frame.f_locals.get("self") is self:
+            if frame.f_code is Engine._run_bound.__code__ and frame.f_locals.get("self") is self:
                 return True
             frame = frame.f_back
         return False

@@ -75,6 +75,13 @@ class Visits:
         """Backward has left a unit: bring the gradients that have arrived into chunks."""
         self._step.take_gradients(self.order.position)
 
+    def enter_inside_backward(self, unit: Unit) -> None:
+        """The forward of ``unit`` begins inside backward, in a checkpoint of the user's own."""
+
+    def go_on_after_error(self) -> None:
+        """A backward begins after one that raised an error. Its gradients are added, as autograd adds to ``.grad``."""
+        self.leave_backward()
+
     def end_backward(self) -> None:
         """The backward is over."""
 
@@ -156,6 +163,20 @@ class Lockstep(Visits):
         if self.order.position > self._reduced:
             super().leave_backward()
             self._reduced = self.order.position
+
+    @override
+    def enter_inside_backward(self, unit: Unit) -> None:
+        raise MisuseError(
+            f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks have "
+            "no order: call the module without it, as ProTrain recomputes what it must"
+        )
+
+    @override
+    def go_on_after_error(self) -> None:
+        raise MisuseError(
+            "backward() after a backward that raised an error, which other ranks have not seen: end all processes and "
+            "resume from a checkpoint"
+        )
 
     @override
     def end_backward(self) -> None:
