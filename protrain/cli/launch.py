@@ -25,7 +25,7 @@ import torch.distributed as dist
 from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
 from protrain.common.progress import heard, say
 from protrain.distributed.joining import start_group
-from protrain.distributed.processes import announced_by_slurm, announced_processes
+from protrain.distributed.processes import announced_by_slurm, announced_processes, own_store
 
 _LOOK_S = 0.05  # the time between two looks at the processes
 _GRACE_S = 15.0  # the time that the others have to end by themselves once one has failed
@@ -168,8 +168,7 @@ def together() -> Iterator[int]:
 
 def _fails_first(key: str) -> bool:
     """Whether no process has called this before, in the run that ``key`` stands for."""
-    store: dist.Store = dist.distributed_c10d._get_default_store()
     try:
-        return store.add(key, 1) == 1
+        return bool(own_store().add(key, 1) == 1)
     except dist.DistError:  # who has the store is gone: the launcher, or the first process where no launcher has one
         return dist.get_rank() == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import sleep
 from typing import Any, TypeVar
@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.links import STORE_IS_GONE
+from protrain.distributed.processes import own_store
 from protrain.distributed.ranks import Ranks
 
 _TURN_S = 0.05
@@ -35,7 +37,7 @@ class Aside:
         self._name = name
         self._exchanges = 0
         # It is held, as scripts end with destroy_process_group() while their last save is under way.
-        self._store: Any = dist.distributed_c10d._get_default_store() if ranks.several else None
+        self._store: Any = own_store() if ranks.several else None
 
     def all_values(self, value: Value, what: str = "") -> list[Value]:
         """The ``value`` of every rank, in rank order: any object that can be pickled. All must call it.
@@ -47,26 +49,35 @@ class Aside:
         """
         if not self.several:
             return [value]
-        store = self._store
+        store, name = self._store, self._name
         self._exchanges += 1
-        keys = [f"protrain/{self._name}/{self._exchanges}/{rank}" for rank in range(self.size)]
-        read = [f"{key}/read" for key in keys[1:]]
-        store.set(keys[self.rank], pickle.dumps(value))
-        self._wait_for(store, keys)
-        found = [pickle.loads(store.get(key)) for key in keys]
-        if self.rank > 0:
-            store.set(read[self.rank - 1], b"")
-        else:
-            self._wait_for(store, read)
-            for key in (*keys, *read):
-                store.delete_key(key)
+        keys = {rank: f"protrain/{name}/{self._exchanges}/{rank}" for rank in range(self.size)}
+        read = {rank: f"{key}/read" for rank, key in keys.items() if rank > 0}
+        try:
+            store.set(keys[self.rank], pickle.dumps(value))
+            self._wait_for(keys)
+            found = [pickle.loads(store.get(key)) for key in keys.values()]
+            if self.rank > 0:
+                store.set(read[self.rank], b"")
+            else:
+                self._wait_for(read)
+                for key in (*keys.values(), *read.values()):
+                    store.delete_key(key)
+        except dist.DistError as error:
+            raise MisuseError(f"{name} was given up, as {STORE_IS_GONE}: {error}") from None
         return found
 
-    def _wait_for(self, store: Any, keys: list[str]) -> None:
-        while not store.check(keys):
-            if self._ranks.is_out_of_step:
-                raise MisuseError(f"{self._name} was given up, as the ranks are out of step")
-            sleep(_TURN_S)
+    def _wait_for(self, keys: Mapping[int, str]) -> None:
+        """Wait until the store has what each rank puts there, whose key is that of ``keys``."""
+        for rank, key in keys.items():
+            while True:
+                is_gone = self._ranks.is_gone(rank)  # before the look at what it may have left
+                if self._store.check([key]):
+                    break
+                if is_gone or self._ranks.is_out_of_step:
+                    why = f"rank {rank} has ended" if is_gone else "the ranks are out of step"
+                    raise MisuseError(f"{self._name} was given up, as {why}")
+                sleep(_TURN_S)
 
 
 @contextmanager

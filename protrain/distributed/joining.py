@@ -5,6 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+import warnings
+from datetime import timedelta
+from functools import partial
+from time import monotonic
 
 import torch
 import torch.distributed as dist
@@ -13,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain.common.errors import MisuseError
 from protrain.distributed.processes import announced_processes
-from protrain.distributed.ranks import Ranks
+from protrain.distributed.ranks import Communicators, Ranks
+from protrain.distributed.watch import WARN_S
 
 
 def join(group: dist.ProcessGroup | None) -> Ranks:
@@ -52,20 +57,53 @@ def check_group(group: object) -> None:
 
 
 def start_group() -> None:
-    """Start the default group with the processes that a launcher announces.
+    """Start the default group with the processes that a launcher announces, and the watch of its ranks before that.
 
     NCCL, where there are GPUs, begins with its first tensor, so a training on CPUs never meets it.
 
     Raises:
         ValueError: it is not announced where they meet.
     """
-    if "MASTER_ADDR" not in os.environ:
-        raise ValueError(
-            f"WORLD_SIZE announces {announced_processes()} processes and MASTER_ADDR is missing, without which "
-            "they cannot find each other: start them with torchrun, or call torch.distributed."
-            "init_process_group before protrain.wrap"
-        )
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    size = announced_processes()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        if name not in os.environ:
+            raise ValueError(
+                f"WORLD_SIZE announces {size} processes and {name} is missing, without which they cannot find each "
+                "other: start them with torchrun, or call torch.distributed.init_process_group before protrain.wrap"
+            )
+    rank, timeout = int(os.environ["RANK"]), dist.default_pg_timeout
+    store = _store(rank, timeout)
+    communicators = Communicators(rank, range(size), store, timeout)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    start = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size)
+    communicators.watch.during("the start of the process group", start)
+    communicators.serve(dist.distributed_c10d._get_default_group())
+
+
+def _store(rank: int, timeout: timedelta) -> dist.Store:
+    """The store in which the processes meet. The launcher has it, or else rank 0."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    launcher_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    is_master, end_s = rank == 0 and not launcher_has_it, monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=is_master,
+                timeout=timedelta(seconds=WARN_S),
+                wait_for_workers=False,  # the watcher waits for them
+                multi_tenant=not launcher_has_it,
+            )
+            store.set_timeout(timeout)
+            return store
+        except dist.DistNetworkError:
+            if is_master or monotonic() > end_s:
+                raise
+            whose = "the launcher" if launcher_has_it else "rank 0"
+            warnings.warn(
+                f"rank {rank} has waited {WARN_S:.0f} s for {whose} to open {host}, port {port}", stacklevel=4
+            )
 
 
 def _end_group(ranks: Ranks) -> None:

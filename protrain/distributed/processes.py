@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from typing import Any
 
 import torch.distributed as dist
 
@@ -17,6 +18,16 @@ def announced_processes() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return _announced("WORLD_SIZE", 1)
+
+
+def own_store() -> Any:
+    """The store in which the processes of the default group meet, by a connection of its own.
+
+    Where a thread waits for others in a store, as at the start of a process group, further threads that use the same
+    connection wait as well.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()
 
 
 def local_rank() -> int:

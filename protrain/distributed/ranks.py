@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import pickle
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,10 +33,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.endings import never_free
 from protrain.distributed.links import Links
 from protrain.distributed.notes import by_number, first_difference
 from protrain.distributed.processes import local_processes
-from protrain.distributed.watch import Watch, never_free
+from protrain.distributed.watch import Watch
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
 _CONNECTING_BYTES = 1024, 4 * 1024**2  # for each rank: NCCL has several ways to send, depending on the size
@@ -71,13 +74,17 @@ class Ranks:
             return
         self._gathers, self._reductions = self._communicators.on(device)
         if device.type == "cuda":
-            for size_bytes in _CONNECTING_BYTES:
-                sent = torch.zeros(size_bytes, self.size, dtype=torch.uint8, device=device)
-                received, what = torch.empty_like(sent), "the first use of the devices"
-                self.gather(received.view(-1), what)
-                self.exchange(received.view(-1), sent.view(-1), [size_bytes] * self.size, what)
-                self.add_disjoint(sent, what)
-            torch.cuda.synchronize(device)
+            self._watch.during("the first use of the devices", partial(self._connect, device))
+
+    def _connect(self, device: torch.device) -> None:
+        torch.cuda.set_device(device)  # of this thread
+        for size_bytes in _CONNECTING_BYTES:
+            sent = torch.zeros(size_bytes, self.size, dtype=torch.uint8, device=device)
+            received, what = torch.empty_like(sent), "the first tensors on the devices"
+            self.gather(received.view(-1), what)
+            self.exchange(received.view(-1), sent.view(-1), [size_bytes] * self.size, what)
+            self.add_disjoint(sent, what)
+        torch.cuda.synchronize(device)
 
     @property
     def several(self) -> bool:
@@ -124,6 +131,10 @@ class Ranks:
     def is_out_of_step(self) -> bool:
         """Whether it is decided that the ranks are out of step."""
         return self.several and self._watch.is_out_of_step
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of ``rank`` has ended."""
+        return self._watch.is_gone(rank)
 
     def refuse_out_of_step(self, trails: Sequence[object]) -> None:
         """MisuseError on every rank if their ``trails`` differ, which all of them know."""
@@ -253,23 +264,38 @@ class Ranks:
             self._watch.wait(work)
 
 
-class _Communicators:
+class Communicators:
     """The groups of [Note: communicators], and the watcher of what goes through them.
 
     All models share them that a group trains. The watcher begins before anything is known of devices, so that an error
     in the arguments of one rank is heard of by all.
+
+    Args:
+        rank: of this process.
+        members: the ranks of the default group that train together.
+        store: of the default group.
+        timeout: of a collective.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.members = dist.get_process_group_ranks(group)
-        self._timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout  # of a collective
+    def __init__(self, rank: int, members: Sequence[int], store: dist.Store, timeout: timedelta) -> None:
+        self._members = list(members)
+        self._timeout = timeout
         self._groups: list[tuple[dist.ProcessGroup, str]] = []
         self._by_backend: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-        self.control = self._new("gloo")
-        rank, size = dist.get_rank(group), len(self.members)
-        links, timeout_s = Links(rank, size, self._exchange), self._timeout.total_seconds()
-        self.watch = Watch(rank, size, links, timeout_s=timeout_s, abort=self._abort)
+        met = "-".join(map(str, members))
+        _meetings[met] += 1
+        links = Links(rank, len(members), dist.PrefixStore(f"protrain/{_meetings[met]} of {met}", store))
+        self.watch = Watch(rank, len(members), links, timeout_s=timeout.total_seconds(), abort=self._abort)
+
+    def serve(self, group: dist.ProcessGroup) -> None:
+        """Be the communicators of ``group``, as long as it is there."""
+        _known[group] = self
         weakref.finalize(group, self.watch.end)  # it is called when Python ends, too
+
+    @cached_property
+    def control(self) -> dist.ProcessGroup:
+        """The group for what the host must know at once."""
+        return self._new("gloo")
 
     def on(self, device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """The groups for gathers and for reductions of tensors on ``device``."""
@@ -280,16 +306,16 @@ class _Communicators:
 
     def _new(self, backend: str) -> dist.ProcessGroup:
         # Others need not call it. The watcher ends a wait at the timeout, before a backend would in its own way.
-        group: dist.ProcessGroup = dist.new_group(
-            self.members, timeout=self._timeout + _MARGIN, backend=backend, use_local_synchronization=True
+        new_group = partial(
+            dist.new_group,
+            self._members,
+            timeout=self._timeout + _MARGIN,
+            backend=backend,
+            use_local_synchronization=True,
         )
+        group: dist.ProcessGroup = self.watch.during(f"the start of a process group of {backend}", new_group)
         self._groups.append((group, backend))
         return group
-
-    def _exchange(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * len(self.members)
-        dist.all_gather_object(found, value, group=self.control)
-        return found
 
     def _abort(self) -> None:
         for group, backend in self._groups:
@@ -299,10 +325,11 @@ class _Communicators:
                 never_free(group)
 
 
-_known: WeakKeyDictionary[dist.ProcessGroup, _Communicators] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, Communicators] = WeakKeyDictionary()
+_meetings: Counter[str] = Counter()  # of the same ranks so far, which all of them count alike
 
 
-def _communicators(group: dist.ProcessGroup) -> _Communicators:
+def _communicators(group: dist.ProcessGroup) -> Communicators:
     """The communicators of ``group``. New ones, if its ranks got out of step before.
 
     All ranks must find the same. So a rank first hears what others have told, who may train anew already.
@@ -311,7 +338,10 @@ def _communicators(group: dist.ProcessGroup) -> _Communicators:
     if known is not None:
         known.watch.hear()
     if known is None or known.watch.is_out_of_step:
-        known = _known[group] = _Communicators(group)
+        timeout = group._get_backend(group._device_types[0]).options._timeout
+        members, store = dist.get_process_group_ranks(group), dist.distributed_c10d._get_default_store()
+        known = Communicators(dist.get_rank(group), members, store, timeout)
+        known.serve(group)
     return known
 
 

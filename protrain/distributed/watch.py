@@ -8,10 +8,13 @@ or dies, the others would wait for it in a collective for as long as their proce
     tell        A thread sees that no new note has come for a second. Then it sends the last notes to all other ranks,
                 and so it does at once if its process raises an exception or ends.
     decide      Each thread compares what it hears. If two ranks have different notes of the same number, or a rank has
-                raised or ended and others have gone on, it decides what to blame, sends that to all, and aborts the
+                raised or ended and others wait for it, it decides what to blame, sends that to all, and aborts the
                 communicators.
     raise       The main thread waits for a collective on the host in short turns. After each, and with each note, it
-                looks for a decision, which it raises as a MisuseError.
+                looks for a decision, which it raises as a MisuseError. What waits for other ranks inside torch, such as
+                the start of a process group, runs in a thread, for which the main thread waits in the same way.
+
+The watch begins as soon as a rank has found the store in which all ranks meet, before it waits for any of them.
 
 While nothing is wrong, a thread sends at most what a pause of more than a second brings about.
 
@@ -26,28 +29,24 @@ of the process group.
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import functools
 import math
 import os
-import signal
-import sys
 import threading
 import warnings
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from time import monotonic, sleep
-from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.endings import give_up, leave_alone, never_free, see_to_the_end
 from protrain.distributed.links import Links
 from protrain.distributed.notes import REMEDY, NoteOf, by_number, first_difference, named
 
@@ -55,12 +54,12 @@ TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
 WARN_S = 30.0  # a wait of so long brings a warning
 CALL_S = 8.0  # so does one for ranks that may not have made the call at all
-_ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
-_END_S = 10  # how long it may take to end after that
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _THREAD_S = 10.0  # how long the main thread waits for the watcher's, which a busy machine may hold up
 _TURN = timedelta(seconds=0.2)  # of a wait
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
+
+Result = TypeVar("Result")
 
 WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
 
@@ -88,7 +87,8 @@ class _Peer:
     number: int = 0  # of its last note
     notes: dict[int, NoteOf] = field(default_factory=dict)  # its last ones, by number
     raised: Raised | None = None  # an exception after which it has not gone on
-    ended: bool = False  # its process has ended as it should, or is about to
+    ended: bool = False  # it takes no part any more
+    gone: bool = False  # its process has ended
     heard: float = 0.0  # when its last message came, in seconds
 
 
@@ -116,14 +116,14 @@ class Watch:
         self._peers = {other: _Peer() for other in range(size) if other != rank}
         self._raises: dict[int, Raised] = {}  # own exceptions, by the number of the last note before them
         self._ended = False
+        self._waits_since = math.inf  # when the main thread has begun to wait for other ranks, in seconds
         self._decided: str | None = None
-        self._told = self._state  # what was sent last
+        self._told: State | None = self._state  # what was sent last. None: a rank has come that has heard nothing
         self._news = False  # whether there may be notes that were not compared
         self._suspected: str | None = None  # a difference that the last comparison has found
         self._asked = self._answered = 0  # how often the thread was asked to hear what has come, and did
         self._at_work = threading.Condition()  # notified when the thread has told or heard
-        _watches.add(self)
-        _report_uncaught()
+        see_to_the_end(self)
         self._thread = threading.Thread(target=self._run, name="protrain watcher", daemon=True)
         self._thread.start()
 
@@ -145,6 +145,10 @@ class Watch:
     def is_out_of_step(self) -> bool:
         """Whether it is decided that the ranks are out of step."""
         return self._decided is not None
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of another rank has ended."""
+        return rank != self._rank and self._peers[rank].gone
 
     def hear(self) -> None:
         """Let the thread hear all that has come until now."""
@@ -172,26 +176,60 @@ class Watch:
             timeout_s: how long to wait, if that is less than the timeout of the process group.
             absent: a remedy for ranks that do not come, because their script may not make the call.
         """
-        limit_s = min(timeout_s, self._timeout_s)
-        warn_s = CALL_S if absent else WARN_S
-        begun, warned = monotonic(), False
         try:
-            while not _is_done(work):
-                waited_s = monotonic() - begun
-                if self._decided is None and waited_s > limit_s:
-                    self._decide(f"{self._absence(waited_s)}, and gives up. {absent or REMEDY}")
-                if self._decided is not None:
-                    never_free(work)
-                    self._raise()
-                if not warned and waited_s > warn_s:
-                    warned = True
-                    warnings.warn(
-                        f"{self._absence(waited_s)}, and goes on waiting. {absent}".rstrip(". "), stacklevel=3
-                    )
+            self._wait_until(partial(_is_done, work), timeout_s=timeout_s, absent=absent)
+        except MisuseError:
+            never_free(work)
+            raise
+        except RuntimeError as error:
+            self.fail(error)
+
+    def during(self, what: str, action: Callable[[], Result]) -> Result:
+        """What ``action`` returns, which waits for all ranks in a way that nothing else ends. It runs in a thread.
+
+        MisuseError if the ranks are out of step, or others do not come. The thread is left alone then.
+        """
+        self.note(what)
+        found: Future[Result] = Future()
+
+        def act() -> None:
+            try:
+                found.set_result(action())
+            except BaseException as error:
+                found.set_exception(error)
+
+        thread = threading.Thread(target=act, name=f"protrain: {what}", daemon=True)
+        thread.start()
+        try:
+            self._wait_until(lambda: bool(wait([found], _TURN.total_seconds()).done))
+        except BaseException:  # Ctrl-C, too
+            leave_alone(thread)
+            raise
+        try:
+            return found.result()
         except MisuseError:
             raise
         except RuntimeError as error:
             self.fail(error)
+
+    def _wait_until(self, is_done: Callable[[], bool], *, timeout_s: float = math.inf, absent: str = "") -> None:
+        """Wait until ``is_done``, which takes a turn, says so. The arguments are those of ``wait``."""
+        limit_s = min(timeout_s, self._timeout_s)
+        warn_s = CALL_S if absent else WARN_S
+        self._waits_since, warned = monotonic(), False
+        try:
+            while not is_done():
+                waited_s = monotonic() - self._waits_since
+                if self._decided is None and waited_s > limit_s:
+                    self._decide(f"{self._absence(waited_s)}, and gives up. {absent or REMEDY}")
+                if self._decided is not None:
+                    self._raise()
+                if not warned and waited_s > warn_s:
+                    warned = True
+                    text = f"{self._absence(waited_s)}, and goes on waiting. {absent}".rstrip(". ")
+                    warnings.warn(text, stacklevel=4)
+        finally:
+            self._waits_since = math.inf
 
     def raised(self, error: BaseException | None, where: str = "") -> None:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
@@ -224,6 +262,7 @@ class Watch:
 
     def fail(self, error: RuntimeError) -> NoReturn:
         """The collective of the last note has failed: find out why, and raise that as a MisuseError."""
+        self._waits_since = -math.inf  # it need not wait any longer
         end = monotonic() + _EXPLAIN_S
         while self._decided is None and monotonic() < end:
             sleep(0.05)
@@ -239,7 +278,7 @@ class Watch:
     def _raise(self) -> NoReturn:
         """Raise what is decided, once the others were told: a script may catch it and train anew with them."""
         with self._at_work:
-            self._at_work.wait_for(lambda: self._told[3] is not None, timeout=_THREAD_S)
+            self._at_work.wait_for(lambda: self._told is not None and self._told[3] is not None, timeout=_THREAD_S)
         raise MisuseError(self._decided) from None
 
     def _absence(self, waited_s: float) -> str:
@@ -277,7 +316,7 @@ class Watch:
             state, paused = self._state, False
             if monotonic() >= next_tick:
                 paused, seen, next_tick = seen == state[0], state[0], monotonic() + TICK_S
-            if paused or state[1:] != self._told[1:]:
+            if paused or self._told is None or state[1:] != self._told[1:]:
                 if state != self._told:
                     self._tell(state)
                 self._judge()
@@ -294,8 +333,15 @@ class Watch:
     def _hear(self, rank: int, message: Mapping[str, Any] | None) -> None:
         peer = self._peers[rank]
         if message is None:
+            peer.gone = True
             if not peer.ended:
                 self._decide(f"rank {rank} has died: its process was killed or crashed. See what it printed last")
+            return
+        if not message:
+            self._told = None
+            return
+        if "unreachable" in message:
+            self._decide(f"rank {self._rank} cannot connect to rank {rank} at {message['unreachable']}")
             return
         raised = message["raised"]
         peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and Raised(*raised)
@@ -318,9 +364,12 @@ class Watch:
             self._suspected = difference
             self._news = difference is not None
         for rank, peer in self._peers.items():
-            if self._number <= peer.number:
+            if self._number > peer.number:
+                others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
+            elif peer.ended and self._number == peer.number and monotonic() - self._waits_since > CAUGHT_S:
+                others = f", while rank {self._rank} waits in {self._place(peer.number)}"
+            else:
                 continue
-            others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
             own, raised = self._raises.get(peer.number), peer.raised
             # This rank has raised there, too, and caught it as the other may.
             alike = own is not None and raised is not None and own.as_often_as(raised)
@@ -335,9 +384,7 @@ class Watch:
             if self._decided is not None or self._ended:
                 return
             self._decided = reason  # before a thread comes free that waits for the GPU
-        aborting = threading.Thread(target=self._abort, name="protrain abort", daemon=True)
-        aborting.start()  # not waited for: NCCL may wait there for what other ranks do
-        _aborting.append(aborting)
+        give_up(self._abort)
         self._links.wake()
 
 
@@ -350,43 +397,3 @@ def _is_done(work: dist.Work) -> bool:
             return False
         work.wait()  # raises what went wrong, or else it has ended just now
     return True
-
-
-def never_free(thing: object) -> None:
-    """Keep ``thing``, a collective of gloo that was given up or its process group, until the process is gone.
-
-    A thread of the group works on the collective until all ranks have come, or for the timeout of the group. To free
-    either would wait for that thread, at the latest when Python ends.
-    """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
-
-
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
-_aborting: list[threading.Thread] = []  # which give communicators up
-
-
-@atexit.register
-def _end_all_the_same() -> None:
-    """Bound how long a process that got out of step takes to end.
-
-    CUDA and NCCL free their memory at the very end, after Python, and may wait there without a limit for a collective
-    that other ranks never came to. The system's alarm ends the process then, whatever waits.
-    """
-    if any(watch.is_out_of_step for watch in _watches) and threading.current_thread() is threading.main_thread():
-        for thread in list(_aborting):
-            thread.join(_ABORT_S)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_END_S)
-
-
-@functools.cache
-def _report_uncaught() -> None:
-    """Let all watches hear of an exception that ends the process."""
-    before = sys.excepthook
-
-    def report(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        for watch in list(_watches):
-            watch.raised(error)
-        before(kind, error, traceback)
-
-    sys.excepthook = report

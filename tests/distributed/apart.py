@@ -67,6 +67,10 @@ class Group:
         """Send a signal to ``rank``."""
         self._processes[rank].send(number)
 
+    def wait_for_end(self, rank: int, *, timeout_s: float = 60.0) -> None:
+        """Wait until ``rank`` has ended, whatever the others do."""
+        self.endings([rank], timeout_s=timeout_s)
+
     def endings(self, ranks: Sequence[int], *, timeout_s: float) -> dict[int, Ending]:
         """Wait until ``ranks`` have ended."""
         end = monotonic() + timeout_s
