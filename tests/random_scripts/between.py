@@ -9,8 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.harness import Spec, states
-from tests.random_scripts.models import WIDTH, batch
+from tests.random_scripts.models import WIDTH, Adapter, batch
 from tests.random_scripts.steps import scoring
+
+HOOKS = (
+    "forward",
+    "forward of a layer",
+    "before forward",
+    "backward",
+    "before backward",
+    "gradient",
+    "gradient of the output",
+)
 
 
 def set_group(side: Any, group: int, key: str, value: Any) -> list[Any]:
@@ -18,13 +28,62 @@ def set_group(side: Any, group: int, key: str, value: Any) -> list[Any]:
     return []
 
 
+def schedule(side: Any, kind: str) -> list[Any]:
+    side.schedule(kind)
+    return []
+
+
+def advance(side: Any) -> list[Any]:
+    """The scheduler, if there is one, makes its step."""
+    if side.scheduler is not None:
+        side.scheduler.step()
+    return [group["lr"] for group in side.optimizer.param_groups]
+
+
+def set_adapters(side: Any, used: bool, block: int | None) -> list[Any]:
+    """Adapters are switched on or off."""
+    for module in (side.model if block is None else side.model.blocks[block]).modules():
+        if isinstance(module, Adapter):
+            module.used = used
+    return []
+
+
+def merge(side: Any, block: int, sign: int) -> list[Any]:
+    """An adapter is merged into its layer, or taken out of it."""
+    layer = side.model.blocks[block].first
+    if isinstance(layer, Adapter):
+        with side.whole(), torch.no_grad():
+            base, up, down = (each.get_parameter("weight") for each in (layer.base, layer.up, layer.down))
+            base.add_(up @ down, alpha=sign)
+    return []
+
+
+def drop_gradients_of(side: Any, block: int) -> list[Any]:
+    side.drop_gradients_of(block)
+    return []
+
+
+def copy_block(side: Any, source: int, target: int) -> list[Any]:
+    side.copy_block(source, target)
+    return []
+
+
+def load_what_is_there(side: Any, how: str) -> list[Any]:
+    """A state goes to a file and back in the middle of the training."""
+    side.load_what_is_there(how)
+    return []
+
+
 def freeze(side: Any, index: int, trained: bool) -> list[Any]:
-    side.parameter(index).requires_grad_(trained)
+    side.trained[index % len(side.trained)].requires_grad_(trained)
     return []
 
 
 def freeze_block(side: Any, block: int, trained: bool) -> list[Any]:
-    side.model.blocks[block].requires_grad_(trained)
+    mine = set(map(id, side.model.blocks[block].parameters()))
+    for parameter in side.trained:
+        if id(parameter) in mine:
+            parameter.requires_grad_(trained)
     return []
 
 
@@ -38,7 +97,8 @@ def set_and_put_back(side: Any, group: int) -> list[Any]:
 
 
 def freeze_all(side: Any, trained: bool) -> list[Any]:
-    side.model.requires_grad_(trained)
+    for parameter in side.trained:
+        parameter.requires_grad_(trained)
     return []
 
 
@@ -175,10 +235,21 @@ def _halve_all(module: nn.Module, of_inputs: Any, of_outputs: Any) -> Any:
     return tuple(None if gradient is None else gradient * 0.5 for gradient in of_inputs)
 
 
+def _halve_later(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    if output.requires_grad:
+        output.register_hook(lambda gradient: gradient * 0.5)
+
+
 def hook(side: Any, block: int, kind: str) -> list[Any]:
     module = side.model.blocks[block]
     if kind == "forward":
         handle = module.register_forward_hook(_double)
+    elif kind == "before forward":
+        handle = module.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 0.5,))
+    elif kind == "before backward":
+        handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (of_outputs[0] * 0.5,))
+    elif kind == "gradient of the output":
+        handle = module.register_forward_hook(_halve_later)
     elif kind == "forward of a layer":
         handle = module.first.register_forward_hook(_double)
     elif kind == "backward":

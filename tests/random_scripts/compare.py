@@ -1,5 +1,7 @@
 """Runs a random script on both sides, on one process or several, and compares what they find.
 
+At the end a checkpoint is loaded by another training.
+
 An action that ProTrain refuses must leave everything as it was, so the plain loop leaves it out. After it the step is
 forgotten, on both sides.
 """
@@ -10,19 +12,22 @@ import random
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import protrain
 from protrain.common.errors import BudgetError, MisuseError, PlanError
 from tests.distributed.pool import on_ranks
 from tests.engine.harness import PLANS, assert_same, states
 from tests.random_scripts import between, steps
 from tests.random_scripts.draw import WITH_A_BATCH, WITH_A_FOLDER, Action, draw, told
-from tests.random_scripts.models import MODELS, batch
-from tests.random_scripts.sides import Case, Plain, Side, Wrapped
+from tests.random_scripts.models import MODELS, OF_ONE_PROCESS, batch
+from tests.random_scripts.plain_side import Plain
+from tests.random_scripts.sides import Case, Side, Wrapped
 
 _BACKWARDS = (
     steps.backward,
@@ -38,14 +43,16 @@ States = dict[str, Tensor]
 def case_of(seed: int, ranks: int = 1) -> tuple[Case, list[Action]]:
     """The script of ``seed`` and what it runs on."""
     rng = random.Random(seed)
-    # BatchNorm computes in another type on the plain side, and with the numbers of one rank on each of several.
-    models = sorted(MODELS.keys() - ({"counting"} if ranks > 1 else set()))
+    models = sorted(MODELS.keys() - (OF_ONE_PROCESS if ranks > 1 else set()))
     model = rng.choice(models)
     dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float16)
+    # BatchNorm computes in another type on the plain side.
     dtype = torch.float32 if model == "counting" else rng.choice(dtypes)
     inside = dtype is not torch.float16 and rng.random() < 0.3
     more: Any = {"narrow": rng.random() < 0.2, "accumulation": rng.choice((1, 4) if ranks == 1 else (1, 4, 4))}
-    case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more, late=rng.random() < 0.2)
+    # Of a routed model the first batch must call all blocks.
+    late = rng.random() < 0.2 and model != "routed"
+    case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more, late=late)
     return case, draw(rng, case)
 
 
@@ -60,6 +67,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
             of_ranks = [run_wrapped(0, case, script, folder)]
         else:
             of_ranks = on_ranks(case.ranks, run_wrapped, case, list(script), folder, timeout_s=120)
+        loaded = _loaded(case, Path(folder, "final"))
     traces = [trace for trace, _ in of_ranks]
     plain, refused = Plain(case), []
     for place, (action, options) in enumerate(script):
@@ -94,7 +102,20 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
             assert_same(ours, final)
         except AssertionError as error:
             raise DiffersError(f"at the end, rank {rank}: {error}") from error
+    try:
+        assert_same(loaded, final)
+    except AssertionError as error:
+        raise DiffersError(f"loaded at the end: {error}") from error
     return refused
+
+
+def _loaded(case: Case, folder: Path) -> States:
+    """The states of another training, on one process and under another plan, that loads a checkpoint twice."""
+    plan = PLANS[len(case.model) % len(PLANS)]
+    side = Wrapped(replace(case, ranks=1, late=False, spec=plan))
+    for _ in range(2):
+        protrain.load_checkpoint(folder, side.model, side.optimizer)
+    return states(side.model, side.optimizer)
 
 
 def run_wrapped(rank: int, case: Case, script: Sequence[Action], folder: str) -> tuple[list[Outcome], States]:
@@ -117,7 +138,9 @@ def run_wrapped(rank: int, case: Case, script: Sequence[Action], folder: str) ->
         else:
             trace.append(("done", [value.detach().clone() if isinstance(value, Tensor) else value for value in found]))
             _end_if_updated(side, action, found)
-    return trace, _final(side)
+    final = _final(side)
+    protrain.save_checkpoint(Path(folder, "final"), side.model, side.optimizer)
+    return trace, final
 
 
 def _run_plain(plain: Plain, place: int, action: Any, options: dict[str, Any]) -> list[list[Any]]:
@@ -144,9 +167,10 @@ def _end_if_updated(side: Side, action: Any, found: list[Any]) -> None:
 
 def _final(side: Side) -> States:
     side.give_up()
-    for parameter in side.model.parameters():
+    for parameter in side.trained:
         parameter.requires_grad_(True)
     if side.case.late:  # and the script may not have called the model
+        torch.manual_seed(0)
         side.model(batch(0))
     return states(side.model, side.optimizer)
 

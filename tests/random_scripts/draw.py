@@ -87,14 +87,22 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
     if case.inside:
         found = [each for each in found if each[0] not in _NOT_INSIDE and each[1].get("where") != "backward"]
         found = [each for each in found if not each[1].get("retained")]
-        if case.ranks > 1 and case.model == "branching":  # refused in its middle if only one of both calls has a block
-            found = [each for each in found if each[1].get("kind") != "part"]
+        if case.ranks > 1:  # some losses are refused in the middle of backward
+            found = [each for each in found if each[1].get("kind") not in ("part", "by hand")]
+    if case.model == "stateful":  # torch changes the buffers once more when it recomputes a block, which is not right
+        found = [each for each in found if each[1].get("kind") not in ("checkpointed", "reentrant")]
+    if case.model == "routed":  # whose batches do not all reach each block
+        of_one = steps.backward_to_weight, steps.gradient_of_weight, steps.fail
+        found = [each for each in found if each[0] not in of_one]
+        unlike = steps.OF_ONE_PROCESS if case.ranks > 1 else ("weight penalty",)  # which not all ranks refuse
+        found = [each for each in found if each[1].get("kind") not in unlike]
     if case.ranks > 1:
         found = [each for each in found if each[0] not in _OF_ONE_PROCESS and rng.random() < _share(each[1])]
     if case.late:  # the batch of the first call must be the longest
         found = [each for each in found if each[0] not in _NOT_LATE]
         found = [(each, {**options, "size": 8} if "size" in options else options) for each, options in found]
-        if case.dtype.itemsize < 4:  # until the first call weights have their own type
+        # Until the first call weights have their own type, and no step is made inside backward.
+        if case.dtype.itemsize < 4 or case.inside:
             found.insert(0, (steps.backward, {"kind": "usual", "seed": 0, "size": 8, "block": 0}))
     return found
 
@@ -158,9 +166,16 @@ def _other(rng: random.Random) -> Action:
             (between.set_mode, {"block": rng.choice((None, block)), "train": half}),
             (
                 between.hook,
-                {"block": block, "kind": rng.choice(("forward", "forward of a layer", "backward", "gradient"))},
+                {"block": block, "kind": rng.choice(between.HOOKS)},
             ),
             (between.unhook, {}),
+        ],
+        [
+            (between.schedule, {"kind": rng.choice(("cycle", "factor", "sequence"))}),
+            (between.advance, {}),
+            (between.advance, {}),
+            (between.set_adapters, {"used": half, "block": rng.choice((None, block))}),
+            (between.merge, {"block": block, "sign": rng.choice((1, -1))}),
         ],
         [
             (between.evaluate, {"seed": 7, "size": size, "inference": half, "train": rng.random() < 0.3}),
@@ -185,6 +200,8 @@ def _other(rng: random.Random) -> Action:
                 {"index": index, "how": rng.choice(("in place", "data", "replaced", "foreach", "init"))},
             ),
             (between.load_weight, {"index": index, "values": 1}),
+            (between.copy_block, {"source": block, "target": rng.randrange(DEPTH)}),
+            (between.load_what_is_there, {"how": rng.choice(("model", "optimizer", "blocks"))}),
             (between.keep, {"how": rng.choice(("states", "states", "checkpoint", "thread"))}),
             (between.go_back, {"with_optimizer": half}),
             (between.go_back, {"with_optimizer": half}),
@@ -211,6 +228,7 @@ def _other(rng: random.Random) -> Action:
             (steps.scale_gradients, {"factor": rng.choice((0.5, 2.0))}),
             (steps.gradient_norm, {"index": index}),
             (steps.drop_gradient, {"index": index}),
+            (between.drop_gradients_of, {"block": block}),
         ],
     )
     return rng.choice(rng.choice(kinds))

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from tests.random_scripts.models import WIDTH, batch
 
 _OFTEN = ("usual",) * 8
-OF_ONE_PROCESS = "two", "part", "weights", "only weights", "checkpointed", "reentrant"  # several ranks refuse them
-_MORE = "block", "autocast", "penalty", "both", "scores", "huge", "saved on cpu", "hooked"
+# Several ranks refuse these.
+OF_ONE_PROCESS = "two", "part", "weights", "only weights", "checkpointed", "reentrant", "by hand", "weight penalty"
+_MORE = "block", "autocast", "penalty", "both", "scores", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
 KINDS = (*_OFTEN, *_MORE, *OF_ONE_PROCESS)
 
 
@@ -65,6 +66,29 @@ def loss_of(model: Any, *, seed: int, kind: str = "usual", size: int = 8, block:
         loss = square(model(x))
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + gradient.float().square().sum()
+    if kind == "weight penalty":
+        loss = square(model(x))
+        weights = [model.blocks[block].first.weight, model.leave.weight]
+        weights = [weight for weight in weights if weight.requires_grad]
+        for gradient in torch.autograd.grad(loss, weights, create_graph=True) if weights else ():
+            loss = loss + gradient.float().square().sum()
+        return loss
+    if kind == "by hand":  # which leaves out some blocks, and goes through the others from the last to the first
+        hidden = model.enter(x.to(dtype))
+        for index in reversed(range(len(model.blocks))):
+            if index != block:
+                hidden = model.blocks[index](hidden)
+        return square(model.leave(hidden))
+    if kind == "frozen start":  # a block that a hook takes out of the graph
+        handle = model.blocks[block].register_forward_hook(lambda module, inputs, output: output.detach())
+        try:
+            return square(model(x))
+        finally:
+            handle.remove()
+    if kind == "sampled":  # what a model has generated is learnt from
+        with torch.no_grad():
+            rows = model(x)
+        return square(model(torch.cat([rows, rows.tanh()], dim=1)))
     if kind == "saved on cpu":
         with torch.autograd.graph.save_on_cpu():
             return square(model(x))

@@ -11,7 +11,8 @@ from tests.engine.harness import PLANS
 from tests.random_scripts import between, steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
 from tests.random_scripts.draw import Action, told
-from tests.random_scripts.sides import Case, Plain, Side, Wrapped
+from tests.random_scripts.plain_side import Plain
+from tests.random_scripts.sides import Case, Side, Wrapped
 
 _CASE = Case("residual", torch.float32, PLANS[8], inside=False)
 _LOSS = {"kind": "usual", "seed": 0, "size": 8, "block": 0}
