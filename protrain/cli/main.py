@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import select
 import signal
 import sys
@@ -16,9 +17,11 @@ from typing import Any
 
 import protrain
 from protrain.cli.commands import build_parser
+from protrain.cli.imports import importing
 from protrain.cli.options import in_options
 from protrain.cli.signals import InterruptedRun
 from protrain.common.errors import MisuseError
+from protrain.common.interrupt import is_program
 from protrain.common.progress import note, say, silence
 
 
@@ -29,6 +32,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     reads the results any more. In the program `protrain`, ``protrain.common.interrupt`` ends most commands on Ctrl-C,
     and they never get here.
     """
+    status = _status(argv)
+    if is_program() and sys.argv[1:2] == ["plan"]:  # which leaves nothing that would have to be closed
+        _leave(status)
+    return status
+
+
+def _leave(status: int) -> None:
+    """Leave the process, unless something remains unwritten. To free all of torch one by one would take a second."""
+    with suppress(OSError, ValueError, AttributeError):
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(status)
+
+
+def _status(argv: Sequence[str] | None) -> int:
+    """What ``main`` returns."""
     name = "protrain"
     if isinstance(sys.stdout, io.TextIOWrapper):  # a name that the terminal cannot show must not cost the results
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -36,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = _parsed(argv)
         name = f"protrain {args.command}"
         with own_warnings_as_lines():
-            resolve_name(args.run)(args)  # imported only now, so that --help needs no torch
+            with importing():  # only now, so that --help needs no torch
+                run = resolve_name(args.run)
+            run(args)
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:

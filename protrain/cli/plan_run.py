@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from protrain.cli.defaults import choose_loss
+from protrain.cli.imports import importing
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
 from protrain.cli.plan_machine import machine_of, machines_of
@@ -101,13 +102,15 @@ def _profile(
     step = PlannedStep.of(args, hardware.device_type, layers)
 
     def counted() -> ModelProfile:
-        from protrain.cli import plan_trace
+        with importing():
+            from protrain.cli import plan_trace
 
         return plan_trace.counted(step, device_bytes=hardware.device_bytes, show=show)
 
     profile = None
     if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
-        from protrain.cli import plan_trace
+        with importing():
+            from protrain.cli import plan_trace
 
         profile = plan_trace.measured(step, device_bytes=hardware.device_bytes, show=show)
         if profile is None:
