@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,9 @@ class CudaMeter:
     def __init__(self, device: torch.device) -> None:
         torch.cuda.init()  # without it there are no statistics to reset
         self._device = device
+        # Garbage that holds tensors, such as that of a trace that ran out of memory, may be collected at any time. In
+        # the middle of the step its memory would be taken for memory that the step frees.
+        gc.collect()
         # bytes that were allocated before the step, and bytes of managed weights
         self._outside = torch.cuda.memory_allocated(device)
         self._peak = 0

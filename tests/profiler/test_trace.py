@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import random
 from collections.abc import Callable
@@ -395,6 +396,7 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
     model = nn.Sequential(*[_Block(width) for _ in range(12)])
     batch = (torch.randn(rows, width),)
     profile(model, batch, device="cuda")  # the matmul library allocates workspaces and keeps them
+    gc.collect()  # what earlier tests have left
     torch.cuda.empty_cache()
     before, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
     weights = 2 * sum(p.numel() for p in model.parameters())
@@ -403,7 +405,7 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
         traced = profile(model, batch, device="cuda")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert torch.cuda.memory_allocated() <= before  # less if what an earlier test has left was collected meanwhile
+    assert torch.cuda.memory_allocated() <= before
     assert traced.blocks[0].saved_bytes == rows * 4 * width * 2
     assert all(block.forward_ms > 0 and block.backward_ms > 0 for block in traced.blocks)
     meta = profile(model, batch, device="meta", dtype=torch.bfloat16)
@@ -411,6 +413,27 @@ def test_on_a_gpu_a_model_larger_than_the_room_is_traced() -> None:
     for ours, theirs in zip(traced.segments, meta.segments, strict=True):
         assert (ours.phase, ours.block) == (theirs.phase, theirs.block)
         assert ours.live_bytes == pytest.approx(theirs.live_bytes, rel=0.05, abs=65536)
+
+
+class _Collecting(nn.Linear):
+    """A layer in whose forward the garbage collector happens to run."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        gc.collect()
+        return super().forward(input)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_garbage_that_is_collected_meanwhile_is_not_counted() -> None:
+    model, batch = nn.Sequential(_Collecting(256, 256), nn.Linear(256, 256)), (torch.randn(64, 256),)
+    profile(model, batch, device="cuda")  # the matmul library allocates workspaces and keeps them
+    clean = profile(model, batch, device="cuda")
+    garbage: list[Any] = [torch.empty(1 << 26, device="cuda")]
+    garbage.append(garbage)
+    del garbage
+    traced = profile(model, batch, device="cuda")
+    assert [segment.live_bytes for segment in traced.segments] == [segment.live_bytes for segment in clean.segments]
 
 
 @pytest.mark.gpu
