@@ -72,7 +72,9 @@ def start_group() -> None:
                 "other: start them with torchrun, or call torch.distributed.init_process_group before protrain.wrap"
             )
     rank, timeout = int(os.environ["RANK"]), dist.default_pg_timeout
-    store = _store(rank, timeout)
+    # torchrun may give processes that it starts again the store of before, which tells of processes that are dead.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt {attempt}", _store(rank, timeout))
     communicators = Communicators(rank, range(size), store, timeout)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     start = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size)

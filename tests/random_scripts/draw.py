@@ -100,6 +100,8 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found = [each for each in found if each[0] not in _OF_ONE_PROCESS and rng.random() < _share(each[1])]
     if case.late:  # the batch of the first call must be the longest
         found = [each for each in found if each[0] not in _NOT_LATE]
+        if case.ranks > 1:  # each rank keeps the gradients of parts that are called before the model
+            found = [each for each in found if each[1].get("kind") != "by hand"]
         found = [(each, {**options, "size": 8} if "size" in options else options) for each, options in found]
         # Until the first call weights have their own type, and no step is made inside backward.
         if case.dtype.itemsize < 4 or case.inside:
