@@ -14,18 +14,17 @@ import torch
 
 from protrain.checkpoint.export import export
 from protrain.cli.data import COUNTED, Part
-from protrain.cli.metrics import StepTimes, draw_loss_curve, peak_resident_bytes
+from protrain.cli.metrics import draw_loss_curve, peak_resident_bytes, quantile
 from protrain.cli.run_files import MODEL_FOLDER, SAMPLE_FILE, SUMMARY_FILE
 from protrain.cli.summary import TrainSummary, device_name, versions
 from protrain.cli.training_run import Run
 from protrain.common.progress import stage
 from protrain.distributed.agreement import raised_on_all
 
-WARMING_UP_STEPS = 5  # not counted in reported times, because allocators grow and caches fill
 _PROMPT_TOKENS = 32
 
 
-def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary:
+def finish(run: Run, look: Callable[[], None]) -> TrainSummary:
     """Evaluate, and write everything that a finished run leaves in its folder. ``look`` is called between the stages.
 
     The first rank writes. If it cannot, the error is raised on all ranks.
@@ -45,7 +44,7 @@ def finish(run: Run, times: StepTimes, look: Callable[[], None]) -> TrainSummary
         with stage("writing a sample"):
             text = sample(run)
         look()
-    summary = summarise(run, times, evaluation_loss)
+    summary = summarise(run, evaluation_loss)
     with raised_on_all(run.ranks):
         if run.writes:
             if text is not None:
@@ -89,15 +88,17 @@ def prompt_tokens(part: Part) -> int:
     return asked if asked > 1 else _PROMPT_TOKENS
 
 
-def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> TrainSummary:
+def summarise(run: Run, evaluation_loss: float | None) -> TrainSummary:
     """Collect the figures of a run whose steps are all done."""
     job, losses = run.job, run.metrics.losses()
     last_losses = [loss for step, loss in losses.items() if step > job.steps - max(job.steps // 10, 1)]
     device_peak_bytes = run.device_peak_bytes
-    if not times.milliseconds:  # this process resumed after the last step, so the steps ran in earlier processes
-        times = _recorded_times(run)
+    own = bool(run.metrics.times_ms("step_ms", own=True))
+    if not own:  # this process resumed after the last step, so the steps ran in earlier processes
         device_peak_bytes = max([device_peak_bytes, *(row.get("device_bytes", 0) for row in run.metrics.rows)])
-    step_ms = times.quantile(0.5)
+    among_others_ms = run.metrics.times_ms("step_ms", own=own)
+    times_ms = among_others_ms or run.metrics.times_ms("alone_ms", own=own)
+    step_ms = quantile(times_ms, 0.5)
     tokens_per_s = None if step_ms is None else run.tokens_per_step / step_ms * 1000
     report = run.optimizer.report()
     cuda = run.device.type == "cuda"
@@ -120,9 +121,9 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         evaluation_loss=evaluation_loss,
         unigram_entropy=run.tokens.unigram_entropy,
         step_ms=step_ms,
-        step_ms_p20=times.quantile(0.2),
-        step_ms_p80=times.quantile(0.8),
-        steps_alone=times.are_alone,
+        step_ms_p20=quantile(times_ms, 0.2),
+        step_ms_p80=quantile(times_ms, 0.8),
+        steps_alone=bool(times_ms) and not among_others_ms,
         tokens_per_s=tokens_per_s,
         parameter_tflops=None if tokens_per_s is None else run.parameter_flops_per_token * tokens_per_s / 1e12,
         model_tflops=None if tokens_per_s is None else run.flops_per_token * tokens_per_s / 1e12,
@@ -134,10 +135,3 @@ def summarise(run: Run, times: StepTimes, evaluation_loss: float | None) -> Trai
         process_peak_bytes=peak_resident_bytes(),
         plan=run.optimizer.plan,
     )
-
-
-def _recorded_times(run: Run) -> StepTimes:
-    times = StepTimes(skip=WARMING_UP_STEPS)
-    for name, durations in (("step_ms", times.milliseconds), ("alone_ms", times.alone_milliseconds)):
-        durations += [row[name] for row in run.metrics.rows if row.get(name) is not None]
-    return times

@@ -15,7 +15,7 @@ import torch
 import protrain
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.data import counted_in, counted_tokens, seed_micro_batch, training_batch
-from protrain.cli.finish import WARMING_UP_STEPS, discard_unfinished, finish
+from protrain.cli.finish import discard_unfinished, finish
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import (
     DelayedRead,
@@ -63,17 +63,16 @@ def train(
             f"--trace needs {_STEPS_WITH_TRACE} steps, and {job.steps - run.step} of {folder} are left: leave it out"
         )
     write_run_files(run)
-    times = StepTimes(skip=WARMING_UP_STEPS)
     try:
-        saved_step = _steps(run, times, requests, resumed=resume, trace=trace)
+        saved_step = _steps(run, requests, resumed=resume, trace=trace)
     except KeyboardInterrupt:  # a second request to stop
         raise InterruptedRun(requests.received, _cut_short(run)) from None
-    return _finish(run, times, requests, saved_step)
+    return _finish(run, requests, saved_step)
 
 
-def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool, trace: Path | None) -> int:
+def _steps(run: Run, requests: StopRequests, *, resumed: bool, trace: Path | None) -> int:
     """Run every step that is left. Returns the step of the newest save, or 0 if there is none."""
-    job = run.job
+    job, times = run.job, StepTimes()
     saved_step = run.step
     with ProgressLine("", job.steps, done=run.step) as line, ExitStack() as tracing:
         if resumed:
@@ -98,7 +97,7 @@ def _steps(run: Run, times: StepTimes, requests: StopRequests, *, resumed: bool,
                 result, alone_ms = delayed.take(), None
                 if times.is_alone:
                     run.wait_for_updates()
-                    alone_ms = times.add_alone(time.perf_counter())
+                    alone_ms = times.alone_ms(time.perf_counter())
                 _exchange(run, requests, result, report, alone_ms)
                 times.pause()
             if traced:
@@ -142,7 +141,7 @@ def _saved(run: Run, saved_step: int) -> Path:
         ) from error
 
 
-def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int) -> TrainSummary:
+def _finish(run: Run, requests: StopRequests, saved_step: int) -> TrainSummary:
     """Do what follows the last step. If that ends early, the run is saved, and resuming does the rest.
 
     Several ranks would be out of step if a signal raised in the middle of what they do together. They look between the
@@ -155,7 +154,7 @@ def _finish(run: Run, times: StepTimes, requests: StopRequests, saved_step: int)
 
     try:
         with nullcontext() if run.ranks.several else requests.raised():
-            return finish(run, times, look)
+            return finish(run, look)
     except (Stopped, Exception) as error:
         try:
             run.ranks.meet("the save after a failure")

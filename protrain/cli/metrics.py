@@ -20,6 +20,8 @@ from protrain.cli.run_files import CURVE_FILE, METRICS_FILE
 from protrain.common.progress import is_terminal, say, say_in_place
 from protrain.common.tables import WIDTH
 
+_WARMING_UP_STEPS = 5  # in a run
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -92,34 +94,29 @@ def added_in_order(by_rank: Sequence[Sequence[float]]) -> float:
 
 
 class StepTimes:
-    """The durations of steps, from the end of one step to the end of the next. What happens in pauses is left out.
+    """Times steps from the end of one step to the end of the next. What happens in pauses is left out.
 
     A step that stands alone between two saves or evaluations follows no other step's end. It is timed from its begin
     until its updates are done. These updates overlap with no other step, so its time is longer than that of a step
     among others. Such times count only if there are no others.
     """
 
-    def __init__(self, *, skip: int) -> None:
-        self._skip = skip
+    def __init__(self) -> None:
         self._last_s: float | None = None
         self._begun_s: float | None = None  # the begin of the step after a pause
-        self.milliseconds: list[float] = []
-        self.alone_milliseconds: list[float] = []
 
     def add(self, ended_s: float) -> float | None:
         """Note the end of a step. Returns its duration in ms, or None for the first step after a pause."""
-        duration = None if self._last_s is None else (ended_s - self._last_s) * 1000
+        duration_ms = None if self._last_s is None else (ended_s - self._last_s) * 1000
         self._last_s = ended_s
-        if duration is not None:
-            self.milliseconds.append(duration)
-        return duration
+        return duration_ms
 
     def pause(self) -> None:
         """Forget the end of the last step, because evaluation or saving follows."""
         self._last_s = self._begun_s = None
 
     def go_on(self, begun_s: float) -> None:
-        """Note the end of a pause. Times here and in ``add_alone`` are those of the host's clock."""
+        """Note the end of a pause. Times here and in ``alone_ms`` are those of the host's clock."""
         self._begun_s = begun_s
 
     @property
@@ -127,22 +124,19 @@ class StepTimes:
         """Whether a step that ends before a pause stands alone, because it also began after one."""
         return self._last_s is None and self._begun_s is not None
 
-    def add_alone(self, ended_s: float) -> float:
-        """Note that the updates of a step that stands alone ended at ``ended_s``. Returns the step's duration in ms."""
+    def alone_ms(self, ended_s: float) -> float:
+        """The duration of a step that stands alone, whose updates ended at ``ended_s``."""
         assert self._begun_s is not None
-        self.alone_milliseconds.append((ended_s - self._begun_s) * 1000)
-        return self.alone_milliseconds[-1]
+        return (ended_s - self._begun_s) * 1000
 
-    @property
-    def are_alone(self) -> bool:
-        """Whether ``quantile`` uses steps that stood alone."""
-        return bool(self.alone_milliseconds) and not self.milliseconds
 
-    def quantile(self, share: float) -> float | None:
-        """The duration that ``share`` of the steps stay under, without the first steps, or None if there are none."""
-        durations = self.milliseconds or self.alone_milliseconds
-        ordered = sorted(durations[self._skip :] or durations)
-        return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+def quantile(durations_ms: Sequence[float], share: float) -> float | None:
+    """The duration that ``share`` of the steps stay under, or None if there are none.
+
+    The first steps are left out if there are more, because allocators grow and caches fill in them.
+    """
+    ordered = sorted(durations_ms[_WARMING_UP_STEPS:] or durations_ms)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
 
 
 class MetricsFile:
@@ -153,6 +147,7 @@ class MetricsFile:
 
     def __init__(self, folder: Path, *, resumed_step: int, log: Log | None = None) -> None:
         self._path = folder / METRICS_FILE
+        self._resumed_step = resumed_step
         self._log = log
         self.rows: list[dict[str, Any]] = []
         if resumed_step and self._path.exists():
@@ -190,6 +185,11 @@ class MetricsFile:
     def losses(self) -> dict[int, float]:
         """The training loss of each step, in order. Damaged lines have none."""
         return {row["step"]: row["loss"] for row in self.rows if "loss" in row}
+
+    def times_ms(self, name: str, *, own: bool) -> list[float]:
+        """The times ``name`` of the steps that have one, in order; with ``own`` only of steps in this process."""
+        rows = [row for row in self.rows if row["step"] > self._resumed_step or not own]
+        return [row[name] for row in rows if row.get(name) is not None]
 
 
 def steps_reached(folder: Path) -> int:

@@ -18,6 +18,7 @@ from protrain.cli.metrics import (
     StepTimes,
     draw_loss_curve,
     peak_resident_bytes,
+    quantile,
     resident_bytes,
 )
 from protrain.cli.run_files import METRICS_FILE
@@ -75,33 +76,40 @@ def test_a_step_that_is_evaluated_again_has_one_row(tmp_path: Path) -> None:
 
 
 def test_times_leave_out_pauses_and_the_first_steps() -> None:
-    times = StepTimes(skip=2)
-    assert times.quantile(0.5) is None
+    times = StepTimes()
     assert times.add(0.0) is None
-    for ended in (9.0, 18.0, 19.0, 21.0):
-        times.add(ended)
+    assert [times.add(ended) for ended in (9.0, 18.0, 19.0, 21.0)] == pytest.approx([9000, 9000, 1000, 2000])
     times.pause()
     assert times.add(500.0) is None
     assert times.add(503.0) == pytest.approx(3000)
-    assert times.milliseconds == pytest.approx([9000, 9000, 1000, 2000, 3000])
-    assert [times.quantile(share) for share in (0.2, 0.5, 0.8)] == pytest.approx([1000, 2000, 3000])
+    assert quantile([], 0.5) is None
+    assert quantile([9, 7, 8], 0.5) == 8, "there are no others than the first"
+    assert [quantile([9, 9, 9, 9, 9, 2, 1, 3], share) for share in (0.2, 0.5, 0.8)] == [1, 2, 3]
 
 
 def test_a_step_alone_between_pauses_is_timed_from_its_begin() -> None:
-    times = StepTimes(skip=1)
+    times = StepTimes()
     assert not times.is_alone, "the first step of all warms up"
     assert times.add(1.0) is None
     for begun in (10.0, 20.0, 30.0):
         times.pause()
         times.go_on(begun)
         assert times.is_alone
-        assert times.add_alone(begun + begun / 10) == pytest.approx(100 * begun)
+        assert times.alone_ms(begun + begun / 10) == pytest.approx(100 * begun)
         assert times.add(begun + 1) is None
-    assert (times.milliseconds, times.are_alone) == ([], True)
-    assert times.quantile(0.5) == pytest.approx(3000), "without the first"
     assert times.add(31.5) == pytest.approx(500)
     assert not times.is_alone
-    assert (times.quantile(0.5), times.are_alone) == (pytest.approx(500), False), "steps among others count alone"
+
+
+def test_the_times_of_a_resumed_run_are_told_from_those_of_earlier_processes(tmp_path: Path) -> None:
+    first = MetricsFile(tmp_path, resumed_step=0)
+    for step, step_ms in ((1, None), (2, 20.0), (3, 30.0)):
+        first.add({"step": step, "loss": 1.0, "step_ms": step_ms})
+    resumed = MetricsFile(tmp_path, resumed_step=2)
+    resumed.add({"step": 3, "loss": 1.0, "step_ms": 33.0})
+    assert resumed.times_ms("step_ms", own=True) == [33.0]
+    assert resumed.times_ms("step_ms", own=False) == [20.0, 33.0]
+    assert resumed.times_ms("alone_ms", own=False) == []
 
 
 def _read_late(device: torch.device) -> None:
