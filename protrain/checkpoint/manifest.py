@@ -6,8 +6,9 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +51,12 @@ def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
 
 def read_manifest(save: Path) -> dict[str, Any]:
     """What ``write_manifest`` was given. Raises a CheckpointError if it cannot be read or is damaged."""
+    with _reading(save / MANIFEST):
+        text = (save / MANIFEST).read_bytes()
     try:
-        manifest = json.loads((save / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(f"{save / MANIFEST} is missing; {_remedy(save)}") from None
-    except OSError as error:
-        raise _unreadable(save / MANIFEST, error) from None
+        manifest = json.loads(text)
     except ValueError:
-        raise CheckpointError(f"{save / MANIFEST} is damaged; {_remedy(save)}") from None
+        manifest = None
     found = manifest.get("format") if isinstance(manifest, dict) else None
     if isinstance(found, int) and found > FORMAT:
         raise CheckpointError(
@@ -75,16 +74,16 @@ def check_files(save: Path, manifest: dict[str, Any]) -> None:
     Only headers are read, however large the save is. ``verify_bytes`` does the rest.
     """
     for name, entry in manifest["files"].items():
-        try:
+        with _reading(save / name):
             size = (save / name).stat().st_size
-        except FileNotFoundError:
-            raise CheckpointError(f"{save / name} is missing; {_remedy(save)}") from None
-        except OSError as error:
-            raise _unreadable(save / name, error) from None
         if size != entry["bytes"]:
             raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
     for name, entry in manifest["files"].items():
-        owners = {key.partition("/")[2] for key in _header(save, name)}
+        with _reading(save / name):
+            with open(save / name, "rb"):  # the errors of safetensors say less
+                pass
+            with open_tensors(save / name) as tensors:
+                owners = {key.partition("/")[2] for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
         lost = [parameter for parameter in entry["parameters"] if parameter not in owners]
         if lost:
             raise CheckpointError(
@@ -103,20 +102,20 @@ def verify_bytes(save: Path, files: Mapping[str, dict[str, Any]]) -> None:
                 raise CheckpointError(f"{save / name} is damaged: its checksum differs; {_remedy(save)}")
 
 
-def _header(save: Path, name: str) -> list[str]:
-    """The keys in the file ``name``."""
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Give errors of reading ``path``, a file of a save, as a CheckpointError with the remedy."""
     try:
-        with open(save / name, "rb"):  # the errors of safetensors say less
-            pass
-        with open_tensors(save / name) as tensors:
-            return list(tensors.keys())
-    except OSError as error:
-        raise _unreadable(save / name, error) from None
+        yield
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; {_remedy(path.parent)}") from None
+    except OSError as error:  # its bytes may be whole, so nothing should be deleted
+        raise CheckpointError(
+            f"cannot read {path}: {error.strerror or error}; its contents may be whole: check its permissions and its "
+            "disk"
+        ) from None
     except CheckpointError as error:
-        cause = error.__context__
-        if isinstance(cause, OSError):  # for example too many open files, or no memory to map one
-            raise _unreadable(save / name, cause) from None
-        raise CheckpointError(f"{save / name} is damaged: {cause}; {_remedy(save)}") from None
+        raise CheckpointError(f"{error}; {_remedy(path.parent)}") from None
 
 
 def _own_crc32(manifest: dict[str, Any]) -> int:
@@ -125,17 +124,8 @@ def _own_crc32(manifest: dict[str, Any]) -> int:
 
 
 def _crc32(path: Path) -> int:
-    try:
+    with _reading(path):
         return file_crc32(path)
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file that exists but cannot be read. Its bytes may be whole, so nothing should be deleted."""
-    return CheckpointError(
-        f"cannot read {path}: {error.strerror or error}; its contents may be whole: check its permissions and its disk"
-    )
 
 
 def _remedy(save: Path) -> str:

@@ -98,12 +98,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
 
 
 def open_tensors(path: Path) -> AbstractContextManager[Any]:
-    """``safetensors.safe_open`` on ``path``. A CheckpointError names a file that is no safetensors file."""
+    """``safetensors.safe_open`` on ``path``. A CheckpointError names a file that is no safetensors file.
+
+    An OSError is raised as it is, for example of too many open files, or no memory to map one.
+    """
     module = _safetensors()
     try:
         opened: AbstractContextManager[Any] = module.safe_open(path, framework="pt")
-    except (OSError, module.SafetensorError) as error:
-        raise CheckpointError(f"{path} is not a readable safetensors file: {error}") from None
+    except module.SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
     return opened
 
 
