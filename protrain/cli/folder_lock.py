@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import shutil
@@ -12,8 +11,6 @@ from itertools import count
 from pathlib import Path
 
 from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
-
-_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @contextmanager
@@ -87,9 +84,6 @@ def _lock(folder: Path) -> int:
         except BlockingIOError:
             os.close(lock)
             raise ValueError(f"another process trains in {folder}: wait for it, or pick another --folder") from None
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return lock
-            os.close(lock)
-            raise
+        except OSError:
+            return lock
         os.close(lock)  # its holder deleted it, so a new file is needed
