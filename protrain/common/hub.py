@@ -15,11 +15,6 @@ _WEIGHTS = "*.safetensors"
 _LEFT_OUT = ("*/*", "consolidated*")  # other formats, and the weights once more
 
 
-def may_be_on_hub(name: str) -> bool:
-    """Whether ``name`` is no path here, and has the form of a name on the Hub."""
-    return bool(_NAME.fullmatch(name)) and not os.path.exists(name)
-
-
 def in_dataset(name: str) -> tuple[str, str] | None:
     """The name of a dataset on the Hub and of a folder in it, or "".
 
@@ -44,7 +39,7 @@ def on_disk(name: str, *, weights: bool) -> str:
     Raises:
         ValueError: ``name`` can only be a name on the Hub, and the Hub does not give such a model.
     """
-    if not may_be_on_hub(name):
+    if not _NAME.fullmatch(name) or os.path.exists(name):
         return name
     wanted = [*_DESCRIPTION, _WEIGHTS] if weights else list(_DESCRIPTION)
     return str(snapshot(name, "model", allow_patterns=wanted, ignore_patterns=list(_LEFT_OUT)))
