@@ -8,7 +8,6 @@ model  --profile--> ModelProfile -----+
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -101,25 +100,12 @@ def begin_training(
     fill_buffers(model, target)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         note(_NOT_CALIBRATED)
-    change = partial(change_forwards, model, target, compile=way.compile, chunked_loss=way.chunked_loss)
     with ExitStack() as changes:
-        changes.callback(change())
-        model_profile = _profile(
-            model,
-            batch,
-            optimizer,
-            device=target,
-            device_bytes=hardware.device_bytes,
-            dtype=checked.dtype,
-            change=change,
-            changes=changes,
-        )
+        model_profile = _profile(model, batch, optimizer, way, changes, device_bytes=hardware.device_bytes)
         model_profile = largest_of_all(ranks, model_profile)
         model_profile = replace(model_profile, accumulation=way.accumulation, moment_dtype=checked.moment_dtype)
         with stage("planning"), naming(checked.plan_file):
-            chosen = plan_of_first(
-                ranks, partial(_plan, checked.plan, model_profile, hardware, step_during_backward=inside)
-            )
+            chosen = plan_of_first(ranks, partial(_plan, way, model_profile, hardware))
             runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
         note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
@@ -158,18 +144,19 @@ def _profile(
     model: nn.Module,
     example_batch: Any,
     optimizer: torch.optim.Optimizer,
-    *,
-    device: torch.device,
-    device_bytes: int,
-    dtype: torch.dtype,
-    change: Callable[..., Callable[[], None]],
+    way: Way,
     changes: ExitStack,
+    *,
+    device_bytes: int,
 ) -> ModelProfile:
-    """Measure the profile. If the trace does not fit the device, count it on the meta device.
+    """Change the forwards, until ``changes`` ends, and measure the profile. If that does not fit, count it.
 
-    A trace needs about as much memory as the smallest plan. With the counted profile, the search says by how much the
-    batch is too large, or finds a plan that just fits.
+    A trace needs about as much memory as the smallest plan. With a profile that is counted on the meta device, the
+    search says by how much the batch is too large, or finds a plan that just fits.
     """
+    device, dtype = way.checked.device, way.checked.dtype
+    change = partial(change_forwards, model, device, compile=way.compile, chunked_loss=way.chunked_loss)
+    changes.callback(change())
     with stage("profiling the model") as show:
         try:
             return cached_profile(
@@ -195,16 +182,11 @@ def _profile(
     return counted
 
 
-def _plan(
-    plan: Plan | None,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    step_during_backward: bool,
-) -> Plan:
+def _plan(way: Way, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+    plan, inside = way.checked.plan, way.step_during_backward
     if plan is None:
-        return search(profile, hardware, step_during_backward=step_during_backward)
+        return search(profile, hardware, step_during_backward=inside)
     try:
-        return check(plan, profile, hardware, step_during_backward=step_during_backward)
+        return check(plan, profile, hardware, step_during_backward=inside)
     except PlanError as error:
         raise name_other_use(error, plan, profile) from None
