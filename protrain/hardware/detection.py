@@ -68,15 +68,13 @@ def _gpu(device: torch.device) -> HardwareProfile:
     name = torch.cuda.get_device_name(device)
     shipped = of_gpu(name)
     if shipped is not None:
-        # These are the rates of another machine with this card, whose warnings do not concern this one. What connects
-        # the GPUs here may be slower, and ranks that train together measure it.
+        # These are the rates of another machine with this card. What connects the GPUs here may be slower, and ranks
+        # that train together measure it.
         return replace(
             shipped,
             name=name,
             device_bytes=usable,
             source="detected",
-            figures=(),
-            warnings=(),
             all_gather_gbps=None,
             all_to_all_gbps=None,
             contention=tuple(group for group in shipped.contention if "collective" not in group.activities),
