@@ -37,7 +37,6 @@ class Outer(Record):
     colour: Colour
     inner: Inner
     maybe: int | None = None
-    either: int | str = 0
     several: tuple[int, ...] = ()
     nested: tuple[tuple[Inner, ...], ...] = ()
     table_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -52,7 +51,6 @@ FULL = Outer(
     colour=Colour.BLUE,
     inner=Inner(size_bytes=1536),
     maybe=7,
-    either="text",
     several=(1, 2, 3),
     nested=((Inner(size_bytes=1),), ()),
     table_of={"a": (1, 2)},
@@ -104,7 +102,7 @@ def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypa
 
 def test_defaults_and_an_integer_for_a_float() -> None:
     found = Outer.from_dict(SMALL)
-    assert (found.maybe, found.either, found.several, found.table_of) == (None, 0, (), {})
+    assert (found.maybe, found.several, found.table_of) == (None, (), {})
     assert found.ratio == 1.0
     assert isinstance(found.ratio, float)
     assert found.colour is Colour.RED

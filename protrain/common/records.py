@@ -22,7 +22,7 @@ _JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool
 class Record:
     """A mixin for frozen keyword-only dataclasses: JSON in both directions, files, and a printed table.
 
-    Fields may be int, float, str, bool, None, enums, other records, and tuples or dicts of these.
+    Fields may be int, float, str, bool, enums, other records, tuples or dicts of these, and one of them or None.
     """
 
     # What users call a file of such a record, and how they get one. Messages about files say this and not the class
@@ -161,15 +161,10 @@ def _plain(value: Any) -> Any:
 def _typed(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        if value is None and type(None) in get_args(hint):
+        if value is None:
             return None
-        options = [option for option in get_args(hint) if option is not type(None)]
-        for option in options[:-1]:
-            try:
-                return _typed(option, value, where)
-            except ValueError:
-                continue
-        return _typed(options[-1], value, where)
+        (hint,) = (option for option in get_args(hint) if option is not type(None))
+        return _typed(hint, value, where)
     if origin is tuple:
         if not isinstance(value, list | tuple):
             raise ValueError(f"{where} must be a list, not {value!r}")
