@@ -9,23 +9,7 @@ from typing import Any
 
 from protrain.hardware.profile import HardwareProfile
 
-# From what the name of a GPU contains to its profile. The profiles of H100 and H200 are measured, and name what is not
-# under ``composed``. The others are their datasheets times the share of its own datasheet that an H100 reached, with
-# the host rates of h100.json, or of rtx3090.json for desktop cards.
-#
-# Collectives. Two H100s gather 1 GiB in 2.00 ms and reduce it in 2.06 ms, so each receives 268 and 261 GB/s. Eight
-# gather 64 MiB in 175 us, which is 335 GB/s. The figures of H200 are those of two, from
-# bench/results/h200/calibration-x2.json. For exchanges both have the rate of NCCL's reduce_scatter, so those figures
-# are called composed. A100: the same share of its NVLink as an H100, whose NVLink has 450 GB/s each way where an A100's
-# has 300. RTX 3090s do not copy to each other: what they send passes through host memory, at half of what their link
-# carries both ways, times the same share. Beside each other, collectives and products of two H100s keep 28% and 84% of
-# their rates (bench/results/h100/calibration-x2.json), and those of two H200s 28% and 89%
-# (bench/results/h200/calibration-x2-another-machine.json). Cards with NVLink or the like have the shares of an H100.
-# Links of other cards are so slow that computing does not slow collectives down; 79% is what computing kept beside
-# NCCL's kernels in a trace (bench/results/h200/NOTES.md).
-#
-# Networks are assumed: per machine 8 x 400 Gb/s for H100 and H200, 8 x 200 Gb/s for A100 (NVIDIA's DGX of each card),
-# and 10 Gb/s for RTX 3090.
+# From what the name of a GPU contains to its profile. docs/new-gpu.md says where their figures come from.
 _BY_GPU = {
     **{"H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "A10G": "a10g", "L40S": "l40s"},
     **{"RTX 3090": "rtx3090", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "MI300X": "mi300x"},
