@@ -61,11 +61,7 @@ class Record:
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The record in JSON ``text``."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{cls.__name__} is not JSON: {error}") from None
-        return cls.from_dict(data)
+        return cls.from_dict(json.loads(text))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
