@@ -18,10 +18,18 @@ import torch
 from protrain_kernels.adam_types import AdamScalars, AdamStates
 from protrain_kernels.checks import FLOATS, check_vector
 from protrain_kernels.host_library import library
+from protrain_kernels.rounding import TYPE_CODES
 from protrain_kernels.slices import Slice
 
-_DTYPE_CODES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _Scalars = ctypes.c_float * 12
+
+
+def _call(name: str, *arguments: object) -> bool:
+    """Call the C function ``name``. Returns whether there is a compiled library that has it."""
+    compiled = library()
+    if compiled is not None:
+        getattr(compiled, name)(*arguments)
+    return compiled is not None
 
 
 def _threads(threads: int) -> int:
@@ -44,13 +52,13 @@ def _adam_arguments(
     """The first arguments of both C functions of AdamW."""
     return (
         weight.data_ptr(),
-        _DTYPE_CODES[weight.dtype],
+        TYPE_CODES[weight.dtype],
         None if master is None else master.data_ptr(),
         exp_avg.data_ptr(),
         exp_avg_sq.data_ptr(),
-        _DTYPE_CODES[exp_avg.dtype],
+        TYPE_CODES[exp_avg.dtype],
         grad.data_ptr(),
-        _DTYPE_CODES[grad.dtype],
+        TYPE_CODES[grad.dtype],
         weight.numel(),
         _Scalars(*scalars.values, gradient_factor, 1.0 if scale is None else scale.item()),
         _threads(threads),
@@ -69,13 +77,9 @@ def host_adam(
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
-    """``adam`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
-    compiled = library()
-    if compiled is None:
-        return False
+    """``adam`` on checked CPU tensors."""
     states = weight, master, exp_avg, exp_avg_sq
-    compiled.protrain_adam(*_adam_arguments(*states, grad, scalars, gradient_factor, scale, threads))
-    return True
+    return _call("protrain_adam", *_adam_arguments(*states, grad, scalars, gradient_factor, scale, threads))
 
 
 def host_adam_out_of_place(
@@ -88,18 +92,12 @@ def host_adam_out_of_place(
     scale: torch.Tensor | None = None,
     threads: int = 0,
 ) -> bool:
-    """``adam_out_of_place`` on checked tensors. It writes those of ``new`` that are not None.
-
-    Returns False, and does nothing, without a compiled library.
-    """
-    compiled = library()
-    if compiled is None:
-        return False
-    compiled.protrain_adam_out_of_place(
+    """``adam_out_of_place`` on checked tensors. It writes those of ``new`` that are not None."""
+    return _call(
+        "protrain_adam_out_of_place",
         *_adam_arguments(*old, grad, scalars, gradient_factor, scale, threads),
         *(None if tensor is None else tensor.data_ptr() for tensor in new),
     )
-    return True
 
 
 def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, threads: int = 0) -> None:
@@ -117,12 +115,10 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
     device = torch.device("cpu")
     check_vector("acc", acc, dtypes=(torch.float32,), device=device)
     check_vector("grad", grad, dtypes=FLOATS, device=device, numel=acc.numel())
-    compiled = library()
-    if compiled is not None:
-        compiled.protrain_accumulate(
-            acc.data_ptr(), grad.data_ptr(), _DTYPE_CODES[grad.dtype], acc.numel(), int(initialise), _threads(threads)
-        )
-    elif initialise:
+    memory = acc.data_ptr(), grad.data_ptr(), TYPE_CODES[grad.dtype], acc.numel()
+    if _call("protrain_accumulate", *memory, int(initialise), _threads(threads)):
+        return
+    if initialise:
         acc.copy_(grad)
     else:
         acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
@@ -131,20 +127,17 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
 def host_sum_of_squares(
     values: torch.Tensor, partials: torch.Tensor, *, weight_dtype: torch.dtype, gradient_factor: float
 ) -> bool:
-    """``sum_of_squares`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
-    compiled = library()
-    if compiled is None:
-        return False
-    compiled.protrain_sum_of_squares(
+    """``sum_of_squares`` on checked CPU tensors."""
+    return _call(
+        "protrain_sum_of_squares",
         values.data_ptr(),
-        _DTYPE_CODES[values.dtype],
+        TYPE_CODES[values.dtype],
         values.numel(),
-        _DTYPE_CODES[weight_dtype],
+        TYPE_CODES[weight_dtype],
         gradient_factor,
         partials.data_ptr(),
         torch.get_num_threads(),
     )
-    return True
 
 
 def host_flatten(
@@ -156,26 +149,20 @@ def host_flatten(
     accumulate: bool,
     weight_dtype: torch.dtype,
 ) -> bool:
-    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their plan: one call, as each takes time.
-
-    Returns False, and does nothing, without a compiled library.
-    """
-    compiled = library()
-    if compiled is None:
-        return False
-    compiled.protrain_flatten(
+    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their plan: one call, as each takes time."""
+    return _call(
+        "protrain_flatten",
         len(tensors),
         (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]),
-        _DTYPE_CODES[tensors[0].dtype],
+        TYPE_CODES[tensors[0].dtype],
         rows.data_ptr(),
         chunk.data_ptr(),
-        _DTYPE_CODES[chunk.dtype],
+        TYPE_CODES[chunk.dtype],
         None if partials is None else partials.data_ptr(),
-        _DTYPE_CODES[weight_dtype],
+        TYPE_CODES[weight_dtype],
         int(accumulate),
         torch.get_num_threads(),
     )
-    return True
 
 
 def host_fold(
@@ -186,45 +173,34 @@ def host_fold(
     factor: float,
     partials: torch.Tensor | None,
 ) -> bool:
-    """``fold`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
-    compiled = library()
-    if compiled is None:
-        return False
+    """``fold`` on checked CPU tensors."""
     sums = None if partials is None else partials.data_ptr()
     common = (
-        *(pieces.data_ptr(), _DTYPE_CODES[pieces.dtype], *pieces.shape),
+        *(pieces.data_ptr(), TYPE_CODES[pieces.dtype], *pieces.shape),
         None if gradient is None else gradient.data_ptr(),
-        _DTYPE_CODES[pieces.dtype if gradient is None else gradient.dtype],
+        TYPE_CODES[pieces.dtype if gradient is None else gradient.dtype],
         None if accumulator is None else accumulator.data_ptr(),
         factor,
     )
-    for part in slices:
-        compiled.protrain_fold(
+    return all(
+        _call(
+            "protrain_fold",
             *common,
             *(part.offset, part.numel, part.first, part.parameter_numel),
             None if sums is None else sums + 4 * part.partial_offset,
             torch.get_num_threads(),
         )
-    return True
+        for part in slices
+    )
 
 
 def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> bool:
-    """``split`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
-    compiled = library()
-    if compiled is None:
-        return False
-    compiled.protrain_split(
-        master.data_ptr(), weight.data_ptr(), remainder.data_ptr(), master.numel(), torch.get_num_threads()
-    )
-    return True
+    """``split`` on checked CPU tensors."""
+    memory = master.data_ptr(), weight.data_ptr(), remainder.data_ptr()
+    return _call("protrain_split", *memory, master.numel(), torch.get_num_threads())
 
 
 def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> bool:
-    """``join`` on checked CPU tensors. Returns False, and does nothing, without a compiled library."""
-    compiled = library()
-    if compiled is None:
-        return False
-    compiled.protrain_join(
-        weight.data_ptr(), remainder.data_ptr(), master.data_ptr(), master.numel(), torch.get_num_threads()
-    )
-    return True
+    """``join`` on checked CPU tensors."""
+    memory = weight.data_ptr(), remainder.data_ptr(), master.data_ptr()
+    return _call("protrain_join", *memory, master.numel(), torch.get_num_threads())

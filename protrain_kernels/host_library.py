@@ -77,7 +77,7 @@ def host_compiler_notice() -> str | None:
 
 @functools.cache
 def _warn_once(notice: str) -> None:
-    warnings.warn(notice, RuntimeWarning, stacklevel=4)
+    warnings.warn(notice, RuntimeWarning, stacklevel=5)
 
 
 @functools.cache
