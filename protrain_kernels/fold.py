@@ -27,6 +27,7 @@ Bytes per element: W pieces are read and the gradient is written, which is 2 W +
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -36,8 +37,7 @@ from protrain_kernels.fold_plan import FoldPlan
 from protrain_kernels.host_kernels import host_fold
 from protrain_kernels.slices import Slice
 
-_MOST_PLANS = 4096
-_plans: dict[tuple[tuple[Slice, ...], torch.device], FoldPlan] = {}
+plan_for = functools.lru_cache(maxsize=4096)(FoldPlan)  # a limit, as slices might change on every call
 
 
 def fold(
@@ -72,7 +72,7 @@ def fold(
         raise ValueError("partials are of the gradient: pass it too")
     if gradient is not None and accumulator is not None and gradient.data_ptr() == accumulator.data_ptr() != 0:
         raise ValueError("gradient and accumulator are the same memory: pass two tensors, or the gradient alone")
-    plan = plan_for(slices, pieces.device)
+    plan = plan_for(tuple(slices), pieces.device)
     plan.check(pieces, gradient, accumulator, partials)
     factor = ctypes.c_float(factor).value  # rounded here, so that every implementation multiplies by the same
     if pieces.is_cuda:
@@ -80,14 +80,3 @@ def fold(
         return
     if not host_fold(pieces, slices, gradient, accumulator, factor, partials):
         fold_reference(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
-
-
-def plan_for(slices: Sequence[Slice], device: torch.device) -> FoldPlan:
-    """The plan of these slices on this device, made at the first call with them."""
-    key = (tuple(slices), device)
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:  # where slices change on every call, the tables must not pile up for ever
-            _plans.clear()
-        plan = _plans[key] = FoldPlan(slices, device)
-    return plan

@@ -196,7 +196,7 @@ def _implementation(recorder: Recorder, shard: Shard, name: str) -> Callable[[],
         factor = 1 / shard.ranks
         if recorder.device.type == "cuda":
             return lambda: fold(shard.pieces, shard.slices, **targets, factor=factor)
-        plan = plan_for(shard.slices, recorder.device)  # fold would run C on the CPU
+        plan = plan_for(tuple(shard.slices), recorder.device)  # fold would run C on the CPU
         return lambda: plan.launch(shard.pieces, **targets, factor=factor)
     accumulator, gradient = shard.accumulator, shard.gradient
     if accumulator is not None:

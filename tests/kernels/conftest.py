@@ -103,7 +103,7 @@ class Backend:
         partials: torch.Tensor | None = None,
     ) -> None:
         if self.interpreted:
-            plan = fold_plan_for(slices, pieces.device)
+            plan = fold_plan_for(tuple(slices), pieces.device)
             plan.check(pieces, gradient, accumulator, partials)
             plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
         else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
 import torch
 
 from protrain_kernels import TILE, Slice, fold
+from protrain_kernels.fold import plan_for
 from protrain_kernels.fold_plan import FoldPlan
 
 
@@ -126,22 +126,12 @@ def test_every_program_knows_its_slice_and_place() -> None:
     ]
 
 
-def test_fold_makes_a_plan_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = importlib.import_module("protrain_kernels.fold")  # the package's attribute is the function
-    monkeypatch.setattr(module, "_plans", {})
-    made = []
-
-    def make(*arguments: Any) -> FoldPlan:
-        made.append(arguments)
-        return FoldPlan(*arguments)
-
-    monkeypatch.setattr(module, "FoldPlan", make)
-    monkeypatch.setattr(module, "_MOST_PLANS", 2)
+def test_fold_makes_a_plan_once() -> None:
+    plan_for.cache_clear()
     pieces, gradient = torch.zeros(2, 512), torch.zeros(512)
     for _ in range(3):
         fold(pieces, [_slice(), _slice(offset=256)], gradient=gradient, factor=1.0)
-    assert len(made) == 1
+    assert plan_for.cache_info().misses == 1
     for offset in (0, 128, 256):
         fold(pieces, [_slice(offset=offset)], gradient=gradient, factor=1.0)
-    assert len(made) == 4
-    assert len(module._plans) == 2
+    assert plan_for.cache_info().misses == 4
