@@ -194,7 +194,7 @@ def launch_adam(
         -(-numel // BLOCK),
         (weight, own, exp_avg, exp_avg_sq, grad, factor),
         numel,
-        (gradient_factor, *scalars.values),
+        (gradient_factor, *scalars),
         (weight.dtype is torch.bfloat16, master is None, scale is not None, scalars.l2 != 0.0, BLOCK),
         LAUNCH_OPTIONS,
         device_index=weight.get_device(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,9 +28,11 @@ class AdamStates(NamedTuple):
     exp_avg_sq: Tensor  # of the same type
 
 
-@dataclass(frozen=True)
-class AdamScalars:
-    """The constants of one step, each a double that fp32 represents exactly. Made by ``adam_scalars``."""
+class AdamScalars(NamedTuple):
+    """The constants of one step in the order in which the kernels take them. Made by ``adam_scalars``.
+
+    Each is a double that fp32 represents exactly.
+    """
 
     decay: float
     l2: float
@@ -43,14 +44,6 @@ class AdamScalars:
     eps: float
     step_size: float
     step: float  # modulo STEPS_APART
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        """The constants in the order in which the kernels take them."""
-        return (
-            *(self.decay, self.l2, self.beta1, self.one_minus_beta1, self.beta2, self.one_minus_beta2),
-            *(self.inv_sqrt_bias_correction2, self.eps, self.step_size, self.step),
-        )
 
 
 def adam_scalars(
@@ -90,7 +83,7 @@ def adam_scalars(
         step_size=_fp32(lr / (1.0 - beta1**step)),
         step=float(step % STEPS_APART),
     )
-    if not all(map(math.isfinite, scalars.values)):
+    if not all(map(math.isfinite, scalars)):
         raise ValueError(
             f"float32 cannot hold the constants of a step with lr {lr!r}, eps {eps!r} and weight_decay "
             f"{weight_decay!r}: give smaller ones"

@@ -60,7 +60,7 @@ def _adam_arguments(
         grad.data_ptr(),
         TYPE_CODES[grad.dtype],
         weight.numel(),
-        _Scalars(*scalars.values, gradient_factor, 1.0 if scale is None else scale.item()),
+        _Scalars(*scalars, gradient_factor, 1.0 if scale is None else scale.item()),
         _threads(threads),
     )
 

@@ -107,7 +107,7 @@ def variants() -> Iterator[Variant]:
 
 
 def _adam_variants() -> Iterator[Variant]:
-    scalars = "gradient_factor", *(field.name for field in dataclasses.fields(AdamScalars))
+    scalars = "gradient_factor", *AdamScalars._fields
     for weight, master, grads in (
         ("bf16", "i16", ("bf16", "fp32")),
         ("fp16", "fp32", ("fp16", "fp32")),

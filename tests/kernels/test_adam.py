@@ -144,7 +144,7 @@ def test_the_reference_rounds_every_operation_once(any_bits: Callable[[int, int]
     exp_avg_sq = exp_avg_sq.square()
     weight, m, v = values.clone(), exp_avg.clone(), exp_avg_sq.clone()
     adam_reference(weight, None, m, v, grad, scalars, scale=torch.tensor([0.7]))
-    s = {name: Fraction(value) for name, value in vars(scalars).items()}
+    s = {name: Fraction(value) for name, value in scalars._asdict().items()}
     scale = Fraction(torch.tensor(0.7).item())
     for i in range(64):
         p, g = Fraction(values[i].item()), rounded(Fraction(grad[i].item()) * scale)
@@ -181,9 +181,10 @@ def test_steps_are_whole_numbers_from_1(step: Any) -> None:
 def test_scalars_are_doubles_rounded_once() -> None:
     scalars = _scalars(7, lr=3e-4, weight_decay=0.01)
     single = {
-        name: torch.tensor(value, dtype=torch.float64).float().double().item() for name, value in vars(scalars).items()
+        name: torch.tensor(value, dtype=torch.float64).float().double().item()
+        for name, value in scalars._asdict().items()
     }
-    assert vars(scalars) == single
+    assert scalars._asdict() == single
     assert scalars.decay == torch.tensor(1 - 3e-4 * 0.01, dtype=torch.float64).float().item()
     assert scalars.one_minus_beta1 == torch.tensor(1 - 0.9, dtype=torch.float64).float().item()
     assert scalars.step_size == torch.tensor(3e-4 / (1 - 0.9**7), dtype=torch.float64).float().item()
