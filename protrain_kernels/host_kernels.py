@@ -124,9 +124,7 @@ def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, 
         acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
 
 
-def host_sum_of_squares(
-    values: torch.Tensor, partials: torch.Tensor, *, weight_dtype: torch.dtype, gradient_factor: float
-) -> bool:
+def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, weight_dtype: torch.dtype) -> bool:
     """``sum_of_squares`` on checked CPU tensors."""
     return _call(
         "protrain_sum_of_squares",
@@ -134,7 +132,6 @@ def host_sum_of_squares(
         TYPE_CODES[values.dtype],
         values.numel(),
         TYPE_CODES[weight_dtype],
-        gradient_factor,
         partials.data_ptr(),
         torch.get_num_threads(),
     )

@@ -44,7 +44,7 @@ _ARGUMENTS = {
         *(_pointer, _flag, _length, _pointer, _flag),
         *(_pointer, _pointer, _pointer, _pointer),
     ),
-    "protrain_sum_of_squares": (_pointer, _flag, _length, _flag, _float, _pointer, _flag),
+    "protrain_sum_of_squares": (_pointer, _flag, _length, _flag, _pointer, _flag),
     "protrain_flatten": (
         *(_length, _pointer, _flag, _pointer),
         *(_pointer, _flag, _pointer, _flag, _flag, _flag),

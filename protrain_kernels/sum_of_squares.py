@@ -31,25 +31,15 @@ from protrain_kernels.checks import (
 )
 from protrain_kernels.host_kernels import host_sum_of_squares
 from protrain_kernels.launch import launch
-from protrain_kernels.rounding import (
-    FP32,
-    TYPE_CODES,
-    check_gradient_factor,
-    check_weight_dtype,
-    finished_reference,
-    rounded,
-)
+from protrain_kernels.rounding import FP32, TYPE_CODES, check_weight_dtype, finished_reference, rounded
 from protrain_kernels.split_master import widen
 
 
-def sum_of_squares_reference(
-    values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32, gradient_factor: float = 1.0
-) -> torch.Tensor:
+def sum_of_squares_reference(values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The partials of ``sum_of_squares`` in plain torch, for any shape and device."""
     count = tiles(values.numel())
     whole = torch.zeros(count * TILE, dtype=torch.float32, device=values.device)
-    finished = finished_reference(values.reshape(-1), weight_dtype, gradient_factor=gradient_factor)
-    whole[: values.numel()] = finished
+    whole[: values.numel()] = finished_reference(values.reshape(-1), weight_dtype)
     lanes = torch.zeros(count, TILE_LANES, dtype=torch.float32, device=values.device)
     for row in whole.view(count, TILE_ROWS, TILE_LANES).unbind(1):
         lanes = lanes + row * row
@@ -79,7 +69,6 @@ def sum_of_squares_kernel(
     values: tl.tensor,
     partials: tl.tensor,
     numel: tl.tensor,
-    gradient_factor: tl.tensor,
     ROUNDED: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -94,13 +83,13 @@ def sum_of_squares_kernel(
         for group in range(0, ROWS, UNROLL):
             for row in tl.static_range(UNROLL):
                 stored = tl.load(values + first + (group + row) * LANES + place)
-                value = rounded(widen(stored) * gradient_factor, ROUNDED)
+                value = rounded(widen(stored), ROUNDED)
                 lanes = lanes + value * value
     else:
         for row in range(ROWS):
             offsets = first + row * LANES + place
             stored = tl.load(values + offsets, mask=offsets < numel, other=0)
-            value = rounded(widen(stored) * gradient_factor, ROUNDED)
+            value = rounded(widen(stored), ROUNDED)
             lanes = lanes + value * value
     tile = tl.arange(0, GROUP)
     started = first + tile * (ROWS * LANES) < numel
@@ -112,7 +101,6 @@ def launch_sum_of_squares(
     partials: torch.Tensor,
     *,
     weight_dtype: torch.dtype = torch.float32,
-    gradient_factor: float = 1.0,
 ) -> None:
     """Launch the Triton kernel on checked tensors."""
     numel = values.numel()
@@ -122,7 +110,7 @@ def launch_sum_of_squares(
         -(-numel // PROGRAM_ELEMENTS),
         (values, partials),
         numel,
-        (gradient_factor,),
+        (),
         (rounded_to, *TILE_CONSTANTS),
         TILE_OPTIONS,
         device_index=values.get_device(),
@@ -134,7 +122,6 @@ def sum_of_squares(
     partials: torch.Tensor,  # [tiles(n)] float32, written
     *,
     weight_dtype: torch.dtype = torch.float32,
-    gradient_factor: float = 1.0,
 ) -> None:
     """Write the fp32 sum of squares of each tile of 16,384 values.
 
@@ -144,7 +131,6 @@ def sum_of_squares(
             or NaN.
         weight_dtype: the type of the weights whose gradient this is. A float32 sum is rounded to it before it is
             squared, as the update does.
-        gradient_factor: multiplies a float32 sum before it is rounded.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length.
@@ -152,10 +138,9 @@ def sum_of_squares(
     check_vector("values", values, dtypes=FLOATS, device=values.device)
     check_vector("partials", partials, dtypes=(torch.float32,), device=values.device, numel=tiles(values.numel()))
     check_weight_dtype(weight_dtype)
-    check_gradient_factor(gradient_factor, values)
     if values.numel() == 0:
         return
     if values.is_cuda:
-        launch_sum_of_squares(values, partials, weight_dtype=weight_dtype, gradient_factor=gradient_factor)
-    elif not host_sum_of_squares(values, partials, weight_dtype=weight_dtype, gradient_factor=gradient_factor):
-        partials.copy_(sum_of_squares_reference(values, weight_dtype=weight_dtype, gradient_factor=gradient_factor))
+        launch_sum_of_squares(values, partials, weight_dtype=weight_dtype)
+    elif not host_sum_of_squares(values, partials, weight_dtype=weight_dtype):
+        partials.copy_(sum_of_squares_reference(values, weight_dtype=weight_dtype))

@@ -149,7 +149,6 @@ def _sum_variants() -> Iterator[Variant]:
             kernel=sum_of_squares_kernel,
             pointers={"values": kind, "partials": "fp32"},
             integers={"numel": _LARGE if large else _SMALL},
-            floats=("gradient_factor",),
             unaligned=() if aligned else ("values",),
             constants={"ROUNDED": _TYPES[weight], **_TILES},
             options=TILE_OPTIONS,

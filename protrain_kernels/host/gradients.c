@@ -60,8 +60,8 @@ static float lane_tree(float *lanes) {
 }
 
 /* Of the finished gradient of weights of weight_dtype. */
-void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int weight_dtype, float factor,
-                             float *partials, int threads) {
+void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int weight_dtype, float *partials,
+                             int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
@@ -69,7 +69,7 @@ void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int w
         const int64_t end = MIN(count, (tile + 1) * TILE);
         for (int64_t first = tile * TILE; first < end; first += LANES) {
             const int64_t n = MIN(LANES, end - first);
-            add_squares(lanes, finished(values, dtype, weight_dtype, factor, first, n, row), n);
+            add_squares(lanes, finished(values, dtype, weight_dtype, 1.0f, first, n, row), n);
         }
         partials[tile] = lane_tree(lanes);
     }

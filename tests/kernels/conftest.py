@@ -61,12 +61,10 @@ class Backend:
         (launch_join if self.interpreted else kernels.join)(weight, remainder, master)
         return master
 
-    def sum_of_squares(
-        self, values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32, gradient_factor: float = 1.0
-    ) -> torch.Tensor:
+    def sum_of_squares(self, values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32) -> torch.Tensor:
         partials = torch.full((kernels.tiles(values.numel()),), torch.nan, device=values.device)
         sum_up = launch_sum_of_squares if self.interpreted else kernels.sum_of_squares
-        sum_up(values, partials, weight_dtype=weight_dtype, gradient_factor=gradient_factor)
+        sum_up(values, partials, weight_dtype=weight_dtype)
         return partials
 
     def flatten(
