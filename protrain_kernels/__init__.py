@@ -13,7 +13,6 @@ from protrain_kernels.fold import fold
 from protrain_kernels.fold_kernels import fold_reference
 from protrain_kernels.from_host import from_host
 from protrain_kernels.host_kernels import host_accumulate
-from protrain_kernels.host_library import host_compiler_notice
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, pack, unpack
 from protrain_kernels.slices import Slice
@@ -42,7 +41,6 @@ __all__ = [
     "fold_reference",
     "from_host",
     "host_accumulate",
-    "host_compiler_notice",
     "join",
     "join_reference",
     "pack",

@@ -59,40 +59,26 @@ _ARGUMENTS = {
 
 def library() -> ctypes.CDLL | None:
     """The compiled host kernels, or None where separate torch operations replace them."""
-    if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten":
-        return None
-    loaded, notice = _load()
-    if loaded is None:
-        _warn_once(notice)
-    return loaded
-
-
-def host_compiler_notice() -> str | None:
-    """Why the host kernels are not compiled, with the remedy, or None where they are."""
-    if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten":
-        return "host kernels: separate torch operations, because PROTRAIN_HOST_KERNELS=aten"
-    loaded, notice = _load()
-    return notice if loaded is None else None
+    return None if os.environ.get("PROTRAIN_HOST_KERNELS", "") == "aten" else _load()
 
 
 @functools.cache
-def _warn_once(notice: str) -> None:
-    warnings.warn(notice, RuntimeWarning, stacklevel=5)
-
-
-@functools.cache
-def _load() -> tuple[ctypes.CDLL | None, str]:
+def _load() -> ctypes.CDLL | None:
+    """The library. A warning says, once, why there is none and what to do."""
     failures = []
     for compiler in _compilers():
         try:
-            return open_library(build(compiler, FLAGS, cache_folder())), ""
+            return open_library(build(compiler, FLAGS, cache_folder()))
         except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"{shlex.join(compiler)}: {_reason(error)}")
     found = "; ".join(failures) or "no C compiler found"
-    return None, (
+    warnings.warn(
         f"host kernels: {found}. Falling back to separate torch operations: same results, several times slower. "
-        "Install gcc or clang with OpenMP, or name a compiler in CC"
+        "Install gcc or clang with OpenMP, or name a compiler in CC",
+        RuntimeWarning,
+        stacklevel=5,
     )
+    return None
 
 
 def _compilers() -> list[list[str]]:
