@@ -162,7 +162,7 @@ class Frame:
             return kept.remade({name: self.tensor_of(part) for name, part in kept.parts.items()})
         saved, version, buffer, chunk = kept
         if saved._version != version:
-            raise self.written_over(SAVED)
+            raise written_over(self.unit.label, SAVED)
         if buffer is None:
             return saved
         updated = self.engine.updated_inside
@@ -180,10 +180,6 @@ class Frame:
             weight = own_copy(weight)
             self.engine.ledger.hold(weight)
         return weight
-
-    def written_over(self, what: str) -> MisuseError:
-        """The error for a backward that needs values which were changed since forward: [Note: written over]."""
-        return written_over(self.unit.label, what)
 
 
 class CheckpointFrame(Frame, Recomputation):
@@ -241,7 +237,7 @@ class CheckpointFrame(Frame, Recomputation):
     def refuse_changes(self) -> None:
         self.look_at_inputs()
         if self.inputs_changed:
-            raise self.written_over(INPUTS)
+            raise written_over(self.unit.label, INPUTS)
         super().refuse_changes()
 
     def look_at_inputs(self) -> None:

@@ -28,7 +28,7 @@ from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
-from protrain.forward.recomputation import INPUTS, watch
+from protrain.forward.recomputation import INPUTS, watch, written_over
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
 _SMALLEST_BYTES = 512  # to offload a smaller storage (a random seed, a scalar) frees nothing in the allocator
@@ -267,7 +267,7 @@ class SwapFrame(Frame):
         if not isinstance(kept, OffloadedTensor):
             return super().tensor_of(kept)
         if kept.written_over:
-            raise self.written_over(SAVED)
+            raise written_over(self.unit.label, SAVED)
         return self.offload.rebuild(kept)
 
 
@@ -333,7 +333,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     def fresh_input(self, leaf: Any) -> Any:
         if isinstance(leaf, _OffloadedInput):
             if leaf.view.written_over:
-                raise self.written_over(INPUTS)
+                raise written_over(self.unit.label, INPUTS)
             return self.offload.rebuild(leaf.view).requires_grad_(leaf.requires_grad)
         return super().fresh_input(leaf)
 
