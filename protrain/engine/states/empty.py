@@ -16,7 +16,6 @@ from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
 
 _VERSION = "protrain_version"  # attribute of an empty tensor: its version when recording ended
 _EMPTY = "protrain_empty"  # attribute of a tensor with memory: the empty tensor that replaced it
-_RAW_DATA: Any = torch.Tensor.data
 _INSIDE = "inside `with protrain.empty_parameters():`, which records it, or after protrain.wrap"
 
 
