@@ -23,9 +23,8 @@ def is_conversation(value: list[Any] | tuple[Any, ...]) -> bool:
 class TextLengths:
     """Measures texts and conversations.
 
-    A conversation has the tokens of what the chat template makes of it. Without a template, or where that does not take
-    it, it has those of its texts.
-    Where no tokenizer is known, characters are counted, and ``guessed`` becomes true.
+    A conversation is as long as what the chat template makes of it, or as its texts where there is no template or the
+    template does not take it. Where no tokenizer is known, characters are counted, and ``guessed`` becomes true.
 
     Args:
         sources: of which the first that is or has a tokenizer counts: a processing class, a collator.

@@ -108,6 +108,7 @@ def two_blocks(tiny_model: Callable[..., Any]) -> Callable[[str], Any]:
 def test_the_meta_device_knows_what_compiled_blocks_save(
     two_blocks: Callable[[str], Any], tiny_batch: Callable[..., Any], family: str
 ) -> None:
+    torch._dynamo.reset()  # numbers of which it has seen other values would be inputs of a graph, and saved
     model, batch = two_blocks(family), tiny_batch()
     blocks = [model.get_submodule(path) for path in find_blocks(model)]
     plain = profile(model, batch, device="meta", dtype=torch.float32)
