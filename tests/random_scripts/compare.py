@@ -50,7 +50,7 @@ def case_of(seed: int, ranks: int = 1) -> tuple[Case, list[Action]]:
     dtype = torch.float32 if model == "counting" else rng.choice(dtypes)
     inside = dtype is not torch.float16 and rng.random() < 0.3
     more: Any = {"narrow": rng.random() < 0.2, "accumulation": rng.choice((1, 4) if ranks == 1 else (1, 4, 4))}
-    # Of a routed model the first batch must call all blocks.
+    # The first batch must call all blocks, which that of a routed model may not do.
     late = rng.random() < 0.2 and model != "routed"
     case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more, late=late)
     return case, draw(rng, case)
