@@ -11,10 +11,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from protrain.common.interrupt import is_program
+
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Inside, no garbage is collected. If modules were imported, no later collection looks at what is there by now."""
+    """Inside, the program `protrain` collects no garbage, and if modules were imported, no later collection sees them.
+
+    Later collections see no object at all that is there by then. So nothing may be there that has to be freed, such as
+    a model: its parts refer to each other, and only a collection frees them. A process that merely calls functions of
+    the command line may have models, and is left alone.
+    """
+    if not is_program():
+        yield
+        return
     before = len(sys.modules)
     gc.disable()
     try:

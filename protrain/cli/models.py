@@ -12,7 +12,6 @@ from torch import nn
 
 from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Batch
-from protrain.cli.imports import importing
 from protrain.cli.options import need
 from protrain.cli.run_files import MODEL_FOLDER
 from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
@@ -58,11 +57,10 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
     """
     folder = None if name in SHAPES else _folder_of(name)
-    with importing():
-        transformers = _transformers()
+    transformers = _transformers()
     if folder is None:
         shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
-        with importing(), empty_parameters():  # transformers imports the code of a model when it is made
+        with empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
         return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
     if layers is not None:
@@ -168,7 +166,7 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        with importing(), empty_parameters():
+        with empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(config)
     except Exception as error:
         said = _kind_and_message(error)

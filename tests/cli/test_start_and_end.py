@@ -34,9 +34,37 @@ except ImportError:
 """
 
 
-def test_collections_leave_out_what_was_imported_and_nothing_else() -> None:
-    done = python("-c", IMPORTING)
+def test_collections_of_the_program_leave_out_what_was_imported_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "protrain").write_text(IMPORTING)
+    done = python(str(tmp_path / "protrain"))
     assert done.stdout.splitlines() == ["False True False", "True True"], done.stderr
+
+
+MODELS = """
+import gc, weakref
+import torch
+import protrain
+from protrain.cli.models import load_model
+
+def trained():
+    model = load_model("tiny", layers=2).model
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.zeros(1, 8, dtype=torch.long)
+    model, optimizer = protrain.wrap(model, optimizer, device="cpu", device_memory="64MiB", compile=False)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    return weakref.ref(model)
+
+for model in [trained(), trained()]:
+    gc.collect()
+    print(model() is None)
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_freed_though_its_code_was_imported_while_it_was_made() -> None:
+    done = python("-c", MODELS)
+    assert done.stdout.splitlines()[-2:] == ["True", "True"], done.stderr
 
 
 @pytest.mark.parametrize(
