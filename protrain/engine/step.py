@@ -137,7 +137,7 @@ class Step:
             self._go_to(Phase.SCALED if self.clipping.has_begun else Phase.READY)
             return
         for chunk in self._chunks:
-            if chunk.index not in self.updated and self.updates.has_gradients(chunk):
+            if chunk.index not in self.updated and self._gradients.has_gradients(chunk):
                 self._update_inside(chunk)
         self.updates.backward_ends()
         self._forget()

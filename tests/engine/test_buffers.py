@@ -8,8 +8,7 @@ import random
 import threading
 from collections.abc import Sequence
 from queue import SimpleQueue
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ import protrain
 from protrain.common.errors import MisuseError
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.arena import Arena, EngineMemory
-from protrain.engine.states.chunks import Chunk, ChunkState, Member
+from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool, Residency
@@ -123,7 +122,7 @@ def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
     pool.acquire(chunks[1], schedule)
     assert pool.acquire(chunks[0], schedule) is first
     assert pool.fetches == 2, "it was there"
-    chunks[2].members.append(cast(Member, SimpleNamespace(name="head.weight")))
+    chunks[2].parameters[7] = "head.weight"
     with pytest.raises(MisuseError, match=r"uses head.weight, but .* all chunk buffers.* pass an example_batch"):
         pool.acquire(chunks[2], schedule)
     with pytest.raises(AssertionError, match="updated while a unit uses it"):

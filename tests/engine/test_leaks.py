@@ -168,18 +168,17 @@ def test_dropping_model_and_optimizer_frees_everything(
             job.wait()
         del job
     threads: list[threading.Thread] = [engine.step.updates.worker._thread]
-    gone = [
-        weakref.ref(thing) for thing in (engine, engine.memory.arena._segments[0], engine.buffers.buffers[0], model)
-    ]
+    things = (engine, engine.memory.arena._segments[0], model, *engine.buffers.buffers, *engine.chunks)
+    gone = [weakref.ref(thing) for thing in things]
     chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
     engine.step.updates.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
     assert chunk.update is not None
     assert not chunk.update.done
-    del model, optimizer, scheduler, engine, chunk
+    del model, optimizer, scheduler, engine, chunk, things
     threading.Timer(0.2, going_on.set).start()
     gc.collect()  # waits for the updates and frees everything at once
-    assert [reference() for reference in gone] == [None] * 4
+    assert [reference() for reference in gone] == [None] * len(gone)
     threads[0].join(timeout=10)
     assert not threads[0].is_alive()

@@ -89,7 +89,7 @@ class Gradients:
             again = [item for item in items if self.present[item[0].index]]
             first = [item for item in items if not self.present[item[0].index]]
             if chunk.accumulator is None and self._accumulates(chunk, again=bool(again)):
-                self.on_host.make_accumulator(chunk, begun=any(self.present[member.index] for member in chunk.members))
+                self.on_host.make_accumulator(chunk, begun=self.has_gradients(chunk))
             self._store(chunk, first, accumulate=False)
             self._store(chunk, again, accumulate=True)
             for member, _ in items:
@@ -100,9 +100,13 @@ class Gradients:
     def check_backward(self) -> None:
         """MisuseError if no other backward may come."""
 
+    def has_gradients(self, chunk: Chunk) -> bool:
+        """Whether any parameter of ``chunk`` has a gradient."""
+        return any(self.present[index] for index in chunk.parameters)
+
     def has_all(self, chunk: Chunk) -> bool:
         """Whether this backward has brought a gradient to every parameter of ``chunk``, on this rank."""
-        return all(member.index in self.delivered for member in chunk.members)
+        return all(index in self.delivered for index in chunk.parameters)
 
     def agree(self, chunk: Chunk) -> bool:
         """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.

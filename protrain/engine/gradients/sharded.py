@@ -90,11 +90,10 @@ class ShardedGradients(Gradients):
 
     @override
     def agree(self, chunk: Chunk) -> bool:
-        indices = [member.index for member in chunk.members]
-        known = [(self.present[index], index in self.delivered) for index in indices]
+        known = [(self.present[index], index in self.delivered) for index in chunk.parameters]
         every = self._ranks.all_values(known, f"whether chunk {chunk.index} has gradients")
         brought = []
-        for index, *of_ranks in zip(indices, *every, strict=True):
+        for index, *of_ranks in zip(chunk.parameters, *every, strict=True):
             self.present[index], now = map(any, zip(*of_ranks, strict=True))
             brought.append(now or not self.present[index])
         return all(brought)

@@ -152,8 +152,7 @@ def make_members(
             chunk=chunks[slot.chunk],
             offset=slot.offset,
         )
-        member.chunk.members.append(member)
         members.append(member)
-    for chunk in chunks:
-        chunk.members.sort(key=lambda member: member.offset)
+    for member in sorted(members, key=lambda member: member.offset):
+        member.chunk.parameters[member.index] = member.name
     return members

@@ -128,7 +128,9 @@ class Chunk:
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
     version: int = field(default=0, init=False)  # counts changes of the weight
-    members: list[Member] = field(default_factory=list, init=False)
+    # What lies in it, in the order of offsets: names by the index in ModelProfile.parameters. Members would refer back
+    # to the chunk, and the memory of a model that is dropped has to go as soon as the last update has let it go.
+    parameters: dict[int, str] = field(default_factory=dict, init=False)
     resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
     host_grad: Tensor | None = field(init=False)  # host memory for gradients that are offloaded
     accumulator_on_host: bool = field(init=False)
@@ -161,11 +163,6 @@ class Chunk:
     def gradient_factor(self) -> float:
         """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
         return 1.0 if self.accumulator is None else self.sum_factor
-
-    @property
-    def used_elements(self) -> int:
-        """The elements of its states that belong to parameters."""
-        return sum(member.own.stop - member.own.start for member in self.members)
 
     @property
     def state(self) -> ChunkState:

@@ -98,10 +98,6 @@ class Updates:
             if chunk.state is ChunkState.UPDATING:
                 chunk.wait()
 
-    def has_gradients(self, chunk: Chunk) -> bool:
-        """Whether any parameter of ``chunk`` has a gradient, so that there is something to update."""
-        return any(self._gradients.present[member.index] for member in chunk.members)
-
     def publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for updates by the device and by the host."""
         for job in self._all_done:
@@ -138,7 +134,8 @@ class Updates:
             return
         if not pieces:
             return  # this rank's shard is padding, which step() neither updates nor commits
-        if sum(part.stop - part.start for part, _ in pieces) != chunk.used_elements:
+        own = [self._gradients.members[index].own for index in chunk.parameters]
+        if sum(part.stop - part.start for part, _ in pieces) != sum(part.stop - part.start for part in own):
             return  # a commit would take over elements that were not written
         speculation = self._speculations[chunk.index] = Speculation(
             chunk=chunk,
@@ -179,8 +176,8 @@ class Updates:
         pieces, gradients = self._begin(chunk), self._gradients
         if pieces:
             self._begin_inside(chunk, pieces)
-        for member in chunk.members:  # the gradient is used up, even if backward fails and zero_grad is never called
-            gradients.present[member.index] = False
+        for index in chunk.parameters:  # the gradient is used up, even if backward fails and zero_grad is never called
+            gradients.present[index] = False
         gradients.pools.release(chunk)
 
     def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
@@ -218,10 +215,10 @@ class Updates:
     def _begin(self, chunk: Chunk) -> list[Piece]:
         """The pieces to update. Counts a step for each parameter in them."""
         pieces = self._pieces(chunk)
-        for member in chunk.members:
-            if self._gradients.present[member.index]:
-                member.steps += 1
-        if self._ranks.several and self.has_gradients(chunk):
+        for index in chunk.parameters:
+            if self._gradients.present[index]:
+                self._gradients.members[index].steps += 1
+        if self._ranks.several and self._gradients.has_gradients(chunk):
             self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
         return pieces
 
@@ -290,7 +287,8 @@ class Updates:
     def _pieces(self, chunk: Chunk) -> list[Piece]:
         """Runs of neighbouring parameters that have a gradient and share hyperparameters and the number of steps."""
         runs: list[tuple[int, int, int, int]] = []
-        for member in chunk.members:
+        for index in chunk.parameters:
+            member = self._gradients.members[index]
             start, stop = member.own.start, member.own.stop
             if member.group < 0 or start == stop or not self._gradients.present[member.index]:
                 continue

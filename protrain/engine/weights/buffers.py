@@ -139,7 +139,7 @@ class BufferPool:
         if buffer is None:
             buffer = self._free_buffer(chunk, schedule, needed_in=0)
             if buffer is None:
-                names = ", ".join(member.name for member in chunk.members[:3])
+                names = ", ".join(list(chunk.parameters.values())[:3])
                 raise MisuseError(
                     f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
                     "step that was profiled: pass an example_batch with which the model runs as it will be trained"
