@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -78,10 +79,15 @@ def test_a_parameter_reads_as_the_plain_models(spec: Spec, device: torch.device)
         assert _comparable(read(parameter)) == _comparable(read(plain)), name
 
 
-def _penalty(model: nn.Module) -> Tensor:
-    """A term of the loss that is made of weights: their squares, and how far a matrix is from orthogonal."""
+def _penalty(model: nn.Module, *, late_s: float = 0.0) -> Tensor:
+    """A term of the loss that is made of weights: their squares, and how far a matrix is from orthogonal.
+
+    In backward the gradient of the latter comes ``late_s`` seconds late.
+    """
     matrix = model.get_parameter(NAME)
     gram = matrix.t() @ matrix
+    if late_s:
+        gram.register_hook(lambda _: time.sleep(late_s))
     total = (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).square().mean()
     for parameter in model.parameters():
         total = total + parameter.pow(2).sum() * 1e-3
@@ -101,15 +107,15 @@ def test_weights_in_a_loss_have_the_plain_loops_bits(
 
 
 def test_a_loss_made_inside_full_parameters_has_the_plain_loops_bits(device: torch.device) -> None:
-    def loss(model: nn.Module, batch: Any) -> Tensor:
+    def loss(model: nn.Module, batch: Any, *, late_s: float) -> Tensor:
         first = default_loss(model, batch)
         with protrain.full_parameters(model):
-            penalty = _penalty(model)
+            penalty = _penalty(model, late_s=late_s)
         return first + penalty.to(first.device)
 
-    loop, data, found = Loop(loss=loss), batches(2), []
-    for spec in SPECS:
-        model = make()
+    data, found = batches(2), []
+    for spec, late_s in zip(SPECS, (0.0, 0.2, 0.0, 0.2), strict=True):  # another thread runs the GPU's backward
+        model, loop = make(), Loop(loss=functools.partial(loss, late_s=late_s))
         wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device)
         found.append((loop.run(wrapped, optimizer, data), states(wrapped, optimizer)))
     expected, final = plain_run(make, data, loop=Loop(loss=_with_penalty), device=device, dtype=torch.float32)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -81,6 +81,19 @@ class ReleasedParameter(PresentParameter):
         return _read(func, args, kwargs)
 
 
+class _FullView(NamedTuple):
+    """What all operations on a full parameter are given, if the model is on a GPU.
+
+    Backward runs them on the CPU while another thread runs the GPU's operations. So their gradients are added up first,
+    as autograd does for one view. If each of them were added to the GPU's gradient when it is there, the sum would have
+    other bits whenever the other thread is faster.
+    """
+
+    full: Tensor
+    steps: int  # how often weights had changed
+    view: Tensor
+
+
 def _set_full_data(parameter: FullParameter, data: Tensor) -> None:
     parameter.protrain_full = data.detach()
 
@@ -94,6 +107,7 @@ class FullParameter(PresentParameter):
     """
 
     protrain_full: Tensor
+    protrain_view: _FullView | None = None
     data: Any = property(lambda parameter: parameter.protrain_full.detach(), _set_full_data)
 
     @classmethod
@@ -196,9 +210,16 @@ class _Copied(torch.autograd.Function):
 def _viewed(leaf: Any) -> Any:
     if not isinstance(leaf, FullParameter):
         return leaf
-    if torch.is_grad_enabled() and leaf.requires_grad:
-        return _Copied.apply(leaf, _Source.now(leaf.protrain_handle), leaf.protrain_full.detach)
-    return leaf.protrain_full.detach()
+    if not (torch.is_grad_enabled() and leaf.requires_grad):
+        return leaf.protrain_full.detach()
+    full, source = leaf.protrain_full, _Source.now(leaf.protrain_handle)
+    known = leaf.protrain_view
+    if known is not None and known.full is full and known.steps == source.steps:
+        return known.view
+    view = _Copied.apply(leaf, source, full.detach)
+    if source.handle.engine.memory.device.type != "cpu":
+        leaf.protrain_view = _FullView(full, source.steps, view)
+    return view
 
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -332,5 +353,6 @@ def make_full(parameter: nn.Parameter, copy: Tensor) -> None:
 
 def end_full(parameter: nn.Parameter) -> None:
     """End what ``make_full`` began."""
-    vars(parameter).pop("protrain_full", None)  # it is absent if there was no memory for the copy
+    for name in ("protrain_full", "protrain_view"):  # one is absent if there was no memory for it, one if nobody asked
+        vars(parameter).pop(name, None)
     parameter.__class__ = ReleasedParameter
