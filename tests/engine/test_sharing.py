@@ -65,9 +65,14 @@ def test_whoever_does_it_the_bits_are_the_same(
 
 
 def trained_beside_a_late_host(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, *, spec: Spec = SPEC, needed_ms: float = 0.0
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    spec: Spec = SPEC,
+    needed_ms: float = 0.0,
+    device_gparams: float = 1.0,
 ) -> Report:
-    """The report of four steps. At first the host is taken for slow and the device for fast.
+    """The report of four steps. At first the host is taken for slow, and the device for as fast as ``device_gparams``.
 
     ``needed_ms`` is when the forward needs each chunk.
     """
@@ -76,7 +81,7 @@ def trained_beside_a_late_host(
     streamer = optimizer._engine.step.updates.streamer
     assert streamer is not None
     monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
-    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, device_gparams
     Loop(max_norm=1e9).run(wrapped, optimizer, data)
     optimizer._engine.wait_for_updates()
     return optimizer.report()
@@ -105,6 +110,16 @@ def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
     monkeypatch.setattr(Chunk, "step_streamed", compiling)
     slow_down(monkeypatch, seconds=0.02)
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 1
+
+
+@pytest.mark.parametrize("forgotten", [0.0, 1.0])
+def test_an_update_that_was_slow_once_ends_the_help_for_some_steps_only(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, forgotten: float
+) -> None:
+    monkeypatch.setattr("protrain.engine.updates.rates._FORGOTTEN", forgotten)
+    slow_down(monkeypatch, seconds=0.02)
+    report = trained_beside_a_late_host(device, monkeypatch, device_gparams=1e-9)
+    assert (report.streamed_updates > 0) == (forgotten > 0)
 
 
 def test_the_device_leaves_the_host_the_update_that_it_is_at(
@@ -136,3 +151,6 @@ def test_a_rate_follows_what_is_measured() -> None:
     for _ in range(30):
         rate.add(pieces, 2e-6)
     assert rate.gparams == pytest.approx(2.0, rel=0.01)
+    for _ in range(14):
+        rate.forget()
+    assert rate.gparams == pytest.approx(3.5, rel=0.02), "half of what was measured is left"

@@ -7,6 +7,7 @@ from collections import deque
 from protrain.engine.states.chunks import Piece
 
 _WEIGHT = 0.2  # of the newest update: about the last five count
+_FORGOTTEN = 0.05  # of what an update has shown, in each step that shows nothing: half of it in 14 steps
 _UPDATES = 2000  # that count for the mean
 
 
@@ -18,7 +19,7 @@ class Rate:
     """
 
     def __init__(self, gparams: float) -> None:
-        self.gparams = gparams
+        self.gparams = self._predicted = gparams
         self.updates: deque[tuple[int, float]] = deque(maxlen=_UPDATES)  # elements and seconds
 
     def add(self, pieces: list[Piece], seconds: float) -> None:
@@ -27,6 +28,13 @@ class Rate:
         measured = elements / max(seconds, 1e-9) / 1e9
         self.gparams += (measured - self.gparams) * (_WEIGHT if self.updates else 1.0)
         self.updates.append((elements, seconds))
+
+    def forget(self) -> None:
+        """No update was made in this step. The rate turns to the predicted one by and by.
+
+        Whoever decides by the rate that an update is not worth it would otherwise never see that it has changed.
+        """
+        self.gparams += (self._predicted - self.gparams) * _FORGOTTEN
 
     def mean_gparams(self) -> float:
         """1e9 elements a second over many of the last updates; 0 if there are none."""

@@ -66,6 +66,12 @@ class Streamer:
             self.worker.submit(functools.partial(self._share, updates, norm))
 
     def _share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
+        before = self.updates
+        self._take_late(updates, norm)
+        if self.updates == before:
+            self.rate.forget()
+
+    def _take_late(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
         norm.wait()
         begin = time.perf_counter()
         while True:
