@@ -290,7 +290,7 @@ class Updates:
         for index in chunk.parameters:
             member = self._gradients.members[index]
             start, stop = member.own.start, member.own.stop
-            if member.group < 0 or start == stop or not self._gradients.present[member.index]:
+            if member.group < 0 or start == stop or not self._gradients.present[index]:
                 continue
             key = (member.group, member.steps + 1)
             if runs and runs[-1][1] == start and runs[-1][2:] == key:
