@@ -4,6 +4,7 @@ Importing torch takes seconds. So the package imports it with the first use of o
 answers `--help` without it.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,13 @@ else:
             public = import_module("protrain.public")
             globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
         if name not in globals():  # a subpackage is here once it is imported
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])  # Python then looks for what was meant
         return globals()[name]
+
+    def __dir__() -> list[str]:
+        """The public names, before the first of them is used, too: what completes ``protrain.`` or a misspelt name."""
+        return ["__version__", *__getattr__("__all__")]
 
 
 __version__ = "0.1.0"

@@ -169,6 +169,13 @@ def test_an_import_of_torch_by_a_package_is_found() -> None:
     assert "import of torch halted" in _imported_without_torch(["protrain_kernels.slices"]).stderr
 
 
+def test_late_names_are_completed_and_a_misspelt_one_is_recognised() -> None:
+    code = "import protrain; print(*dir(protrain)); protrain.wrapp"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout.split() == sorted(["__version__", *public.__all__])
+    assert "has no attribute 'wrapp'. Did you mean: 'wrap'?" in ended.stderr
+
+
 def test_no_module_takes_the_place_of_a_late_name() -> None:
     names = set(public.__all__)
     assert names.isdisjoint(path.stem for path in ROOT.joinpath("protrain").iterdir())
