@@ -30,10 +30,15 @@ class AveragedWeights:
     Args:
         model: a wrapped model.
         decay: how much of the average an update keeps.
+
+    Raises:
+        ValueError: ``model`` is no module, or ``decay`` no number from 0 (inclusive) to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        if not 0 <= decay < 1:
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1, not {decay!r}")
         self._model = model
         self._decay = decay

@@ -276,9 +276,8 @@ def test_edits_last_even_when_the_body_raises(make: Make) -> None:
     assert (model.transformer.wpe.weight == 0.5).all()
 
 
-def test_full_parameters_needs_a_wrapped_model() -> None:
-    with (
-        pytest.raises(ValueError, match=r"needs a model that protrain\.wrap returned"),
-        protrain.full_parameters(nn.Linear(2, 2)),
-    ):
+@pytest.mark.parametrize("given", [nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters())])
+def test_full_parameters_needs_a_wrapped_model(given: Any) -> None:
+    needed = rf"needs a model that protrain\.wrap returned, .* was given a {type(given).__name__}\."
+    with pytest.raises(ValueError, match=needed), protrain.full_parameters(given):
         pass

@@ -274,11 +274,13 @@ def reads_of_all(module: nn.Module) -> Iterator[None]:
 
 def members_of(module: nn.Module, what: str) -> tuple[Engine, list[Member]]:
     """The engine and the parameters of ``module``. ValueError if it is not wrapped, which ``what`` needs."""
-    handles = [p.protrain_handle for p in module.parameters() if isinstance(p, PresentParameter)]
+    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    handles = [p.protrain_handle for p in parameters if isinstance(p, PresentParameter)]
     if not handles:
         raise ValueError(
-            f"{what} needs a model that protrain.wrap returned, or a part of one. One that was wrapped without "
-            "example_batch must be called on a training batch first"
+            f"{what} needs a model that protrain.wrap returned, or a part of one, and was given a "
+            f"{type(module).__name__}. A model that was wrapped without example_batch must be called on a training "
+            "batch first"
         )
     engine = handles[0].engine
     assert isinstance(engine, Engine)
