@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ class AveragedWeights:
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-        if not isinstance(decay, (int, float)) or not 0 <= decay < 1:
+        if not isinstance(decay, (float, Real)) or not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1, not {decay!r}")
         self._model = model
         self._decay = decay

@@ -40,6 +40,11 @@ def test_collections_of_the_program_leave_out_what_was_imported_and_nothing_else
     assert done.stdout.splitlines() == ["False True False", "True True"], done.stderr
 
 
+def test_a_process_that_calls_the_command_line_collects_as_before() -> None:
+    done = python("-c", IMPORTING)
+    assert done.stdout.splitlines() == ["True True False", "True False"], done.stderr
+
+
 MODELS = """
 import gc, weakref
 import torch
