@@ -224,7 +224,7 @@ def _begun(args: argparse.Namespace, file: Path, command: str, device: torch.dev
             commands=(command,),
             device=device_name(device),
             versions=versions(),
-            case=case.beside_load(detect(device, host_memory=args.host_memory)),
+            case=case.beside_load(detect(device, device_memory=args.device_memory, host_memory=args.host_memory)),
             calibrated_gparams=detect(device).host_adam_gparams,
             steps=args.steps,
             switch_every=args.switch_every,
@@ -247,6 +247,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--switch-every", type=int, default=50, help="steps after which the load is switched; 0: not (default: 50)"
     )
+    parser.add_argument("--device-memory", help="limit, as 78GiB (default: what is free)")
     parser.add_argument("--host-memory", help="limit, as 120GiB, less what the load takes (default: what is free)")
     parser.add_argument("--quick", action="store_true", help="3 timed steps, and the load switched after 5")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="seconds for what is begun")
