@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
 from protrain.common.parameters import DTYPES, is_managed, split_up
-from protrain.distributed.processes import announced_processes, local_rank
+from protrain.distributed.devices import own_device
 from protrain.engine.states.empty import check_recorded
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
@@ -82,7 +82,7 @@ def check_arguments(
     check_supported(optimizer)
     if example_batch is not None:
         batches.check(example_batch)
-    target = _device(device)
+    target = own_device(device)
     kind = choose_dtype(dtype, target)
     if step_during_backward and kind is torch.float16:
         raise ValueError(
@@ -248,27 +248,6 @@ def _mixes(norm: nn.Module, statistics: torch.dtype, dtype: torch.dtype, device:
         except RuntimeError:
             return False
     return True
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    try:
-        default = "cuda" if torch.cuda.is_available() else "cpu"
-        if default == "cuda" and announced_processes() > 1:  # as every rank has a GPU of its own
-            default = f"cuda:{local_rank()}"
-        found = torch.device(default if device is None else device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device must be a CUDA GPU or the CPU, not {device!r}") from None
-    if found.type not in ("cuda", "cpu"):
-        raise ValueError(f"device must be a CUDA GPU or the CPU, not {found}")
-    if found.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(
-                "device='cuda', but there is no CUDA GPU here: pass device='cpu', or install a CUDA build of torch"
-            )
-        found = torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
-        if found.index >= torch.cuda.device_count():
-            raise ValueError(f"device={str(found)!r}, but there are {torch.cuda.device_count()} GPUs here")
-    return found
 
 
 def choose_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:

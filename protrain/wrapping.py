@@ -66,8 +66,9 @@ def wrap(
         example_batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``), or the one argument of the model.
             Every dimension must be as long as in any batch of the training. Without it the model is profiled and
             planned in its first call, which must be one of the training, with the arguments that it is given there.
-        device: "cuda", "cuda:1" or "cpu". A GPU becomes the current one. The default is the current GPU, of several
-            processes the one that LOCAL_RANK names, or the CPU if there is none.
+        device: "cuda", "cuda:1" or "cpu". A GPU becomes the current one. "cuda" is the one GPU that the process sees,
+            or the current one; with several processes, of which each needs its own, it is the current one unless that
+            is GPU 0, and then the one that LOCAL_RANK names. The default is "cuda", or "cpu" where there is no GPU.
         dtype: the type of the weights: bfloat16 (default on GPUs), float16 (needs ``optimizer.backward(loss)``) or
             float32 (default on the CPU). Parameters and the model's fp32 inputs are cast, buffers are not. In bfloat16
             an input of 999.0 becomes 1000, so pass timesteps, positions and the like as integers, which are not cast,

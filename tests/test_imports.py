@@ -35,7 +35,7 @@ ALLOWED = {
         "protrain_cache",
         "protrain_kernels",
     ),
-    "protrain.profiler": ("protrain.common", "protrain.forward", "protrain_cache"),
+    "protrain.profiler": ("protrain.common", "protrain.distributed.devices", "protrain.forward", "protrain_cache"),
     "protrain.distributed": ("protrain.common",),
     "protrain.engine": (
         "protrain.common",

@@ -26,7 +26,7 @@ from bench.train.ranks import start_group
 from bench.train.task import WEIGHT_DECAY, Task
 from protrain.cli.summary import device_name
 from protrain.common.records import Record
-from protrain.distributed.processes import local_rank
+from protrain.distributed.devices import own_device
 from protrain.optim.optimizer import ProTrainOptimizer
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         parser.add_argument(name, type=Path)
     args = parser.parse_args()
     task, training = Task.load(args.task), Training.load(args.training)
-    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     start_group("nccl" if device.type == "cuda" else "gloo")

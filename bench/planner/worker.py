@@ -25,8 +25,8 @@ from bench.planner.measure import Point, measure, profiled
 from bench.planner.results import CaseResult
 from protrain.common.errors import PlanError
 from protrain.consensus import largest_of_all, of_all
+from protrain.distributed.devices import own_device
 from protrain.distributed.joining import join
-from protrain.distributed.processes import local_rank
 from protrain.hardware.detection import detect
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
@@ -48,7 +48,7 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.time()
     case = Case.load(args.case)
-    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = join(None)

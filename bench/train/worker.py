@@ -29,6 +29,7 @@ from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
+from protrain.distributed.devices import own_device
 from protrain.distributed.processes import local_rank
 from protrain.forward.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
@@ -62,7 +63,7 @@ def work(kind: type[_Job], measure: Callable[[_Job, torch.device, Path], Outcome
     args = parser.parse_args()
     job = kind.load(args.job)
     out = file_of(args.out, local_rank())
-    device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    device = own_device()
     try:
         outcome = measure(job, device, out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result

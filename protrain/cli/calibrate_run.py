@@ -8,11 +8,11 @@ from functools import partial
 import torch
 
 import protrain
-from protrain.cli.devices import own_device
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
 from protrain.cli.signals import stop_requests
 from protrain.common.progress import bar, note
+from protrain.distributed.devices import own_device
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile

@@ -25,9 +25,26 @@ def machine_of(args: argparse.Namespace) -> HardwareProfile:
     """
     if args.hardware is not None:
         return _elsewhere(args, args.hardware, args.gpus, args.nodes)
-    from protrain.cli.devices import this_machine  # imports torch
+    return _shared(args, _this_machine(args), args.gpus, args.nodes)
 
-    return _shared(args, this_machine(args), args.gpus, args.nodes)
+
+def _this_machine(args: argparse.Namespace) -> HardwareProfile:
+    """This machine, with the device and the memory that ``args`` say.
+
+    Raises:
+        ValueError: It has no GPU. To run a large model on a CPU for its profile takes hours, which only --device cpu
+            asks for.
+    """
+    import torch
+
+    from protrain.hardware.detection import detect
+
+    if args.device is None and not torch.cuda.is_available():
+        raise ValueError(
+            "this machine has no GPU to plan for: name another with --hardware, for example --hardware rtx4090, or "
+            "give --device cpu for a simulated device"
+        )
+    return detect(args.device or "cuda", device_memory=args.device_memory, host_memory=args.host_memory)
 
 
 def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:

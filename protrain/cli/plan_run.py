@@ -1,7 +1,8 @@
 """What `protrain plan` does: it finds out what would be done with a model on a machine, without doing it.
 
 For a machine that is elsewhere, and a step whose profile is kept, it imports neither torch nor transformers. Whatever
-needs them is in ``protrain.cli.plan_trace`` and ``protrain.cli.devices``, which are imported where they are called.
+needs them is in ``protrain.cli.plan_trace`` and ``protrain.hardware.detection``, which are imported where they are
+called.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
 from protrain.cli.defaults import choose_compile, choose_loss
-from protrain.cli.devices import own_device
 from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import logger
@@ -34,6 +33,7 @@ from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.hub import command_for
 from protrain.common.progress import note, stage
+from protrain.distributed.devices import own_device
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import find_head
@@ -53,6 +53,8 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     ranks = join(None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     micro_batches = job.micro_batches or job.accumulation * (1 if resume else ranks.size)
     _refuse_unequal_shares(micro_batches, ranks.size, folder)
     if job.threads is not None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from protrain.common.quantities import format_bytes, parse_memory
+from protrain.distributed.devices import own_device
 from protrain.hardware.cache import cached, device_name
 from protrain.hardware.memory import available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
@@ -28,9 +29,9 @@ def detect(
         host_memory: bytes or "24GiB" in place of what is available on the host.
 
     Raises:
-        ValueError: a size cannot be read, or is more than the GPU has.
+        ValueError: there is no such device, or a size cannot be read or is more than the GPU has.
     """
-    target = torch.device(device)
+    target = own_device(device)
     assumed = assume(target)
     measured = cached(target)
     base, host_bytes, device_bytes = measured or assumed, assumed.host_bytes, assumed.device_bytes
@@ -48,17 +49,11 @@ def detect(
 
 
 def assume(device: torch.device) -> HardwareProfile:
-    """The profile of ``device`` and its host without measured rates.
-
-    Raises:
-        ValueError: the device is neither a GPU nor the CPU.
-    """
+    """The profile of ``device``, a GPU or the CPU, and its host without measured rates."""
     available = available_host_bytes()
     if device.type == "cuda":
         return replace(_gpu(device), host_bytes=int(available * _HOST_SHARE), cpu_threads=usable_cores())
-    if device.type == "cpu":
-        return _cpu(available // 2)
-    raise ValueError(f"device must be a CUDA GPU or the CPU, not {device}")
+    return _cpu(available // 2)
 
 
 def _gpu(device: torch.device) -> HardwareProfile:

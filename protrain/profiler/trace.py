@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain.common import batch as batches
 from protrain.common.dtypes import default_dtype
 from protrain.common.parameters import DTYPES, is_managed
+from protrain.distributed.devices import own_device
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall, measured_ms
@@ -68,14 +69,12 @@ def profile(
             what is free.
 
     Raises:
-        ValueError: the batch is no mapping or tuple, nothing is trainable, a module is a ScriptModule, or the model
-            changes its parameters in place in forward.
+        ValueError: there is no such device, the batch is no mapping or tuple, nothing is trainable, a module is a
+            ScriptModule, or the model changes its parameters in place in forward.
     """
     batches.check(example_batch)
     refuse_scripted(model)
-    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if target.type == "cuda" and target.index is None:
-        target = torch.device("cuda", torch.cuda.current_device())
+    target = torch.device("meta") if str(device) == "meta" else own_device(device)
     dtype = dtype or DTYPES[default_dtype(target.type)]
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, not {dtype}")

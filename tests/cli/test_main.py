@@ -134,8 +134,8 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         ),
         (["plan", "tiny", "--hardware", "config.json"], "config.json is not a hardware profile: it holds 'model_type'"),
         (["plan", "tiny", "--device", "cpu", "--chunked-loss"], "--chunked-loss needs a CUDA GPU: leave it out"),
-        (["train", "--model", "tiny", "--device", "tpu"], "--device 'tpu' is no device for training: give cuda or cpu"),
-        (["train", "--model", "tiny", "--device", "meta"], "--device 'meta' is no device for training"),
+        (["train", "--model", "tiny", "--device", "tpu"], "device must be a CUDA GPU or the CPU, not 'tpu'"),
+        (["train", "--model", "tiny", "--device", "meta"], "device must be a CUDA GPU or the CPU, not meta"),
         (["train", "--model", "gpt2", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
         (["train", "--model", "tiny", "--device", "cpu", "--data", "nowhere"], "--data: nowhere does not exist"),
         (["plan", "tiny", "--hardware", "no-such-card"], "no-such-card"),
@@ -196,7 +196,7 @@ def test_a_torch_that_cannot_be_imported_is_named(
 def test_a_missing_gpu_is_named(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     status, _, err = run(capsys, *argv, "--device", "cuda")
     assert status == 2
-    assert "torch finds no CUDA device on this machine; give --device cpu" in err
+    assert "--device cuda, but there is no CUDA GPU here: pass --device cpu, or install a CUDA build of torch" in err
 
 
 def test_several_processes_need_a_launcher_that_says_where_they_meet(

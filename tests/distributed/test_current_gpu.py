@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,21 +42,51 @@ def _offload(rank: int, size: int) -> None:
     _say_where()
 
 
-def _wrap_plainly(rank: int, size: int) -> None:
-    """A script that leaves the choice of the GPU to wrap."""
+def _wrap(gpu: int, device: str | None = None) -> None:
+    """Train under wrap, which takes the GPU number ``gpu`` of those that the process sees."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)))
-    wrapped, optimizer = protrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3), progress=False)
+    wrapped, optimizer = protrain.wrap(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-3), device=device, progress=False
+    )
     for _ in range(3):
         value = torch.ones(4, 64, device="cuda", dtype=torch.bfloat16)
-        assert value.device.index == rank
+        assert value.device.index == gpu
         wrapped(value).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     _say_where()
 
 
-@pytest.mark.parametrize("train", [_offload, _wrap_plainly])
+def _wrap_plainly(rank: int, size: int) -> None:
+    """A script that leaves the choice of the GPU to wrap."""
+    _wrap(gpu=rank)
+
+
+def _wrap_on_cuda(rank: int, size: int) -> None:
+    """A script that asks for a GPU and names none."""
+    _wrap(gpu=rank, device="cuda")
+
+
+def _see_alone(number: int) -> None:
+    """Let this process, which has not used CUDA, see one GPU, as srun --gpus-per-task=1 does."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[number]
+
+
+def _wrap_where_one_is_seen(rank: int, size: int) -> None:
+    """Each process sees a GPU of its own."""
+    _see_alone(rank)
+    _wrap(gpu=0, device="cuda")
+
+
+@pytest.mark.parametrize("train", [_offload, _wrap_plainly, _wrap_on_cuda])
 def test_a_process_uses_its_own_gpu_alone(tmp_path: Path, train: Callable[..., None]) -> None:
     with Group(2, train, folder=tmp_path) as group:
         for rank, ending in group.endings(range(2), timeout_s=240).items():
             assert f"uses [{rank}]" in ending.text.splitlines(), ending.text
+
+
+def test_processes_that_see_one_gpu_each_train_on_it(tmp_path: Path) -> None:
+    with Group(2, _wrap_where_one_is_seen, folder=tmp_path) as group:
+        for ending in group.endings(range(2), timeout_s=240).values():
+            assert "uses [0]" in ending.text.splitlines(), ending.text

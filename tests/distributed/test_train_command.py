@@ -22,7 +22,6 @@ import torch
 import protrain.cli.finish
 import protrain.cli.loop
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.devices import own_device
 from protrain.cli.job import TrainJob
 from protrain.cli.main import main
 from protrain.cli.run_files import LOCK_FILE
@@ -266,23 +265,6 @@ TASK = {
     "SLURM_STEP_NODELIST": "node[3-5]",
     "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.3",
 }
-
-
-def test_each_process_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    current: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for name, value in {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    assert own_device(None) == own_device("cuda") == torch.device("cuda:1")
-    assert current == [torch.device("cuda:1")] * 2
-    assert own_device("cpu") == torch.device("cpu")
-    with pytest.raises(ValueError, match="--device cuda:1 is one GPU, and 2 processes run here: give --device cuda"):
-        own_device("cuda:1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="--gpus 4: this machine has 2 CUDA devices"):
-        own_device("cuda")
 
 
 def test_a_task_of_slurm_knows_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

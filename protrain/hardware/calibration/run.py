@@ -11,8 +11,9 @@ from functools import partial
 
 import torch
 
+from protrain.distributed.devices import own_device
 from protrain.distributed.joining import join
-from protrain.distributed.processes import announced_processes, local_rank
+from protrain.distributed.processes import local_rank
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.contention import Together, groups_on
@@ -71,21 +72,22 @@ def calibrate(
     ``protrain.wrap`` does. All of them measure at the same time, and each gets the figures of the slowest.
 
     Args:
-        device: "cuda", "cuda:1" or "cpu". None means a GPU where there is one.
+        device: "cuda", "cuda:1" or "cpu". None means a GPU where there is one. Which GPU "cuda" is, ``protrain.wrap``
+            says.
         seconds: how long to measure. Less than 30 makes sizes smaller and figures rougher, for a trial with save=False.
         save: keep the profile in the user's cache (``protrain.hardware.cache``).
         progress: called with what is measured next, and with how much is done, from 0 to 1.
 
     Raises:
-        ValueError: ``seconds`` is not positive, or the device is neither a GPU nor the CPU.
+        ValueError: ``seconds`` is not positive, or there is no such device.
         MisuseError: another process has failed.
     """
     if not 0 < seconds < float("inf"):
         raise ValueError(f"seconds must be more than 0, not {seconds!r}")
-    target = resolved(device)
-    base = assume(target)
     ranks = join(None)
     with ranks.reporting("protrain.calibrate"), contextlib.ExitStack() as stack:
+        target = own_device(device)
+        base = assume(target)
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
@@ -107,14 +109,6 @@ def calibrate(
             store(profile, machine)
         ranks.all_values(None, "the end of the calibration")  # a rank that looks for the profile now will find it
     return profile
-
-
-def resolved(device: torch.device | str | None) -> torch.device:
-    """``device`` with its index. A GPU without one is that of this process; None means a GPU where there is one."""
-    target = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    if target.type != "cuda" or target.index is not None:
-        return target
-    return torch.device("cuda", local_rank() if announced_processes() > 1 else torch.cuda.current_device())
 
 
 class Calibration:

@@ -1,0 +1,115 @@
+"""Each process trains on a GPU of its own, and errors say how: rules, and indices that do not exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import protrain
+from protrain.cli.main import main
+from protrain.distributed.devices import own_device
+from protrain.hardware.detection import detect
+
+X = torch.ones(2, 8)
+
+
+@contextmanager
+def machine(
+    *, visible: int, uuids: Sequence[str] = (), current: int | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[None]:
+    """A process that sees as many GPUs. ``current`` is that of the script, and None before CUDA is used."""
+
+    def current_device() -> int:
+        assert current is not None, "asking would start CUDA"
+        return current
+
+    def get_device_properties(device: torch.device) -> Any:
+        return SimpleNamespace(uuid=uuids[device.index])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+        patch.setattr(torch.cuda, "device_count", lambda: visible)
+        patch.setattr(torch.cuda, "is_initialized", lambda: current is not None)
+        patch.setattr(torch.cuda, "current_device", current_device)
+        patch.setattr(torch.cuda, "get_device_properties", get_device_properties)
+        for name in ("WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES") if environment is not None else ():
+            patch.delenv(name, raising=False)
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        yield
+
+
+SEVERAL = {"WORLD_SIZE": "4", "LOCAL_RANK": "2"}
+
+
+@pytest.mark.parametrize(
+    ("visible", "current", "environment", "expected"),
+    [
+        pytest.param(4, None, {}, 0, id="one process"),
+        pytest.param(4, 3, {}, 3, id="one process that has chosen"),
+        pytest.param(4, 1, {"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 1, id="torchrun with one process"),
+        pytest.param(4, None, SEVERAL, 2, id="torchrun"),
+        pytest.param(4, 0, SEVERAL, 2, id="torchrun, where CUDA has been used without a choice"),
+        pytest.param(4, 3, SEVERAL, 3, id="torchrun, and a script that has chosen"),
+        pytest.param(1, None, SEVERAL, 0, id="srun --gpus-per-task=1"),
+        pytest.param(1, 0, SEVERAL, 0, id="srun --gpus-per-task=1, where CUDA has been used"),
+        pytest.param(2, 1, SEVERAL, 1, id="fewer GPUs than LOCAL_RANK, and a script that has chosen"),
+    ],
+)
+def test_the_gpu_of_a_process(visible: int, current: int | None, environment: Mapping[str, str], expected: int) -> None:
+    with machine(visible=visible, current=current, environment=environment):
+        for device in (None, "cuda", torch.device("cuda")):
+            assert own_device(device) == torch.device("cuda", expected)
+        assert own_device("cpu") == torch.device("cpu")
+        for index in range(visible):  # one that the user gives wins
+            assert own_device(f"cuda:{index}") == own_device(torch.device("cuda", index)) == torch.device("cuda", index)
+
+
+def test_without_a_gpu_it_is_the_cpu() -> None:
+    with machine(visible=0, environment=SEVERAL):
+        assert own_device() == torch.device("cpu")
+        with pytest.raises(ValueError, match="device='cuda:1', but there is no CUDA GPU here: pass device='cpu'"):
+            own_device("cuda:1")
+
+
+def wrap(device: str | None) -> object:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    return protrain.wrap(model, torch.optim.AdamW(model.parameters()), example_batch=X, device=device, progress=False)
+
+
+def calibrate(device: str | None) -> object:
+    return protrain.calibrate(device, seconds=0.02, save=False)
+
+
+def profile(device: str | None) -> object:
+    return protrain.profile(nn.Linear(8, 8), (X,), device=device)
+
+
+@pytest.mark.parametrize("use", [wrap, calibrate, profile, detect])
+def test_a_gpu_that_does_not_exist(use: Callable[[str], object]) -> None:
+    words = (
+        "^device='cuda:9', but this process sees 2 GPUs .CUDA_VISIBLE_DEVICES is not set., counted from 0: pass "
+        "device='cuda' for the GPU of this process$"
+    )
+    with machine(visible=2, environment={}), pytest.raises(ValueError, match=words):
+        use("cuda:9")
+    words = r"device='cuda:1', but this process sees 1 GPU \(CUDA_VISIBLE_DEVICES is '5'\)"
+    with machine(visible=1, environment={"CUDA_VISIBLE_DEVICES": "5"}), pytest.raises(ValueError, match=words):
+        use("cuda:1")
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["train", "--model", "tiny", "--folder", "run"], ["plan", "tiny"]])
+def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with machine(visible=2, environment={}):
+        assert main([*command, "--device", "cuda:9"]) == 2
+    assert "--device cuda:9, but this process sees 2 GPUs" in capsys.readouterr().err
