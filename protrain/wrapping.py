@@ -22,6 +22,7 @@ from protrain.common.hub import on_disk
 from protrain.common.parameters import is_managed
 from protrain.common.progress import heard
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
+from protrain.distributed.devices import refuse_shared_gpu
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
 from protrain.engine.weights.added import AddedParameters
@@ -126,6 +127,7 @@ def wrap(
             gradient_reduction=gradient_reduction,
         )
         target = checked.device
+        refuse_shared_gpu(ranks, target)
         node = detect(target, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
         if target.type == "cuda":
             torch.cuda.set_device(target)  # see [Note: the current GPU] in engine/updates/worker.py

@@ -33,7 +33,7 @@ from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.hub import command_for
 from protrain.common.progress import note, stage
-from protrain.distributed.devices import own_device
+from protrain.distributed.devices import own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
 from protrain.forward.chunked_loss import find_head
@@ -53,6 +53,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     device = own_device(job.device)
     dtype = choose_dtype(job.dtype, device)
     ranks = join(None)
+    refuse_shared_gpu(ranks, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     micro_batches = job.micro_batches or job.accumulation * (1 if resume else ranks.size)

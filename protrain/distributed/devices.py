@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import torch
 
 from protrain.distributed.processes import announced_processes, local_rank
+from protrain.distributed.ranks import Ranks
 
 
 def own_device(device: torch.device | str | None = None) -> torch.device:
@@ -68,3 +70,25 @@ def _visible() -> str:
     count, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "is not set" if variable is None else f"is {variable!r}"
     return f"this process sees {count} GPU{'s' * (count != 1)} (CUDA_VISIBLE_DEVICES {why})"
+
+
+def refuse_shared_gpu(ranks: Ranks, device: torch.device) -> None:
+    """Raise a ValueError on every rank if two ranks are on one GPU. Each calls this with the device that it takes.
+
+    Without this, NCCL would refuse it late, or both ranks would run out of memory.
+    """
+    own = None
+    if device.type == "cuda":
+        own = f"GPU-{torch.cuda.get_device_properties(device).uuid}", socket.gethostname()
+    ranks_on: dict[tuple[str, str], list[int]] = {}
+    for rank, gpu in enumerate(ranks.all_values(own, "the GPU of each rank")):
+        if gpu is not None:
+            ranks_on.setdefault(gpu, []).append(rank)
+    for (gpu_name, host), sharing in ranks_on.items():
+        if len(sharing) > 1:
+            *others, last = map(str, sharing)
+            raise ValueError(
+                f"ranks {', '.join(others)} and {last} are on the same GPU, {gpu_name} of {host}, and each needs its "
+                "own: start as many processes on each machine as it has GPUs, as torchrun --nproc-per-node does, and "
+                "pass device='cuda', or call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) in each of them"
+            )

@@ -1,9 +1,11 @@
-"""Each process trains on a GPU of its own, and errors say how: rules, and indices that do not exist."""
+"""Each process trains on a GPU of its own, and errors say how: rules, indices that do not exist, and shared GPUs."""
 
 from __future__ import annotations
 
+import io
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +16,11 @@ from torch import nn
 
 import protrain
 from protrain.cli.main import main
-from protrain.distributed.devices import own_device
+from protrain.distributed.devices import own_device, refuse_shared_gpu
+from protrain.distributed.joining import join
 from protrain.hardware.detection import detect
+from tests.distributed.pool import on_ranks
+from tests.distributed.test_user_generate import quick
 
 X = torch.ones(2, 8)
 
@@ -113,3 +118,98 @@ def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
     with machine(visible=2, environment={}):
         assert main([*command, "--device", "cuda:9"]) == 2
     assert "--device cuda:9, but this process sees 2 GPUs" in capsys.readouterr().err
+
+
+# -- several ranks -----------------------------------------------------------------------------------------------------
+
+USES: dict[str, Callable[[str | None], object]] = {"protrain.wrap": wrap, "protrain.calibrate": calibrate}
+
+
+def error_with_gpus(
+    rank: int, use: str, device: str | None, visible: int, uuids: Sequence[Sequence[str]], local_ranks: Sequence[int]
+) -> str:
+    """The error of ``use`` where each rank sees GPUs with its ``uuids``."""
+    environment = {"WORLD_SIZE": "2", "LOCAL_RANK": str(local_ranks[rank]), "CUDA_VISIBLE_DEVICES": "0,1"}
+    with quick(), machine(visible=visible, uuids=uuids[rank], environment=environment):
+        try:
+            USES[use](device)
+        except (ValueError, protrain.MisuseError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("device", "visible", "uuids"),
+    [
+        pytest.param("cuda:1", 2, (("a", "b"), ("a", "b")), id="the same index"),
+        pytest.param(None, 1, (("b",), ("b",)), id="the only GPU of both"),
+        pytest.param("cuda:1", 2, (("a", "b"), ("c", "b")), id="seen among others"),
+    ],
+)
+def test_two_ranks_on_one_gpu_are_refused_on_both(
+    use: str, device: str | None, visible: int, uuids: Sequence[Sequence[str]]
+) -> None:
+    expected = (
+        f"ValueError: ranks 0 and 1 are on the same GPU, GPU-b of {socket.gethostname()}, and each needs its own: "
+        "start as many processes on each machine as it has GPUs, as torchrun --nproc-per-node does, and pass "
+        "device='cuda', or call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) in each of them"
+    )
+    assert on_ranks(2, error_with_gpus, use, device, visible, uuids, (0, 1)) == [expected] * 2
+
+
+@pytest.mark.parametrize("use", USES)
+def test_more_processes_than_gpus_are_refused(use: str) -> None:
+    gpus = ("a", "b")
+    other, mine = on_ranks(2, error_with_gpus, use, None, 2, (gpus, gpus), (0, 2))
+    assert mine == (
+        "ValueError: LOCAL_RANK is 2, but this process sees 2 GPUs (CUDA_VISIBLE_DEVICES is '0,1'): start as many "
+        "processes on each machine as it has GPUs, as torchrun --nproc-per-node 2 and protrain train --gpus 2 do, or "
+        "choose the GPU of this process with torch.cuda.set_device"
+    )
+    assert other.startswith(f"MisuseError: rank 1 has raised an exception in {use}, while rank 0 went on to ")
+    assert other.endswith(mine)
+
+
+def train_on_one_gpu(rank: int, folder: str) -> tuple[object, str]:
+    """The status of `protrain train` on a rank that sees the one GPU of all, and what it says."""
+    said = io.StringIO()
+    status: object
+    with redirect_stderr(said), machine(visible=1, uuids=["a"]):
+        try:
+            status = main(["train", "--model", "tiny", "--folder", folder])
+        except SystemExit as end:  # on the rank that leaves the word to the other
+            status = end.code
+    return status, said.getvalue()
+
+
+def test_the_command_line_refuses_a_shared_gpu_once(tmp_path: Path) -> None:
+    answers = on_ranks(2, train_on_one_gpu, str(tmp_path / "run"))
+    assert {status for status, _ in answers} == {1, 2}
+    (said,) = [said for _, said in answers if said]
+    assert said.startswith("protrain train: ranks 0 and 1 are on the same GPU, GPU-a of ")
+    assert "pass --device cuda, or call" in said
+
+
+def refused(rank: int, hosts: Sequence[str], uuids: Sequence[str], device: str) -> bool:
+    """Whether the rank may not train on its only GPU, or on the CPU."""
+    with machine(visible=1, uuids=[uuids[rank]]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket, "gethostname", lambda: hosts[rank])
+        try:
+            refuse_shared_gpu(join(None), own_device(device))
+        except ValueError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("hosts", "uuids", "device", "expected"),
+    [
+        (("x", "x"), ("a", "b"), "cuda", False),
+        (("x", "y"), ("a", "a"), "cuda", False),  # as where a virtual machine tells no UUID
+        (("x", "x"), ("a", "a"), "cpu", False),
+        (("x", "x"), ("a", "a"), "cuda", True),
+    ],
+)
+def test_which_ranks_share_a_gpu(hosts: Sequence[str], uuids: Sequence[str], device: str, expected: bool) -> None:
+    assert on_ranks(2, refused, hosts, uuids, device) == [expected] * 2

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from protrain.distributed.devices import own_device
+from protrain.distributed.devices import own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.distributed.processes import local_rank
 from protrain.distributed.ranks import Ranks
@@ -79,7 +79,7 @@ def calibrate(
         progress: called with what is measured next, and with how much is done, from 0 to 1.
 
     Raises:
-        ValueError: ``seconds`` is not positive, or there is no such device.
+        ValueError: ``seconds`` is not positive, there is no such device, or two processes are on one GPU.
         MisuseError: another process has failed.
     """
     if not 0 < seconds < float("inf"):
@@ -87,6 +87,7 @@ def calibrate(
     ranks = join(None)
     with ranks.reporting("protrain.calibrate"), contextlib.ExitStack() as stack:
         target = own_device(device)
+        refuse_shared_gpu(ranks, target)
         base = assume(target)
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
