@@ -175,7 +175,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
     if forgotten:
         warnings.warn(
             f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
-            f"have no .grad. One of them is {forgotten[0]}",
+            f"have no .grad. One of them is {forgotten[0]}. Another optimizer cannot train them: give this one a group",
             stacklevel=4,  # the caller of wrap
         )
 

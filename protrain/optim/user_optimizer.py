@@ -1,16 +1,22 @@
-"""The torch optimizer that the user gives to ``wrap``: which kinds are accepted, and what it refuses afterwards."""
+"""Torch's optimizers beside ProTrain's own: which kinds ``wrap`` accepts, and what they refuse once it has begun."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
+from weakref import WeakSet
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states.groups import check_options
+from protrain.engine.weights.parameter import PresentParameter
+from protrain.optim.parameter_states import ParameterStates
 
 _SUPPORTED = torch.optim.Adam, torch.optim.AdamW
+_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 def check_supported(optimizer: torch.optim.Optimizer) -> None:
@@ -34,23 +40,47 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 
     Its param_groups stay live, and schedulers that were made with it keep working.
     """
-
-    def refused(name: str) -> Callable[..., Any]:
-        def refuse(*_: Any, **__: Any) -> Any:
-            raise MisuseError(
-                f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
-                "its state have moved: use the optimizer that it returned"
-            )
-
-        return refuse
-
     for name in ("zero_grad", "state_dict", "load_state_dict"):
-        vars(optimizer)[name] = refused(name)
+        vars(optimizer)[name] = _refused(name)
     vars(optimizer)["add_param_group"] = refuse_group
-    refuse = refused("step")
-    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did. The optimizer
-    # that wrap returns shares this hook, and may step.
-    optimizer.register_step_pre_hook(lambda caller, *_: refuse() if type(caller) in _SUPPORTED else None)
+    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
+    _retired.add(optimizer)
+    _watch_steps()
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MisuseError(
+            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
+            "its state have moved: use the optimizer that it returned"
+        )
+
+    return refuse
+
+
+@cache  # torch keeps the hook, so one is enough
+def _watch_steps() -> None:
+    """Look from now on at each step of any optimizer, because one that ProTrain does not know of may do nothing.
+
+    It finds no gradients of parameters that are in no group of the wrapped optimizer.
+    """
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer in _retired:
+        _refused("step")()
+    if isinstance(optimizer, ParameterStates):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, PresentParameter) and parameter.requires_grad:
+                raise MisuseError(
+                    f"step() of an optimizer that protrain.wrap did not return ({type(optimizer).__name__}) cannot "
+                    f"train {parameter.protrain_handle.name}, which lies in ProTrain's chunks: use the optimizer that "
+                    "it returned, and give protrain.wrap one AdamW or Adam with a group for everything that is to be "
+                    "trained"
+                )
 
 
 def refuse_group(_: dict[str, Any]) -> None:

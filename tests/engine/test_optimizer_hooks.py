@@ -203,3 +203,34 @@ def test_parameters_in_no_group_are_named_with_what_they_do_without() -> None:
         model, _ = wrapped(inner, model)
     default_loss(model, batches(1)[0]).backward()
     assert model.get_parameter("enter.weight").grad is None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("of_all", [True, False])
+def test_a_second_optimizer_says_that_it_cannot_train(
+    kind: type[torch.optim.AdamW | torch.optim.SGD], of_all: bool
+) -> None:
+    """Scripts with an optimizer for embeddings and one for the rest, and optimizers made after wrapping."""
+    model = make()
+    rest = torch.optim.AdamW(model.get_submodule("blocks").parameters(), lr=1e-3)
+    with pytest.warns(UserWarning, match=r"Another optimizer cannot train them: give this one a group"):
+        model, optimizer = wrapped(rest, model)
+    second = kind(model.parameters() if of_all else model.get_submodule("enter").parameters(), lr=1e-3)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    default_loss(model, batches(1)[0]).backward()
+    with pytest.raises(
+        MisuseError, match=r"step\(\) of an optimizer that protrain\.wrap did not return.*enter\.weight.*a group"
+    ):
+        second.step()
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+    optimizer.step()
+
+
+def test_an_optimizer_of_other_parameters_steps_beside_the_wrapped_one() -> None:
+    model, optimizer = wrapped()
+    temperature = nn.Parameter(torch.ones(()))
+    own = torch.optim.SGD([temperature], lr=0.5)
+    (default_loss(model, batches(1)[0]) * temperature.detach() + 2 * temperature).backward()
+    optimizer.step()
+    own.step()
+    assert temperature.item() == 0.0
