@@ -68,10 +68,12 @@ def check_arguments(
         raise ValueError(
             "protrain.wrap was called inside torch.inference_mode(), where nothing can be trained: call it outside"
         )
-    if any(isinstance(parameter, PresentParameter) for parameter in model.parameters()):
+    wrapped = next((name for name, p in model.named_parameters() if isinstance(p, PresentParameter)), None)
+    if wrapped is not None:
         raise ValueError(
-            "the model is wrapped already: use the model and optimizer that protrain.wrap returned, or, for another "
-            "training, a model that is made anew and loads what this one has saved"
+            f"{wrapped} belongs to a wrapped model already: use the model and optimizer that protrain.wrap returned, "
+            "or, for another training, a model that is made anew and loads what this one has saved. Models that share "
+            "parameters are wrapped as one module that holds them all"
         )
     moved = [name for name, parameter in model.named_parameters() if has_moved(parameter)]
     if moved and weights is None:
@@ -143,7 +145,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             if id(parameter) not in known:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make "
-                    "the optimizer from this model's parameters()"
+                    "the optimizer from this model's parameters(), or, if it trains several models, wrap one module "
+                    "that holds them all"
                 )
     _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
@@ -153,6 +156,11 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of it")
     refuse_gradients(model, before="protrain.wrap")
     refuse_scripted(model)
+    if getattr(model.forward, "__func__", None) is nn.Module.forward:
+        raise ValueError(
+            f"{type(model).__name__} has no forward, from which the plan is made: give it one that computes what a "
+            "step of the training computes. The script may go on calling other methods and parts of the model"
+        )
     for name, module in model.named_modules():
         what = f"module {name or type(model).__name__!r}"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:

@@ -32,7 +32,8 @@ class ParameterStates(torch.optim.Optimizer):
         if self._running is None:
             raise MisuseError(
                 "there is no plan before the first call of the model, as protrain.wrap was given no example_batch: "
-                "call the model on a training batch before this, or pass example_batch to protrain.wrap"
+                "call the model itself, and not a method or part of it, on a training batch before this, or pass "
+                "example_batch to protrain.wrap"
             )
         return self._running
 

@@ -272,7 +272,7 @@ def test_wrapping_twice(model: nn.Module, batch: Batch) -> None:
     options: Any = {"example_batch": batch, "device": "cpu", "progress": False}
     wrapped, optimizer = protrain.wrap(model, adamw(model), **options)
     for again in (optimizer, torch.optim.AdamW(wrapped.parameters())):
-        with pytest.raises(ValueError, match="the model is wrapped already: use the model and optimizer that"):
+        with pytest.raises(ValueError, match=r"weight belongs to a wrapped model already: use the model and"):
             protrain.wrap(wrapped, again, **options)
     wrapped(**batch).loss.backward()
     optimizer.step()

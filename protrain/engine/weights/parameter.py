@@ -111,7 +111,10 @@ class PresentParameter(nn.Parameter):
         if isinstance(value, GradientProxy) and value.protrain_handle is handle and handle.gradient_pending:
             return  # parameter.grad *= factor
         if value is not None:
-            raise MisuseError(f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned")
+            raise MisuseError(
+                f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned: let "
+                "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook"
+            )
         if handle.gradient_pending:
             handle.engine.forget_gradient(handle.index)
 
