@@ -295,6 +295,11 @@ def _not_trained(name: str, parameter: nn.Parameter) -> str:
             f"parameter {name} is {parameter.dtype}, which is not trained: keep real and imaginary parts of it "
             f"(torch.view_as_real), {freeze}"
         )
+    if parameter.dtype == torch.float64:
+        return (
+            f"parameter {name} is torch.float64, and master weights are float32: call model.float() before the "
+            f"optimizer is made, and pass inputs of that type, {freeze}"
+        )
     if type(parameter) is nn.Parameter:
         return (
             f"parameter {name} is {parameter.dtype}, too coarse for the updates of training: keep it in bfloat16 or "

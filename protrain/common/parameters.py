@@ -20,16 +20,16 @@ _SPARSE_PARTS = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-_MANAGED = frozenset({torch.float64, *DTYPES.values()})
+_MANAGED = frozenset(DTYPES.values())
 
 
 def is_managed(parameter: Tensor) -> bool:
     """Whether ``parameter`` is cast to the training dtype and lives in a chunk.
 
-    Its numbers must be the weights themselves. Three kinds of parameters are not managed and stay as they are: storage
-    types such as fp8, whose values mean nothing without a separate scale; tensors of another class (torchao's, a
-    DTensor), which consist of more than numbers; and parameter classes with their own method ``to`` (those of
-    bitsandbytes), which does more than copy.
+    Its numbers must be the weights themselves. Four kinds of parameters are not managed and stay as they are: storage
+    types such as fp8, whose values mean nothing without a separate scale; float64, which no master weight holds;
+    tensors of another class (torchao's, a DTensor), which consist of more than numbers; and parameter classes with
+    their own method ``to`` (those of bitsandbytes), which does more than copy.
     """
     kind = type(parameter)
     return parameter.dtype in _MANAGED and nn.Parameter in kind.__mro__ and kind.to is Tensor.to

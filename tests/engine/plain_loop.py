@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.batch import cast_inputs, to_device, training_arguments
+from protrain.common.parameters import DTYPES
 from protrain_kernels import adam_reference, adam_scalars, split_reference, sum_of_squares_reference, tiles
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,7 +40,7 @@ def prepare_plain(
     masters = {}
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in model.parameters():
-        if parameter.is_floating_point() and parameter.element_size() > 1 and nn.Parameter in type(parameter).__mro__:
+        if parameter.dtype in DTYPES.values() and nn.Parameter in type(parameter).__mro__:
             masters[id(parameter)] = parameter.data.to(device, torch.float32, copy=True)
             is_trained = parameter.requires_grad and id(parameter) in held
             parameter.data = (rounded if is_trained else cast)(masters[id(parameter)], dtype)

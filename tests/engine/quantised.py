@@ -66,6 +66,17 @@ class Int8(nn.Module):
         return x @ (self.weight.to(x.dtype) * scale).t()
 
 
+class Float64(nn.Module):
+    """Multiplies in float64, which the cast to the type of the other weights would round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64) * 0.2, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.double() @ self.weight.t()).to(x.dtype)
+
+
 class Fp8(nn.Module):
     """Tells by the bytes of an element whether its weight is quantised, as layers of transformers do."""
 

@@ -17,7 +17,7 @@ from protrain.common.errors import CheckpointError
 from tests.engine import residual
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, default_loss, wrap_under
 from tests.engine.plain_loop import prepare_plain
-from tests.engine.quantised import WIDTH, Adapted, Fp8, Int8, OwnClass, Scaled
+from tests.engine.quantised import WIDTH, Adapted, Float64, Fp8, Int8, OwnClass, Scaled
 
 SPECS = (
     Spec("none", "least", (CKPT,), speculate=True),
@@ -49,7 +49,15 @@ def bitsandbytes_8bit() -> nn.Module:
     return quantised
 
 
-KINDS: list[Callable[[], nn.Module]] = [Int8, Fp8, OwnClass, torchao_int8, bitsandbytes_4bit, bitsandbytes_8bit]
+KINDS: list[Callable[[], nn.Module]] = [
+    Int8,
+    Fp8,
+    Float64,
+    OwnClass,
+    torchao_int8,
+    bitsandbytes_4bit,
+    bitsandbytes_8bit,
+]
 
 
 def trained(model: nn.Module) -> dict[str, Tensor]:

@@ -173,6 +173,10 @@ def _nested() -> Tensor:
     [
         (lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)), r"is torch\.complex64.*torch\.view_as_real"),
         (lambda: nn.Parameter(torch.ones(4).to(torch.float8_e5m2)), r"is torch\.float8_e5m2, too coarse.*in bfloat16"),
+        (
+            lambda: nn.Parameter(torch.ones(4).double()),
+            r"is torch\.float64, and master.*model\.float\(\) before",
+        ),
         (lambda: nn.Parameter(torch.ones(4).as_subclass(Own)), "is a Own, whose parts.*an ordinary tensor.*adapters"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse()), r"is torch\.sparse_coo.*keep a dense one"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False), r"is torch\.sparse_csr.*a dense one"),

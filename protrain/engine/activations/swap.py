@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.common.errors import BudgetError
-from protrain.common.parameters import made_of, split_up
+from protrain.common.parameters import made_of, split_up, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, FrameEngine
@@ -245,7 +245,7 @@ class SwapFrame(Frame):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = tensors_in((args, kwargs))
         self._stays = {storage_address(part) for tensor in given for part in made_of(tensor).values()}
-        self._stays |= {storage_address(buffer) for buffer in self.unit.module.buffers()}
+        self._stays |= {storage_address(part) for part in unmanaged_memory(self.unit.module)}
         output = super().run(function, args, kwargs)
         if self.offload:
             self.offload.start()
