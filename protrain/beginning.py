@@ -81,7 +81,7 @@ def begin_training(
         model: whose forwards are changed as ``way`` says, and then by the engine.
         optimizer: that the user made, with the groups of parameters.
         wrapped: the optimizer that ``wrap`` returns.
-        batch: no batch of the training is larger.
+        batch: what the plan is made for.
         way: how to train.
         ranks: that train together.
 
@@ -106,7 +106,7 @@ def begin_training(
         model_profile = replace(model_profile, accumulation=way.accumulation, moment_dtype=checked.moment_dtype)
         with stage("planning"), naming(checked.plan_file):
             chosen = plan_of_first(ranks, partial(_plan, way, model_profile, hardware))
-            runtime = Models.of(chosen, model_profile, hardware, step_during_backward=inside).runtime
+            models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
         note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
         with bar("moving model states into place") as show:
@@ -118,9 +118,10 @@ def begin_training(
                 gradient_reduction=way.gradient_reduction,
                 device=target,
                 device_bytes=hardware.device_bytes,
+                activation_bytes=chosen.device_bytes - models.memory.static_bytes(chosen.n_persist, chosen.n_buffer),
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
-                sharing=runtime.sharing(chosen.n_persist),
+                sharing=models.runtime.sharing(chosen.n_persist),
                 groups=wrapped.groups,
                 step_during_backward=inside,
                 weights=way.weights,

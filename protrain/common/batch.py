@@ -110,19 +110,18 @@ def of_call(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def excess(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool) -> str:
-    """How an input of ``shape`` could need more memory than one of the ``planned`` shape; "" if it cannot.
+def growth(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool) -> float:
+    """How many times the memory of the ``planned`` shape an input of ``shape`` may need. It is at least 1.
 
-    More rows of shorter sequences need no more memory. Fewer rows of longer sequences do, because attention grows with
-    the square of the length. So no dimension may be longer, except the first one where it is known to be the rows
-    (``rows_first``).
+    Memory grows with the elements, and that of attention with the square of the length of sequences. So more rows of
+    shorter sequences need no more memory, and fewer rows of longer ones may. Any dimension is taken for a length,
+    except the first one where it is known to be the rows (``rows_first``).
     """
-    if math.prod(shape) > math.prod(planned):
-        return "larger"
     rank = max(len(shape), len(planned))
     pairs = zip((1,) * (rank - len(shape)) + shape, (1,) * (rank - len(planned)) + planned, strict=True)
-    longer = [at for at, (size, limit) in enumerate(pairs) if size > limit and not (rows_first and at == 0)]
-    return f"longer in dimension {longer[0] - rank + len(shape)}" if longer else ""
+    lengths = list(pairs)[1 if rows_first else 0 :]
+    longer = math.prod(max(1.0, size / max(1, limit)) for size, limit in lengths)
+    return longer * max(1.0, math.prod(shape) / max(1, math.prod(planned)))
 
 
 def to_device(tree: Any, device: torch.device) -> Any:

@@ -22,6 +22,7 @@ from protrain.common.errors import MisuseError
 from protrain.distributed.joining import refuse_others
 from protrain.distributed.processes import announced_processes
 from protrain.engine.engine import Engine
+from protrain.engine.planned_batch import PlannedBatch
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import GradientHook, PresentParameter, manage
@@ -159,10 +160,7 @@ class _Root:
         self._model = model = engine.model
         self._original = model.forward
         names = _positional_names(self._original)
-        self._names = names
-        self._planned = {_by_keyword(name, names): shape for name, shape in engine.profile.batch_shapes.items()}
-        # Recurrent and attention modules of torch have batch_first=False when sequences come first.
-        self._rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
+        self._planned = PlannedBatch(engine.profile, model, engine.memory, names)
         self._extra = batches.training_arguments(model, {})
         self._switches = checkpointing_switches(model)
         self._autocast = self._current_autocast()
@@ -199,8 +197,7 @@ class _Root:
             switch_off_checkpointing(self._switches, stacklevel=3)
             self._compare_autocast()
             kwargs = {**self._extra, **kwargs}
-            given = {_by_keyword(str(at), self._names): value for at, value in enumerate(args)} | kwargs
-            _refuse_larger(given, self._planned, engine.profile.tokens, rows_first=self._rows_first)
+            self._planned.admit(args, kwargs)
         engine.begin_forward()
         return args, kwargs
 
@@ -225,29 +222,3 @@ def _positional_names(function: Callable[..., Any]) -> list[str]:
     """Names of the parameters that may be passed by position."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds]
-
-
-def _by_keyword(name: str, names: list[str]) -> str:
-    """``name`` of an input, which has dots if it is nested, with its keyword in place of its position."""
-    position, dot, rest = name.partition(".")
-    known = position.isdecimal() and int(position) < len(names)
-    return (names[int(position)] if known else position) + dot + rest
-
-
-def _refuse_larger(
-    given: dict[str, Any], planned: dict[str, tuple[int, ...]], tokens: int, *, rows_first: bool
-) -> None:
-    """MisuseError if a training batch may need more memory than the plan has, in place of an OOM later."""
-    found = dict(batches.named_tensors(given))
-    for name, value in found.items():
-        how = batches.excess(tuple(value.shape), planned[name], rows_first=rows_first) if name in planned else ""
-        if how:
-            raise MisuseError(
-                f"{name} has shape {tuple(value.shape)}, {how} than the {planned[name]} that the plan was made for: "
-                "pass an example_batch to protrain.wrap that is as long in every dimension as any batch of the training"
-            )
-    if found and not any(name in planned for name in found) and batches.tokens(found) > tokens:
-        raise MisuseError(
-            f"the batch has {batches.tokens(found)} tokens, more than the {tokens} that the plan was made for: pass "
-            "the largest batch of the training as example_batch to protrain.wrap"
-        )

@@ -162,9 +162,9 @@ class ProTrainMixin(_Base):
             basis = "the first batch" if largest is None else "the rows that seem longest"
             with warned_at_user():
                 warnings.warn(
-                    f"nobody knows how long rows will be, so the plan is made for {basis}, and a longer batch would be "
-                    'refused in the middle of the training: pass protrain={"example_batch": batch}, arguments of the '
-                    "model that are as long as any will be",
+                    f"nobody knows how long rows will be, so the plan is made for {basis}, and a much longer "
+                    "batch may be refused in the middle of the training for want of memory: pass "
+                    'protrain={"example_batch": batch}, arguments of the model that are as long as any will be',
                     stacklevel=2,
                 )
         return largest
@@ -351,8 +351,8 @@ def _elements(call: Any) -> int:
 def _holds(largest: Any, call: Any) -> bool:
     """Whether a plan for the arguments ``largest`` is one for those of ``call``."""
     planned = {name: tuple(tensor.shape) for name, tensor in named_tensors(largest)}
-    return not any(
-        batches.excess(tuple(tensor.shape), planned.get(name, ()), rows_first=True)
+    return all(
+        batches.growth(tuple(tensor.shape), planned.get(name, ()), rows_first=True) == 1
         for name, tensor in named_tensors(call)
     )
 

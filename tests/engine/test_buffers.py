@@ -94,6 +94,7 @@ def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
         arena=Arena(device),
         ranks=Ranks(None),
         free_device_bytes=0,
+        activation_bytes=0,
         host_bytes=0,
         poison=True,
     )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import BudgetError, MisuseError, PlanError
 from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, states, wrap_under
-from tests.engine.unharmed import CPU, OFFLOADED, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
+from tests.engine.unharmed import CPU, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 
 
 @pytest.fixture
@@ -23,31 +23,70 @@ def wrapped(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_larger_batch_is_refused_and_a_smaller_one_trains(
+def test_without_memory_for_it_a_larger_batch_is_refused_and_a_smaller_one_trains(
     wrapped: Wrap, batch: Batch, tiny_batch: Callable[..., Batch]
 ) -> None:
-    model, optimizer = wrapped()
-    for larger in (tiny_batch(batch=3), tiny_batch(sequence=17)):
+    model, optimizer = wrapped(tight=True)
+    for larger in (tiny_batch(batch=3), tiny_batch(sequence=17), tiny_batch(batch=1, sequence=32)):
         shape = tuple(larger["input_ids"].shape)
-        with pytest.raises(MisuseError, match=r"larger than the .* plan was made for.*example_batch") as caught:
-            model(**larger)
-        assert str(shape) in str(caught.value)
-        assert "(2, 16)" in str(caught.value)
+        words = r"^input_ids has .*larger than the \(2, 16\) that .* 0 B are free; .*as long in every dimension"
+        for args, kwargs in (((), larger), ((larger["input_ids"],), {"labels": larger["labels"]})):
+            with pytest.raises(MisuseError, match=words) as caught:
+                model(*args, **kwargs)
+            assert str(shape) in str(caught.value)
     first, second = train(model, optimizer, tiny_batch(batch=1, sequence=9), steps=2)
+    assert second < first
+    first, second = train(model, optimizer, tiny_batch(batch=4, sequence=8), steps=2)
     assert second < first
     with torch.no_grad():  # keeps nothing for a backward, so the plan says nothing about it
         assert model(**tiny_batch(batch=3)).logits.shape[0] == 3
 
 
-def test_as_many_tokens_in_longer_sequences_are_refused(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
-    model, optimizer = wrapped()
-    longer, shorter = tiny_batch(batch=1, sequence=32), tiny_batch(batch=4, sequence=8)
-    words = r"input_ids has shape \(1, 32\), longer in dimension 1 than the \(2, 16\) .* as long in every dimension"
-    for call in (lambda: model(**longer), lambda: model(longer["input_ids"], labels=longer["labels"])):
-        with pytest.raises(MisuseError, match=words):
-            call()
-    first, second = train(model, optimizer, shorter, steps=2)
-    assert second < first
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=["resident", "offloaded"])
+@pytest.mark.parametrize("shape", [(3, 16), (2, 40), (1, 32)])
+def test_with_memory_for_it_a_larger_batch_trains(
+    tiny_model: Callable[..., nn.Module],
+    batch: Batch,
+    tiny_batch: Callable[..., Batch],
+    spec: Spec,
+    shape: tuple[int, int],
+) -> None:
+    """To the same bits as under a plan that was made for it."""
+    larger = tiny_batch(batch=shape[0], sequence=shape[1])
+    outcomes = []
+    for planned in (batch, larger):
+        model = tiny_model("llama")
+        model, optimizer = wrap_under(spec, model, adamw(model), planned, device=CPU)
+        losses = [*train(model, optimizer, batch), *train(model, optimizer, larger, steps=2)]
+        outcomes.append((losses, states(model, optimizer)))
+    (losses, left), (expected, right) = outcomes
+    assert losses == expected
+    assert_same(left, right)
+
+
+def test_what_one_larger_batch_takes_the_next_one_has(
+    wrapped: Wrap, tiny_model: Callable[..., nn.Module], batch: Batch, tiny_batch: Callable[..., Batch]
+) -> None:
+    """Memory for activations is counted once, and what is left of it is said."""
+    plan = wrapped()[1].plan
+    model = tiny_model("llama")
+    model, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=batch,
+        device="cpu",
+        dtype=torch.float32,
+        plan=plan,
+        device_memory=2 * plan.device_bytes,  # enough for twice the activations
+        host_memory="4GiB",
+        progress=False,
+    )
+    twice, more = tiny_batch(batch=1, sequence=32), tiny_batch(batch=2, sequence=160)
+    losses = train(model, optimizer, twice, steps=3)
+    with pytest.raises(MisuseError, match=r"\(2, 160\), larger than the \(2, 16\) .* more of device memory, and [1-9]"):
+        model(**more)
+    losses += train(model, optimizer, twice, steps=2)
+    assert losses == sorted(losses, reverse=True)
 
 
 class SequenceFirst(nn.Module):
@@ -67,9 +106,9 @@ def test_where_sequences_come_first_no_dimension_may_be_longer() -> None:
         return ({"x": [torch.randn(*shape)]},)
 
     model: nn.Module = SequenceFirst()
-    model, _ = wrap_under(OFFLOADED, model, adamw(model), inputs(16, 2, 8), device=CPU)
-    for shape, dimension in (((32, 1, 8), 0), ((8, 4, 8), 1)):
-        with pytest.raises(MisuseError, match=rf"inputs\.x\.0 .* longer in dimension {dimension} than the \(16, 2"):
+    model, _ = wrap_under(OFFLOADED, model, adamw(model), inputs(16, 2, 8), device=CPU, tight=True)
+    for shape in ((32, 1, 8), (8, 4, 8)):
+        with pytest.raises(MisuseError, match=r"inputs\.x\.0 .* larger than the \(16, 2"):
             model(*inputs(*shape))
     model(inputs=inputs(9, 2, 8)[0]).backward()
 
@@ -80,7 +119,8 @@ def test_a_larger_positional_batch_is_refused() -> None:
 
     model = make()
     small, large = torch.randn(4, 8), torch.randn(5, 8)
-    model, optimizer = wrap_under(Spec("none", "least", (NONE,)), model, adamw(model), (small,), device=CPU)
+    spec = Spec("none", "least", (NONE,))
+    model, optimizer = wrap_under(spec, model, adamw(model), (small,), device=CPU, tight=True)
     with pytest.raises(MisuseError, match=r"\(5, 8\), larger than the \(4, 8\)"):
         model(large)
     model(small).square().mean().backward()

@@ -120,23 +120,28 @@ def test_tokens_are_elements_of_integers_or_rows() -> None:
 @pytest.mark.parametrize(
     ("shape", "planned", "rows_first", "otherwise"),
     [
-        ((2, 16), (2, 16), "", ""),
-        ((3, 16), (2, 16), "larger", "larger"),
-        ((1, 32), (2, 16), "longer in dimension 1", "longer in dimension 1"),
-        ((4, 8), (2, 16), "", "longer in dimension 0"),
-        ((1, 4, 8), (2, 2, 8), "longer in dimension 1", "longer in dimension 1"),
-        ((8,), (4, 8), "", ""),
-        ((32,), (4, 8), "longer in dimension 0", "longer in dimension 0"),
-        ((2, 2, 8), (4, 8), "", "longer in dimension 0"),
-        ((), (), "", ""),
-        ((2,), (), "larger", "larger"),
+        ((2, 16), (2, 16), 1, 1),
+        ((3, 16), (2, 16), 1.5, 1.5 * 1.5),
+        ((2, 32), (2, 16), 4, 4),  # attention grows with the square of the length
+        ((1, 32), (2, 16), 2, 2),
+        ((1, 48), (2, 16), 4.5, 4.5),
+        ((4, 8), (2, 16), 1, 2),
+        ((3, 10), (2, 15), 1, 1.5),
+        ((1, 4, 8), (2, 2, 8), 2, 2),
+        ((2, 6, 9), (2, 3, 3), 36, 36),  # an image of 6 times the pixels
+        ((8,), (4, 8), 1, 1),
+        ((32,), (4, 8), 4, 4),
+        ((2, 2, 8), (4, 8), 1, 2),
+        ((), (), 1, 1),
+        ((2,), (), 2, 4),
+        ((2, 3), (2, 0), 18, 18),
     ],
 )
-def test_what_may_need_more_memory_than_planned(
-    shape: tuple[int, ...], planned: tuple[int, ...], rows_first: str, otherwise: str
+def test_how_much_more_memory_than_planned_a_shape_may_need(
+    shape: tuple[int, ...], planned: tuple[int, ...], rows_first: float, otherwise: float
 ) -> None:
-    assert batches.excess(shape, planned, rows_first=True) == rows_first
-    assert batches.excess(shape, planned, rows_first=False) == otherwise
+    assert batches.growth(shape, planned, rows_first=True) == rows_first
+    assert batches.growth(shape, planned, rows_first=False) == otherwise
 
 
 def test_only_fp32_is_cast_and_nesting_is_kept() -> None:

@@ -92,6 +92,7 @@ class EngineMemory:
     arena: Arena
     ranks: Ranks  # the processes that train together
     free_device_bytes: int  # what the plan leaves of the limit of device memory
+    activation_bytes: int  # what forward and backward of the largest batch so far may take of it, by the plan
     host_bytes: int  # the limit of host memory
     gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows
