@@ -24,6 +24,7 @@ from protrain.consensus import largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import warn_of_little_memory
 from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
+from protrain.engine.states.arena import ActivationBytes
 from protrain.engine.states.empty import fill_buffers
 from protrain.forwards import change_forwards
 from protrain.hardware.detection import detect
@@ -31,7 +32,9 @@ from protrain.hardware.memory import available_host_bytes
 from protrain.hardware.profile import HardwareProfile
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
+from protrain.planning.memory.model import MemoryModel
 from protrain.planning.mismatch import name_other_use
+from protrain.planning.plan import all_recomputed
 from protrain.planning.predict import Models
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
@@ -118,7 +121,7 @@ def begin_training(
                 gradient_reduction=way.gradient_reduction,
                 device=target,
                 device_bytes=hardware.device_bytes,
-                activation_bytes=chosen.device_bytes - models.memory.static_bytes(chosen.n_persist, chosen.n_buffer),
+                activations=_activations(chosen, models.memory),
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
                 sharing=models.runtime.sharing(chosen.n_persist),
@@ -129,6 +132,14 @@ def begin_training(
             )
         changes.pop_all()
     wrapped.begin(engine, hardware=hardware)
+
+
+def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
+    """What forward and backward of the planned batch take on the device under ``plan``."""
+    n_persist, n_buffer = plan.n_persist, plan.n_buffer
+    least = memory.device_bytes(n_persist, n_buffer, memory.activations(all_recomputed(plan.block_modes)))
+    static_bytes = memory.static_bytes(n_persist, n_buffer)
+    return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
 
 
 def _host_threads(hardware: HardwareProfile) -> int:

@@ -65,9 +65,10 @@ def wrap(
             is in training mode. The same object comes back, with hooks.
         optimizer: torch.optim.AdamW or Adam over the model's parameters, with any groups. Its param_groups stay live.
         example_batch: a mapping (``model(**batch)``), a tuple (``model(*batch)``), or the one argument of the model.
-            The plan is made for it, so every dimension should be as long as in any batch of the training: a larger
-            batch is refused where the plan leaves no memory for it. Without it the model is profiled and planned in
-            its first call, which must be one of the training, with the arguments that it is given there.
+            The plan is made for it, so every dimension should be as long as in any batch of the training: for a larger
+            one blocks may have to be recomputed, and it is refused where even so there is no memory for it. Without
+            example_batch the model is profiled and planned in its first call, which must be one of the training, with
+            the arguments that it is given there.
         device: "cuda", "cuda:1" or "cpu". A GPU becomes the current one. "cuda" is the one GPU that the process sees,
             or the current one; with several processes, of which each needs its own, it is the current one unless that
             is GPU 0, and then the one that LOCAL_RANK names. The default is "cuda", or "cpu" where there is no GPU.

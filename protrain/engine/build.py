@@ -20,7 +20,7 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.sharded import ShardedGradients
 from protrain.engine.hooks import install
 from protrain.engine.states.allocation import complete_chunks, make_chunks, make_members, planned_states, size_bytes
-from protrain.engine.states.arena import Arena, EngineMemory, aligned
+from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, aligned
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step
@@ -54,7 +54,7 @@ def build_engine(
     gradient_reduction: str,
     device: torch.device,
     device_bytes: int,
-    activation_bytes: int,
+    activations: ActivationBytes,
     host_bytes: int,
     host_threads: int,
     sharing: Sharing,
@@ -73,7 +73,7 @@ def build_engine(
         gradient_reduction: "mean" or "sum" of the gradients of all ranks.
         device: the device to train on.
         device_bytes: the limit of device memory.
-        activation_bytes: what ``plan`` counts of it for forward and backward.
+        activations: what ``plan`` counts of it for forward and backward.
         host_bytes: the limit of host memory.
         host_threads: number of threads of a kernel on the host.
         sharing: when updates are needed, and how fast host and device are at them.
@@ -92,7 +92,7 @@ def build_engine(
         arena=Arena(device),
         ranks=ranks,
         free_device_bytes=device_bytes - plan.device_bytes,
-        activation_bytes=activation_bytes,
+        activations=activations,
         host_bytes=host_bytes,
         gradient_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
         poison=debugging(),

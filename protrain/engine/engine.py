@@ -30,7 +30,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.modes import frame_of
+from protrain.engine.activations.modes import Frames
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.gradients import Gradients
@@ -87,7 +87,7 @@ class Engine:
         self._ranks = memory.ranks
         self._visits = visits
         self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
-        self._frames = [frame_of(unit) for unit in units]
+        self.frames = Frames(managed)
         self._current: Unit | None = None  # the unit whose backward runs
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # A weak reference to the callback that autograd calls at the end of backward. It is dead if backward raised.
@@ -116,7 +116,7 @@ class Engine:
         def run() -> Any:
             self._visits.prefetch()
             if torch.is_grad_enabled():
-                return self._frames[unit.index](self, unit).run(function, args, kwargs)
+                return self.frames.of(unit)(self, unit).run(function, args, kwargs)
             return function(*args, **kwargs)
 
         output = self._run_bound(unit, run)

@@ -197,7 +197,7 @@ class _Root:
             switch_off_checkpointing(self._switches, stacklevel=3)
             self._compare_autocast()
             kwargs = {**self._extra, **kwargs}
-            self._planned.admit(args, kwargs)
+            engine.frames.recompute_all = self._planned.must_recompute(args, kwargs)
         engine.begin_forward()
         return args, kwargs
 

@@ -1,12 +1,15 @@
 """The batch that the plan was made for, and whether there is memory for a larger one.
 
-A plan for a model that nearly fills the device leaves no memory for larger batches. One for a small model leaves most
-of it. So a larger batch trains if its activations fit what the plan leaves, and is refused before its forward if not.
+A plan for a small model leaves most of the device free, and one for a model that nearly fills the device leaves
+nothing. So a larger batch trains as planned if its activations fit what is free. If they do not, every block is
+recomputed for this batch, which never changes the results. If that does not suffice, the batch is refused before its
+forward.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 from torch import nn
@@ -38,14 +41,49 @@ class PlannedBatch:
         # Recurrent and attention modules of torch have batch_first=False when sequences come first.
         self._rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
         self._memory = memory
-        self._planned_bytes = memory.activation_bytes
+        self._counted_bytes = memory.activations.as_planned  # of device memory, for activations
+        self._warned = False
 
-    def admit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Make sure that there is memory for a training batch, the arguments of the model.
+    def must_recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether there is memory for a training batch only if every block is recomputed.
+
+        Args:
+            args: by position, with which the batch calls the model.
+            kwargs: by name.
 
         Raises:
-            MisuseError: it may need more memory than there is. An OOM later would lose the step.
+            MisuseError: even so it may need more memory than there is. An OOM later would lose the step.
         """
+        growth, what = self._growth(args, kwargs)
+        planned, recomputed = (math.ceil(growth * count) for count in self._memory.activations)
+        if self._take(planned):
+            return False
+        if not self._take(recomputed):
+            more_bytes = recomputed - self._counted_bytes
+            raise MisuseError(
+                f"{what}: it may need {format_bytes(more_bytes)} more of device memory, and "
+                f"{format_bytes(self._memory.free_device_bytes)} are free; {_REMEDY}"
+            )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{what}: every block is recomputed for it, which may take longer than a plan for such batches; "
+                f"{_REMEDY}",
+                stacklevel=8,  # the call of the model
+            )
+        return True
+
+    def _take(self, count: int) -> bool:
+        """Count ``count`` bytes for activations, of which some are counted already. False if there are not as many."""
+        more_bytes = max(0, count - self._counted_bytes)
+        if more_bytes > self._memory.free_device_bytes:
+            return False
+        self._memory.free_device_bytes -= more_bytes
+        self._counted_bytes += more_bytes
+        return True
+
+    def _growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, str]:
+        """How many times the memory of the planned batch a batch may need, and how it is larger, in words."""
         given = {self._by_keyword(str(at)): value for at, value in enumerate(args)} | kwargs
         tensors = dict(batches.named_tensors(given))
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -56,23 +94,11 @@ class PlannedBatch:
         }
         if growths:
             name = max(growths, key=growths.__getitem__)
-            growth = growths[name]
-            what = f"{name} has shape {shapes[name]}, larger than the {self._shapes[name]} that the plan was made for"
-        else:
-            tokens = batches.tokens(tensors) if tensors else 0
-            growth = max(1.0, tokens / self._tokens) ** 2  # as if all of them were in one sequence
-            what = f"the batch has {tokens} tokens, more than the {self._tokens} that the plan was made for"
-        memory = self._memory
-        more_bytes = math.ceil(growth * self._planned_bytes) - memory.activation_bytes
-        if more_bytes <= 0:
-            return
-        if more_bytes > memory.free_device_bytes:
-            raise MisuseError(
-                f"{what}: it may need {format_bytes(more_bytes)} more of device memory, and "
-                f"{format_bytes(memory.free_device_bytes)} are free; {_REMEDY}"
-            )
-        memory.free_device_bytes -= more_bytes
-        memory.activation_bytes += more_bytes
+            planned = f"larger than the {self._shapes[name]} that the plan was made for"
+            return growths[name], f"{name} has shape {shapes[name]}, {planned}"
+        tokens = batches.tokens(tensors) if tensors else 0
+        growth = max(1.0, tokens / max(1, self._tokens)) ** 2  # as if all of them were in one sequence
+        return growth, f"the batch has {tokens} tokens, more than the {self._tokens} that the plan was made for"
 
     def _by_keyword(self, name: str) -> str:
         """``name`` of an input, which has dots if it is nested, with its keyword in place of its position."""

@@ -94,6 +94,23 @@ def test_units_that_some_ranks_skip() -> None:
         check(size, Training(make, batches, dtype=dtype, reduction="sum", steps=4), specs)
 
 
+def growing(count: int) -> list[dict[str, Tensor]]:
+    """After the first step all but every third batch are longer than planned, so that ranks differ in it."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for index in range(count):
+        length = 9 if index > 2 and index % 3 else 8
+        found.append({"ids": torch.randint(0, VOCABULARY, (2, length), generator=generator)})
+        if index == 0 or index % 5 == 1:
+            found[-1]["image"] = torch.randn(2, 8, WIDTH, generator=generator)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*every block is recomputed")
+def test_one_rank_recomputes_what_another_keeps_as_its_batch_is_longer() -> None:
+    check(2, Training(make, growing, dtype="bfloat16", steps=5, tight=True), SPECS[:1])
+
+
 @pytest.mark.slow
 def test_updates_inside_backward_of_units_that_some_ranks_skip() -> None:
     check(2, Training(make, batches, dtype="bfloat16", steps=4, inside=True, max_norm=None), SPECS[::2])

@@ -28,6 +28,7 @@ class Training:
     accumulate: int = 1  # micro-batches of each rank in a step
     no_sync: bool = False  # for all of these but the last
     inside: bool = False  # updates are made inside backward
+    tight: bool = False  # no device memory beyond what the plan takes
     max_norm: float | None = 0.5
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
     device: str = "cpu"  # or "cuda", of which every rank has one
@@ -84,6 +85,7 @@ def on_rank(rank: int, size: int, training: Training, specs: Sequence[Spec]) -> 
             batches[0],
             device=training.device_of(rank),
             dtype=DTYPES[training.dtype],
+            tight=training.tight,
             world_size=size,
             gradient_reduction=training.reduction,
             accumulation=training.accumulate,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import MisuseError
 from protrain.distributed.ranks import Ranks
-from protrain.engine.states.arena import Arena, EngineMemory
+from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import HostWorker, Job
@@ -94,7 +94,7 @@ def make_pool(n_buffer: int, *, resident: Sequence[Chunk] = ()) -> BufferPool:
         arena=Arena(device),
         ranks=Ranks(None),
         free_device_bytes=0,
-        activation_bytes=0,
+        activations=ActivationBytes(0, 0),
         host_bytes=0,
         poison=True,
     )

@@ -26,7 +26,7 @@ def wrapped(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
 def test_without_memory_for_it_a_larger_batch_is_refused_and_a_smaller_one_trains(
     wrapped: Wrap, batch: Batch, tiny_batch: Callable[..., Batch]
 ) -> None:
-    model, optimizer = wrapped(tight=True)
+    model, optimizer = wrapped(Spec("none", "least", (CKPT,)), tight=True)
     for larger in (tiny_batch(batch=3), tiny_batch(sequence=17), tiny_batch(batch=1, sequence=32)):
         shape = tuple(larger["input_ids"].shape)
         words = r"^input_ids has .*larger than the \(2, 16\) that .* 0 B are free; .*as long in every dimension"
@@ -62,6 +62,50 @@ def test_with_memory_for_it_a_larger_batch_trains(
     (losses, left), (expected, right) = outcomes
     assert losses == expected
     assert_same(left, right)
+
+
+_RUNS: list[None] = []  # one for each run of a block; what a module holds is put back after a second run
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _RUNS.append(None)
+        out: Tensor = x + self.down(torch.tanh(self.up(x)))
+        return out
+
+
+@pytest.mark.parametrize("modes", [(NONE,), (NONE, CKPT), (NONE, NONE, SWAP)])
+def test_where_it_does_not_fit_as_planned_blocks_are_recomputed_for_a_larger_batch(modes: Any) -> None:
+    """It trains within the limit, to the bits of a plan with any memory, and later batches as planned again."""
+
+    def run(*, tight: bool) -> tuple[list[int], dict[str, Tensor]]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(Counted() for _ in range(6)))
+        spec, runs = Spec("all", "least", modes), []
+        model, optimizer = wrap_under(spec, model, adamw(model), (small,), device=CPU, tight=tight)
+        for x in (small, large, large, small):
+            _RUNS.clear()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            runs.append(len(_RUNS))
+        return runs, states(model, optimizer)
+
+    small, large = (torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows)) for rows in (64, 96))
+    planned = 6 + 6 * modes.count(CKPT) // len(modes)
+    ample_runs, ample = run(tight=False)
+    with pytest.warns(
+        UserWarning, match=r"input has shape \(96, 16\), larger than the \(64, 16\).*recomputed"
+    ) as given:
+        tight_runs, tight = run(tight=True)
+    assert len(given) == 1
+    assert ample_runs == [planned] * 4
+    assert tight_runs == [planned, 12, 12, planned]
+    assert_same(tight, ample)
 
 
 def test_what_one_larger_batch_takes_the_next_one_has(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +83,13 @@ class _Segment:
         return piece
 
 
+class ActivationBytes(NamedTuple):
+    """Device memory that forward and backward of the planned batch may take, by the memory model."""
+
+    as_planned: int
+    all_recomputed: int  # if every block is recomputed
+
+
 @dataclass(kw_only=True)
 class EngineMemory:
     """Where the tensors of one engine lie and how they are copied: what all of its parts allocate with."""
@@ -92,7 +100,7 @@ class EngineMemory:
     arena: Arena
     ranks: Ranks  # the processes that train together
     free_device_bytes: int  # what the plan leaves of the limit of device memory
-    activation_bytes: int  # what forward and backward of the largest batch so far may take of it, by the plan
+    activations: ActivationBytes
     host_bytes: int  # the limit of host memory
     gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows
