@@ -68,9 +68,9 @@ _RUNS: list[None] = []  # one for each run of a block; what a module holds is pu
 
 
 class Counted(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         _RUNS.append(None)
@@ -79,28 +79,36 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("modes", [(NONE,), (NONE, CKPT), (NONE, NONE, SWAP)])
-def test_where_it_does_not_fit_as_planned_blocks_are_recomputed_for_a_larger_batch(modes: Any) -> None:
+def test_where_it_does_not_fit_as_planned_blocks_are_recomputed_for_a_larger_batch(
+    modes: Any, device: torch.device
+) -> None:
     """It trains within the limit, to the bits of a plan with any memory, and later batches as planned again."""
 
     def run(*, tight: bool) -> tuple[list[int], dict[str, Tensor]]:
         torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(*(Counted() for _ in range(6)))
+        model: nn.Module = nn.Sequential(*(Counted(width) for _ in range(6)))
         spec, runs = Spec("all", "least", modes), []
-        model, optimizer = wrap_under(spec, model, adamw(model), (small,), device=CPU, tight=tight)
+        others_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        model, optimizer = wrap_under(spec, model, adamw(model), (small,), device=device, tight=tight)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         for x in (small, large, large, small):
             _RUNS.clear()
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             runs.append(len(_RUNS))
+        if device.type == "cuda" and tight:
+            assert torch.cuda.max_memory_allocated() - others_bytes <= optimizer.plan.device_bytes
         return runs, states(model, optimizer)
 
-    small, large = (torch.randn(rows, 16, generator=torch.Generator().manual_seed(rows)) for rows in (64, 96))
+    width, rows = (256, 16_384) if device.type == "cuda" else (16, 64)  # more than a workspace of CUDA takes
+    generator = torch.Generator().manual_seed(1)
+    small, large = (torch.randn(count, width, generator=generator) for count in (rows, rows + rows // 2))
     planned = 6 + 6 * modes.count(CKPT) // len(modes)
     ample_runs, ample = run(tight=False)
-    with pytest.warns(
-        UserWarning, match=r"input has shape \(96, 16\), larger than the \(64, 16\).*recomputed"
-    ) as given:
+    words = rf"input has shape \({len(large)}, {width}\), larger than the \({rows}, {width}\).*recomputed"
+    with pytest.warns(UserWarning, match=words) as given:
         tight_runs, tight = run(tight=True)
     assert len(given) == 1
     assert ample_runs == [planned] * 4
