@@ -163,7 +163,7 @@ def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value:
         time.sleep(3)
     elif what == "caught":
         try:
-            model(value.repeat(10, 1))
+            model(value.repeat(100_000, 1))  # too much for the memory of the device
         except protrain.MisuseError:
             time.sleep(2)
     else:
