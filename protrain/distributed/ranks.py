@@ -235,12 +235,18 @@ class Ranks:
                     )
 
     def meet(self, what: str) -> None:
-        """Wait until all ranks have called ``what``. MisuseError within seconds if one does not."""
+        """Wait until all ranks have called ``what``.
+
+        MisuseError within seconds if one does not, and if they did not all do the same before, such as the last step.
+        """
         if self.several:
             self._watch.note(what)
             remedy = f"Call {what} in every process, and let rank 0 alone print or write what it returns"
-            work = dist.all_reduce(torch.zeros(1), group=self._control, async_op=True)
+            trails = torch.zeros(self.size, 2, dtype=torch.int64)
+            trails[self.rank] = torch.tensor(self._watch.trail)
+            work = dist.all_reduce(trails, group=self._control, async_op=True)
             self._watch.wait(work, timeout_s=_ABSENT_S, absent=remedy)
+            self.refuse_out_of_step(trails.tolist())
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.state import State
 from protrain.engine.units import ManagedModel
+from protrain.engine.updates.in_host_memory import Scale
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
@@ -62,13 +63,13 @@ class Step:
         self.clipping = Clipping(gradients, self.loss_scale)
         self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
         self.phase = Phase.EMPTY
+        self._scale: Scale | None = None  # on the gradients of the last step
         self._chunks = managed.chunks
         self._gradients = gradients
         self._buffers = buffers
         self._bindings = bindings
         self._inside = inside  # whether updates are made inside backward
         self._zeroed = set[int]()  # parameters to whose gradients zero_grad(set_to_none=False) leaves zeros in torch
-        self._was_scaled = False  # the gradients of the last step had a factor
         self._ranks = managed.memory.ranks
 
     def _go_to(self, new: Phase) -> None:
@@ -111,7 +112,7 @@ class Step:
             scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             scalars = None
-        return Settings(scalars, self._was_scaled)
+        return Settings(scalars, None if self._scale is None else self._scale.value)
 
     def take_gradients(self, visit: int) -> None:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
@@ -216,6 +217,7 @@ class Step:
             if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
                 self.need_gradients("step()")
                 raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
+            self._ranks.note("step()")
             self.updated.clear()
             self._go_to(Phase.EMPTY)
             return True
@@ -223,13 +225,14 @@ class Step:
         self._refuse_zeros()
         self._groups.check()
         factor, unscaling = self.clipping.coefficient(), self._unscaling()
-        self._was_scaled = factor is not None
+        self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
         if self.loss_scale is not None:
             if not self.loss_scale.update(self.clipping.is_finite()):
                 return False
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self._gradients.device)
             factor = inverse if factor is None else factor * inverse
-        self.updates.step(None if factor is None else self.updates.publish(factor), assumed=unscaling)
+        self._scale = None if factor is None else self.updates.publish(factor)
+        self.updates.step(self._scale, assumed=unscaling)
         return True
 
     def _refuse_zeros(self) -> None:

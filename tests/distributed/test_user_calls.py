@@ -113,7 +113,44 @@ def clip_alone(rank: int) -> str:
 def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
     first, other = on_ranks(2, clip_alone, timeout_s=150)
     assert first == other
-    assert first.startswith("step 2: in the last step rank 1 clipped gradients and rank 0 did not")
+    assert first.startswith(
+        "step 2: rank 1 came to step() after clipping, while rank 0 came to step() without clipping"
+    )
+
+
+def part_in_the_last_step(rank: int, what: str) -> list[str]:
+    """Rank 1 makes its last step otherwise than rank 0. Returns the errors."""
+    with seeded():
+        model, optimizer = wrap(Model())
+    said = []
+    try:
+        for last in (False, True):
+            model(batch(rank)).backward()
+            if rank == 0 or not last or what != "no clipping":
+                optimizer.clip_grad_norm_(0.05 if rank == 1 and last and what == "another limit" else 0.1)
+            if rank == 0 or not last or what != "no step":
+                optimizer.step()
+            optimizer.zero_grad()
+        if what == "another limit":
+            model(batch(rank)).backward()
+        model.state_dict()
+    except protrain.MisuseError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no step", "rank 1 came to state_dict(), while rank 0 came to step() after clipping"),
+        ("no clipping", "rank 1 came to step() without clipping, while rank 0 came to step() after clipping"),
+        ("another limit", "in the last step rank 1 multiplied gradients by"),
+    ],
+)
+def test_ranks_that_have_updated_their_parts_differently_give_no_state(what: str, said: str) -> None:
+    for errors in on_ranks(2, part_in_the_last_step, what, timeout_s=150):
+        (error,) = errors
+        assert error.startswith(said)
 
 
 class Pair(torch.nn.Module):

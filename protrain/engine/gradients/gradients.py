@@ -28,7 +28,7 @@ class Settings(NamedTuple):
     """What must be the same on all ranks, so that they update their shards alike."""
 
     scalars: list[AdamScalars] | None  # the hyperparameters of each group; None: some are invalid
-    was_scaled: bool  # whether the gradients of the last step were clipped, or multiplied by a factor
+    factor: float | None  # on the gradients of the last step, as of clipping
 
 
 class Gradients:

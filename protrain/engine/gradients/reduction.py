@@ -20,6 +20,7 @@ but takes part. A parameter is reduced after the last visit, in the order of bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -235,7 +236,7 @@ def refuse_late(late: Sequence[str]) -> None:
 
 
 def refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
-    """MisuseError on every rank if the ranks have other hyperparameters, or did not all clip in the last step."""
+    """MisuseError on every rank if the ranks have other hyperparameters, or clipped otherwise in the last step."""
     first = of_ranks[0]
     for rank, other in enumerate(of_ranks):
         if other.scalars != first.scalars:
@@ -243,12 +244,13 @@ def refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
                 f"rank {rank} has other hyperparameters than rank 0 ({other.scalars!r}, not {first.scalars!r}): set "
                 "the same ones in every process"
             )
-        if other.was_scaled != first.was_scaled:
-            clips, does_not = (rank, 0) if other.was_scaled else (0, rank)
+        # Clipping of torch and of the optimizer may differ in the last place of the norm.
+        factors = [math.nan if each.factor is None else each.factor for each in (first, other)]
+        if not math.isclose(*factors, rel_tol=1e-4) and not all(map(math.isnan, factors)):
             raise MisuseError(
-                f"in the last step rank {clips} clipped gradients and rank {does_not} did not, so they have updated "
-                "their parts of the model by different gradients: clip in every process or in none, and resume from "
-                "a checkpoint"
+                f"in the last step rank {rank} multiplied gradients by {factors[1]:.4g} and rank 0 by "
+                f"{factors[0]:.4g}, so they have updated their parts of the model differently: clip to the same norm "
+                "in every process, and resume from a checkpoint"
             )
 
 

@@ -30,6 +30,12 @@ class Scale(NamedTuple):
     on_host: Tensor
     ready: Mark  # on_host has its value
 
+    @property
+    def value(self) -> float:
+        """The number, once it is on the host."""
+        self.ready.wait()
+        return self.on_host.item()
+
 
 class HostUpdates:
     """Does updates on the host, and counts how they turned out.
