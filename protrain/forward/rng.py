@@ -3,7 +3,7 @@
 [Note: shared generators] Code of a block may draw from the generators of Python and numpy that all code shares. To read
 or set their states takes a tenth of a millisecond and more, which every block would pay four times a step, and hardly
 any block draws from them. So a state is read once and kept until the generator changes. That shows in the memory of the
-objects that make up the generator, in which CPython has their C fields: a copy of it takes a microsecond.
+objects that make up the generator, in which CPython has their C fields: a copy of it takes less than a microsecond.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ctypes
 import random
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -48,20 +48,29 @@ class _SharedGenerator:
             self._state, self._seen = state, self._memory()
 
 
-def _memory_of(*things: object) -> object:
-    """The C fields of ``things``."""
+def _fields(thing: object) -> Any:
+    """The memory of the C fields of ``thing``, which must outlive it. ``raw`` of it is a copy."""
     head = object.__basicsize__
-    return [ctypes.string_at(id(thing) + head, type(thing).__basicsize__ - head) for thing in things]
+    return (ctypes.c_char * (type(thing).__basicsize__ - head)).from_address(id(thing) + head)
 
 
-def _python_memory(generator: random.Random) -> object:
-    kept: Any = generator
-    return _memory_of(generator), kept.gauss_next
+def _python_memory(generator: random.Random) -> Callable[[], object]:
+    """A function that returns the memory of ``generator``."""
+    fields, kept = _fields(generator), cast(Any, generator)
+    return lambda: (fields.raw, kept.gauss_next)
 
 
-def _numpy_memory(generator: np.random.RandomState, bits: np.random.BitGenerator) -> object:
-    # One that a script has put there may keep its state elsewhere. No memory is equal to a new object.
-    return _memory_of(generator, bits) if type(bits) is np.random.MT19937 else object()
+def _numpy_memory(generator: np.random.RandomState) -> Callable[[], object]:
+    """A function that returns the memory of ``generator``.
+
+    If a script puts other bits there, these may keep their state elsewhere: no memory is equal to a new object.
+    """
+    kept = cast(Any, generator)
+    bits = kept._bit_generator
+    if type(bits) is not np.random.MT19937:
+        return object
+    fields, drawn = _fields(generator), _fields(bits)
+    return lambda: (fields.raw, drawn.raw) if kept._bit_generator is bits else object()
 
 
 def _shows_draws() -> bool:
@@ -69,27 +78,21 @@ def _shows_draws() -> bool:
 
     The second of two normal numbers comes from what the first has kept, and leaves the other fields as they are.
     """
-    python, bits = random.Random(0), np.random.MT19937(0)
-    numpy = np.random.RandomState(bits)
+    python, numpy = random.Random(0), np.random.RandomState(0)
+    draws_python = (python.random, partial(python.gauss, 0, 1), partial(python.gauss, 0, 1))
+    draws_numpy = (numpy.random_sample, numpy.standard_normal, numpy.standard_normal)
     found = []
-    for draw in (python.random, partial(python.gauss, 0, 1), partial(python.gauss, 0, 1)):
-        before = _python_memory(python)
-        draw()
-        found.append(_python_memory(python) != before)
-    for draw in (numpy.random_sample, numpy.standard_normal, numpy.standard_normal):
-        before = _numpy_memory(numpy, bits)
-        draw()
-        found.append(_numpy_memory(numpy, bits) != before)
+    for memory, draws in ((_python_memory(python), draws_python), (_numpy_memory(numpy), draws_numpy)):
+        for draw in draws:
+            before = memory()
+            draw()
+            found.append(memory() != before)
     return all(found)
 
 
-def _shared_numpy() -> object:
-    module: Any = np.random
-    return _numpy_memory(module.get_state.__self__, module.get_bit_generator())
-
-
-_shared_python = partial(_python_memory, random._inst)  # the generator of the functions of ``random``
-_memories: tuple[Callable[[], object], ...] = (_shared_python, _shared_numpy) if _shows_draws() else (object, object)
+_memories: tuple[Callable[[], object], ...] = (object, object)
+if _shows_draws():  # of the generators that the functions of ``random`` and ``np.random`` draw from
+    _memories = _python_memory(cast(Any, random)._inst), _numpy_memory(cast(Any, np.random.get_state).__self__)
 _python = _SharedGenerator(random.getstate, random.setstate, _memories[0])
 _numpy = _SharedGenerator(partial(np.random.get_state, legacy=False), np.random.set_state, _memories[1])
 
@@ -117,7 +120,7 @@ class BlockRandomState(RandomState):
     def __init__(self, device: torch.device, generators: Iterable[Any]) -> None:
         super().__init__(device)
         self._device, self._generators = device, [*generators]
-        self._put_back += [partial(shared.go_back, shared.state()) for shared in (_python, _numpy)]
+        self._put_back += partial(_python.go_back, _python.state()), partial(_numpy.go_back, _numpy.state())
         self._put_back += map(_put_back, self._generators)
 
     def __enter__(self) -> None:
