@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 
 
@@ -37,3 +39,15 @@ def are_wrappers(types: Iterable[type]) -> bool:
     Operators on them run operators on those others. A mode that returns NotImplemented for the former sees the latter.
     """
     return any(map(is_traceable_wrapper_subclass_type, types))
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """``tensor`` without its graph, as an output that refers to its own node would never be freed.
+
+    Dispatch modes do not see this operation. The engine has such a mode while a block is recomputed, and a call of it
+    would take longer than everything else here. A class that dispatches operations itself still sees it.
+    """
+    if not torch._C._len_torch_dispatch_stack() or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return tensor.detach()
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()

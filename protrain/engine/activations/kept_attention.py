@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.weights.views import storage_address
 from protrain.forward.attention import for_backward, is_attention
-from protrain.forward.dispatch import RuntimeMode
+from protrain.forward.dispatch import RuntimeMode, detached
 from protrain.forward.rng import RandomState
 
 
@@ -32,8 +31,8 @@ class _Call:
     """One call of an attention operator in the first run. If it has no outputs the second run computes them again."""
 
     operator: Any
-    shapes: tuple[torch.Size, ...]
-    outputs: Any
+    shapes: list[torch.Size]  # of the tensors that it was given
+    outputs: tuple[Any, ...]
     after: RandomState
     saved: dict[int, tuple[Tensor, int]] = field(default_factory=dict)  # outputs that autograd saves, with versions
     moved: bool = False  # the outputs were offloaded, so that nothing can write over them
@@ -71,12 +70,12 @@ class KeptAttention:
     def _first_run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
         # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
-        keeps = not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors_in((args, kwargs)))
+        keeps = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in _tensors(args, kwargs))
         # Detached, as autograd turns the result into an output that refers to its own graph.
-        outputs = map_leaves(_detached, result) if keeps else ()
+        outputs = _with_tensors(detached, result) if keeps and isinstance(result, tuple) else ()
         call = _Call(operator, _shapes(args, kwargs), outputs, RandomState(self._device))
         self._calls.append(call)
-        addresses = map(storage_address, tensors_in(outputs))
+        addresses = map(storage_address, _tensors(outputs))
         self._with_output.update((address, call) for address in addresses if address)
         return result
 
@@ -86,13 +85,13 @@ class KeptAttention:
             address = storage_address(tensor)
             call = self._with_output.get(address)
             if call is not None and address not in call.saved:
-                call.saved[address] = tensor.detach(), tensor._version
+                call.saved[address] = detached(tensor), tensor._version
 
     def keep(self) -> list[Tensor]:
         """The first run is over. Returns the tensors that are kept."""
         for call in self._calls:
             call.check()
-        return [tensor for call in self._calls for tensor in tensors_in(call.outputs)]
+        return [tensor for call in self._calls for tensor in _tensors(call.outputs)]
 
     def move(self, function: Callable[[Tensor], Any]) -> None:
         """Replace each kept tensor by ``function`` of it."""
@@ -100,7 +99,7 @@ class KeptAttention:
             call.check()
             call.saved.clear()
             call.moved = bool(call.outputs)
-            call.outputs = map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, call.outputs)
+            call.outputs = _with_tensors(function, call.outputs)
 
     def again(self, restored: Callable[[Any], Any]) -> RuntimeMode:
         """A mode for the second run, in which ``restored`` of the kept outputs replaces the calls of attention.
@@ -118,7 +117,7 @@ class KeptAttention:
                     call.after.set()
                     if not call.moved:  # autograd frees them after use, so a further backward computes them again
                         call.give_up()
-                    return map_leaves(restored, outputs)
+                    return tuple(map(restored, outputs))
             return operator(*args, **kwargs)
 
         return _InPlaceOfAttention(second_run)
@@ -138,9 +137,15 @@ class _InPlaceOfAttention(RuntimeMode):
         return self._run(func, args, kwargs or {}) if is_attention(func) else func(*args, **(kwargs or {}))
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> list[Tensor]:
+    """The tensors among the arguments or outputs of attention, which takes and returns no lists of tensors."""
+    return [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
 
 
-def _shapes(args: Any, kwargs: Any) -> tuple[torch.Size, ...]:
-    return tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
+def _with_tensors(function: Callable[[Tensor], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``outputs`` with ``function`` of each tensor in its place."""
+    return tuple([function(value) if isinstance(value, Tensor) else value for value in outputs])
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
+    return [tensor.shape for tensor in _tensors(args, kwargs)]

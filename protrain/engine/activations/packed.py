@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.engine.activations.saved import detached
 from protrain.engine.activations.swap import Offload, OffloadedTensor, Storage, SwapEngine, SwapFrame
 from protrain.engine.units import Unit
+from protrain.forward.dispatch import detached
 from protrain_kernels import PackPlan, pack
 
 

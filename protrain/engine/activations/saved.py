@@ -34,14 +34,12 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.views import ViewForm, storage_address
+from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
 from protrain.planning.plan import Plan
 
 SAVED = "tensors that it saved"
-
-_ORDINARY = frozenset({Tensor, nn.Parameter, PresentParameter})
 
 
 class SavedParts(NamedTuple):
@@ -243,15 +241,3 @@ class CheckpointFrame(Frame, Recomputation):
     def look_at_inputs(self) -> None:
         """Note whether an input has changed since the first run."""
         self.inputs_changed |= any(tensor._version != version for tensor, version in self.watched)
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """``tensor`` without its graph, as an output that refers to its own node would never be freed.
-
-    Dispatch modes do not see this operation. The engine has such a mode while a block is recomputed, and a call of it
-    would take longer than everything else here.
-    """
-    if not torch._C._len_torch_dispatch_stack() or type(tensor) not in _ORDINARY:
-        return tensor.detach()
-    with torch._C._DisableTorchDispatch():
-        return tensor.detach()
