@@ -47,7 +47,7 @@ def test_a_stream_is_planned_for_rows_as_long_as_the_trainer_leaves_them(kind: s
 
 
 def test_a_stream_that_nobody_can_measure_is_warned_of_before_the_training(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="so the plan is made for the first batch, and a longer batch") as caught:
+    with pytest.warns(UserWarning, match="so the plan is made for the first batch, and a much longer batch") as caught:
         losses("Trainer", tmp_path, on_protrain=True, max_steps=1, stream=True)
     [warned] = [one for one in caught if "nobody knows" in str(one.message)]
     assert Path(warned.filename).name == "text_runs.py"
