@@ -112,7 +112,7 @@ class Step:
             scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             scalars = None
-        return Settings(scalars, None if self._scale is None else self._scale.value)
+        return Settings(scalars, self._groups.texts(), None if self._scale is None else self._scale.value)
 
     def take_gradients(self, visit: int) -> None:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""

@@ -118,6 +118,30 @@ def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
     )
 
 
+def set_alone(rank: int) -> str:
+    """Rank 1 alone sets hyperparameters. Returns the error of each rank."""
+    with seeded():
+        model, optimizer = wrap(Model())
+    try:
+        for step in range(3):
+            if rank == 1 and step == 1:
+                optimizer.param_groups[0].update(lr=0.05, betas=(0.8, 0.999))
+            model(batch(rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except protrain.MisuseError as error:
+        return f"step {step}: {error}"
+    return ""
+
+
+def test_hyperparameters_of_one_rank_alone_are_named() -> None:
+    said = (
+        "step 1: rank 1 has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; betas of group 0 is "
+        "(0.8, 0.999), not (0.9, 0.999)): set the same ones in every process"
+    )
+    assert on_ranks(2, set_alone, timeout_s=150) == [said, said]
+
+
 def part_in_the_last_step(rank: int, what: str) -> list[str]:
     """Rank 1 makes its last step otherwise than rank 0. Returns the errors."""
     with seeded():

@@ -28,6 +28,7 @@ class Settings(NamedTuple):
     """What must be the same on all ranks, so that they update their shards alike."""
 
     scalars: list[AdamScalars] | None  # the hyperparameters of each group; None: some are invalid
+    texts: list[dict[str, str]]  # the same as the user has set them
     factor: float | None  # on the gradients of the last step, as of clipping
 
 

@@ -240,9 +240,15 @@ def refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
     first = of_ranks[0]
     for rank, other in enumerate(of_ranks):
         if other.scalars != first.scalars:
+            differing = [
+                f"{name} of group {index} is {theirs[name]}, not {value}"
+                for index, (ours, theirs) in enumerate(zip(first.texts, other.texts, strict=False))
+                for name, value in ours.items()
+                if theirs[name] != value
+            ] or [f"{len(other.texts)} groups, not {len(first.texts)}"]
             raise MisuseError(
-                f"rank {rank} has other hyperparameters than rank 0 ({other.scalars!r}, not {first.scalars!r}): set "
-                "the same ones in every process"
+                f"rank {rank} has other hyperparameters than rank 0 ({'; '.join(differing)}): set the same ones in "
+                "every process"
             )
         # Clipping of torch and of the optimizer may differ in the last place of the norm.
         factors = [math.nan if each.factor is None else each.factor for each in (first, other)]

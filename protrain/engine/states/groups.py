@@ -62,6 +62,10 @@ class Groups:
         """The hyperparameters of all groups in a first step. ValueError for an invalid one."""
         return [self.scalars(index, 1) for index in range(len(self._live))]
 
+    def texts(self) -> list[dict[str, str]]:
+        """The hyperparameters of all groups as the user has set them, for messages."""
+        return [{name: str(group[name]) for name in ("lr", "betas", "eps", "weight_decay")} for group in self._live]
+
     def scalars(self, index: int, step: int) -> AdamScalars:
         """The hyperparameters of group ``index`` for parameters that make step number ``step``, from 1."""
         group = self._live[index]
