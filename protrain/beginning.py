@@ -34,7 +34,7 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.mismatch import name_other_use
-from protrain.planning.plan import all_recomputed
+from protrain.planning.plan import BlockMode
 from protrain.planning.predict import Models
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
@@ -137,7 +137,7 @@ def begin_training(
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
     """What forward and backward of the planned batch take on the device under ``plan``."""
     n_persist, n_buffer = plan.n_persist, plan.n_buffer
-    least = memory.device_bytes(n_persist, n_buffer, memory.activations(all_recomputed(plan.block_modes)))
+    least = memory.device_bytes(n_persist, n_buffer, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
     static_bytes = memory.static_bytes(n_persist, n_buffer)
     return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
 

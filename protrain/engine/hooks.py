@@ -160,7 +160,7 @@ class _Root:
         self._model = model = engine.model
         self._original = model.forward
         names = _positional_names(self._original)
-        self._planned = PlannedBatch(engine.profile, model, engine.memory, names)
+        self._planned = PlannedBatch(engine.profile, engine.plan, model, engine.memory, names)
         self._extra = batches.training_arguments(model, {})
         self._switches = checkpointing_switches(model)
         self._autocast = self._current_autocast()

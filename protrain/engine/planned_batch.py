@@ -1,9 +1,9 @@
 """The batch that the plan was made for, and whether there is memory for a larger one.
 
 A plan for a small model leaves most of the device free, and one for a model that nearly fills the device leaves
-nothing. So a larger batch trains as planned if its activations fit what is free. If they do not, every block is
-recomputed for this batch, which never changes the results. If that does not suffice, the batch is refused before its
-forward.
+nothing. So a larger batch trains as planned if its activations fit what is free, and the plan offloads none of them, as
+the host may have no memory for more. Otherwise every block is recomputed for this batch, which never changes the
+results. If that does not suffice, the batch is refused before its forward.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.quantities import format_bytes
 from protrain.engine.states.arena import EngineMemory
+from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 
 _REMEDY = "pass an example_batch to protrain.wrap that is as long in every dimension as any batch of the training"
@@ -28,18 +29,22 @@ class PlannedBatch:
 
     Args:
         profile: of the model and that batch.
+        plan: for them.
         model: the model.
         memory: of the engine. A larger batch takes what it needs of ``free_device_bytes`` for good, as later ones may
             be as large.
         names: of the arguments that the model's forward takes by position.
     """
 
-    def __init__(self, profile: ModelProfile, model: nn.Module, memory: EngineMemory, names: list[str]) -> None:
+    def __init__(
+        self, profile: ModelProfile, plan: Plan, model: nn.Module, memory: EngineMemory, names: list[str]
+    ) -> None:
         self._names = names
         self._tokens = profile.tokens
         self._shapes = {self._by_keyword(name): shape for name, shape in profile.batch_shapes.items()}
         # Recurrent and attention modules of torch have batch_first=False when sequences come first.
         self._rows_first = all(getattr(module, "batch_first", True) for module in model.modules())
+        self._offloads = plan.n_swap + plan.n_ckpt_swap > 0
         self._memory = memory
         self._counted_bytes = memory.activations.as_planned  # of device memory, for activations
         self._warned = False
@@ -55,8 +60,10 @@ class PlannedBatch:
             MisuseError: even so it may need more memory than there is. An OOM later would lose the step.
         """
         growth, what = self._growth(args, kwargs)
+        if growth == 1:
+            return False
         planned, recomputed = (math.ceil(growth * count) for count in self._memory.activations)
-        if self._take(planned):
+        if not self._offloads and self._take(planned):
             return False
         if not self._take(recomputed):
             more_bytes = recomputed - self._counted_bytes

@@ -149,11 +149,6 @@ def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     return profile.keeping_attention() if plan.keep_attention else profile
 
 
-def all_recomputed(modes: Modes) -> Modes:
-    """``modes`` with every block recomputed: one that keeps or swaps what it saves keeps its inputs in its place."""
-    return tuple(mode if mode.recomputes else BlockMode.CKPT for mode in modes)
-
-
 def swapped_block_bytes(record: BlockRecord, *, packed: bool) -> int:
     """Host memory of what a swapped block saves in one step."""
     return (record.packed_bytes if packed else record.saved_bytes) + SWAP_ALIGNMENT_BYTES * record.saved_tensors

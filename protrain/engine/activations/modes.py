@@ -6,7 +6,7 @@ from protrain.engine.activations.packed import PackedSwapFrame
 from protrain.engine.activations.saved import CheckpointFrame, Frame
 from protrain.engine.activations.swap import CheckpointSwapFrame, SwapFrame
 from protrain.engine.units import ManagedModel, Unit
-from protrain.planning.plan import BlockMode, Modes, all_recomputed
+from protrain.planning.plan import BlockMode, Modes
 
 _FRAMES: dict[BlockMode, type[Frame]] = {
     BlockMode.NONE: Frame,
@@ -20,12 +20,14 @@ class Frames:
     """The kinds of frames under which the calls of a model's units run.
 
     Attributes:
-        recompute_all: in the current forward every block is recomputed, for less memory than under the plan.
+        recompute_all: in the current forward every block is recomputed, for less memory than under the plan. Nothing is
+            offloaded, so that the host needs no more memory either.
     """
 
     def __init__(self, managed: ManagedModel) -> None:
         modes = managed.plan.block_modes
-        self._planned, self._recomputed = (_by_unit(managed, each) for each in (modes, all_recomputed(modes)))
+        self._planned = _by_unit(managed, modes)
+        self._recomputed = _by_unit(managed, (BlockMode.CKPT,) * len(modes))
         self.recompute_all = False
 
     def of(self, unit: Unit) -> type[Frame]:

@@ -87,7 +87,7 @@ class ActivationBytes(NamedTuple):
     """Device memory that forward and backward of the planned batch may take, by the memory model."""
 
     as_planned: int
-    all_recomputed: int  # if every block is recomputed
+    all_recomputed: int  # if every block is recomputed, and nothing offloaded
 
 
 @dataclass(kw_only=True)
