@@ -94,14 +94,17 @@ def test_what_one_rank_may_look_at_alone() -> None:
     assert "world_size=2" in text
 
 
-def clip_alone(rank: int) -> str:
-    """Rank 1 alone clips. Returns the error of each rank."""
+def train_apart(rank: int, what: str) -> str:
+    """In the second step rank 1 alone does ``what``. Returns the error of each rank."""
     with seeded():
         model, optimizer = wrap(Model())
     try:
         for step in range(3):
+            alone = rank == 1 and step == 1
+            if alone and what == "set":
+                optimizer.param_groups[0].update(lr=0.05, betas=(0.8, 0.999))
             model(batch(rank)).backward()
-            if rank == 1 and step == 1:
+            if alone and what == "clip":
                 optimizer.clip_grad_norm_(0.1)
             optimizer.step()
             optimizer.zero_grad()
@@ -111,27 +114,11 @@ def clip_alone(rank: int) -> str:
 
 
 def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
-    first, other = on_ranks(2, clip_alone, timeout_s=150)
+    first, other = on_ranks(2, train_apart, "clip", timeout_s=150)
     assert first == other
     assert first.startswith(
         "step 2: rank 1 came to step() after clipping, while rank 0 came to step() without clipping"
     )
-
-
-def set_alone(rank: int) -> str:
-    """Rank 1 alone sets hyperparameters. Returns the error of each rank."""
-    with seeded():
-        model, optimizer = wrap(Model())
-    try:
-        for step in range(3):
-            if rank == 1 and step == 1:
-                optimizer.param_groups[0].update(lr=0.05, betas=(0.8, 0.999))
-            model(batch(rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    except protrain.MisuseError as error:
-        return f"step {step}: {error}"
-    return ""
 
 
 def test_hyperparameters_of_one_rank_alone_are_named() -> None:
@@ -139,7 +126,7 @@ def test_hyperparameters_of_one_rank_alone_are_named() -> None:
         "step 1: rank 1 has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; betas of group 0 is "
         "(0.8, 0.999), not (0.9, 0.999)): set the same ones in every process"
     )
-    assert on_ranks(2, set_alone, timeout_s=150) == [said, said]
+    assert on_ranks(2, train_apart, "set", timeout_s=150) == [said, said]
 
 
 def part_in_the_last_step(rank: int, what: str) -> list[str]:

@@ -8,6 +8,7 @@ parameter. Their order depends on nothing but the parameter, so the norm has the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -117,11 +118,11 @@ class Gradients:
         """
         return self.has_all(chunk)
 
-    def combine(self, settings: Settings) -> None:
+    def combine(self, settings: Callable[[], Settings]) -> None:
         """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.
 
         Args:
-            settings: of this rank, which must be those of all.
+            settings: returns those of this rank, which must be those of all. With one rank nobody asks for them.
 
         Raises:
             MisuseError: it is not the same, or a gradient came too late to be reduced.

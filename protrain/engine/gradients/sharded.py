@@ -10,6 +10,7 @@ a reduction would replace them. So no rank reduces anything in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 
 from torch import Tensor
@@ -99,13 +100,13 @@ class ShardedGradients(Gradients):
         return all(brought)
 
     @override
-    def combine(self, settings: Settings) -> None:
+    def combine(self, settings: Callable[[], Settings]) -> None:
         late = self.members[min(self._waiting)].name if self._waiting else ""
-        value = (self._ranks.trail, settings, late, bytes(self.present))
+        value = (self._ranks.trail, settings(), late, bytes(self.present))
         every = self._ranks.all_values(value, "the end of a backward")
         self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
         refuse_late([late for _, _, late, _ in every])
-        refuse_other_settings([settings for _, settings, _, _ in every])
+        refuse_other_settings([of_rank for _, of_rank, _, _ in every])
         if not self._brings:
             return
         self._is_sum = True
