@@ -23,8 +23,9 @@ raise it. So an exception alone decides nothing. It is to blame if another rank 
 nothing new has come from the one that raised, unless the other has raised as often at the same place. If it goes on
 with another call, its notes tell.
 
-[Note: absence] A slow loader or a cold compilation is no error. The others warn once, and raise an error at the timeout
-of the process group.
+[Note: absence] A slow loader or a cold compilation is no error. The others warn once, with the place where that rank
+stands, and raise an error at the timeout of the process group. They do so within seconds if that rank in turn waits for
+them: see [Note: two that wait for each other] in ``standing.py``.
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
 from protrain.distributed.endings import give_up, leave_alone, never_free, see_to_the_end
 from protrain.distributed.links import Links
-from protrain.distributed.notes import REMEDY, NoteOf, by_number, first_difference, named
+from protrain.distributed.notes import REMEDY, by_number, first_difference
+from protrain.distributed.peers import Peer, Raised, absence, mutual_wait, whereabouts
+from protrain.distributed.standing import Stand, end_call, stand_of
 
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
+STUCK_S = 5.0  # how long ranks wait for each other before that is taken for certain
 WARN_S = 30.0  # a wait of so long brings a warning
 CALL_S = 8.0  # so does one for ranks that may not have made the call at all
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
@@ -62,34 +65,8 @@ _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far
 Result = TypeVar("Result")
 
 WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
-
-
-class Raised(NamedTuple):
-    """An exception."""
-
-    where: str
-    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
-    times: int  # how many are known since the last note, with this one
-
-    def as_often_as(self, other: Raised) -> bool:
-        """Whether this one was raised at the place of ``other``, and there were no fewer before it."""
-        return self.where == other.where and self.times >= other.times
-
-
 # The number of the last note, an exception after it, whether the process has ended, and who is to blame.
 State: TypeAlias = tuple[int, Raised | None, bool, str | None]
-
-
-@dataclass
-class _Peer:
-    """What is known of another rank."""
-
-    number: int = 0  # of its last note
-    notes: dict[int, NoteOf] = field(default_factory=dict)  # its last ones, by number
-    raised: Raised | None = None  # an exception after which it has not gone on
-    ended: bool = False  # it takes no part any more
-    gone: bool = False  # its process has ended
-    heard: float = 0.0  # when its last message came, in seconds
 
 
 class Watch:
@@ -109,16 +86,20 @@ class Watch:
         self._timeout_s = timeout_s
         self._abort = abort
         self._process = os.getpid()
+        self._trains = threading.get_ident()  # the thread that does
         self._number = 0
         self._notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
         self._checksums: dict[str, int] = {}
         self._trail = 0
-        self._peers = {other: _Peer() for other in range(size) if other != rank}
+        self._peers = {other: Peer() for other in range(size) if other != rank}
         self._raises: dict[int, Raised] = {}  # own exceptions, by the number of the last note before them
         self._ended = False
         self._waits_since = math.inf  # when the main thread has begun to wait for other ranks, in seconds
+        self._remedy = REMEDY  # for ranks that do not come
         self._decided: str | None = None
+        self._was_in_call = False  # of the script, when that was decided
         self._told: State | None = self._state  # what was sent last. None: a rank has come that has heard nothing
+        self._stand: Stand | None = None  # of this rank, as the others know it
         self._news = False  # whether there may be notes that were not compared
         self._suspected: str | None = None  # a difference that the last comparison has found
         self._asked = self._answered = 0  # how often the thread was asked to hear what has come, and did
@@ -216,24 +197,29 @@ class Watch:
         """Wait until ``is_done``, which takes a turn, says so. The arguments are those of ``wait``."""
         limit_s = min(timeout_s, self._timeout_s)
         warn_s = CALL_S if absent else WARN_S
+        self._remedy = absent or REMEDY
         self._waits_since, warned = monotonic(), False
         try:
             while not is_done():
                 waited_s = monotonic() - self._waits_since
                 if self._decided is None and waited_s > limit_s:
-                    self._decide(f"{self._absence(waited_s)}, and gives up. {absent or REMEDY}")
+                    self._decide(f"{self._absence(waited_s)}, and gives up. {self._remedy}")
                 if self._decided is not None:
                     self._raise()
                 if not warned and waited_s > warn_s:
-                    warned = True
-                    text = f"{self._absence(waited_s)}, and goes on waiting. {absent}".rstrip(". ")
+                    warned, where = True, whereabouts(self._peers, self._number)
+                    text = f"{self._absence(waited_s)}, and goes on waiting. {where}{absent}".rstrip(". ")
                     warnings.warn(text, stacklevel=4)
         finally:
             self._waits_since = math.inf
 
     def raised(self, error: BaseException | None, where: str = "") -> None:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
-        if self._decided is not None or os.getpid() != self._process:
+        if os.getpid() != self._process:
+            return
+        if self._decided is not None:
+            if self._was_in_call and isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
+                error.add_note(f"The ranks are out of step: {self._decided}")  # torch only knows that others are gone
             return
         known, mark = self._state[1] or Raised("", "", 0), f"protrain watch {id(self)}"
         if error is None:
@@ -283,13 +269,7 @@ class Watch:
 
     def _absence(self, waited_s: float) -> str:
         """Who waits for whom."""
-        late = [rank for rank, peer in self._peers.items() if peer.number < self._number]
-        whom = named(late) if late else "other ranks"
-        errors = [peer.raised.error for rank, peer in self._peers.items() if rank in late and peer.raised is not None]
-        return (
-            f"rank {self._rank} has waited {waited_s:.0f} s for {whom} in {self._place(self._number)} "
-            f"(collective {self._number}){f' after {errors[0]}' if errors else ''}"
-        )
+        return absence(self._peers, self._rank, self._number, self._place(self._number), waited_s)
 
     def _place(self, number: int) -> str:
         what, _ = by_number(self.notes).get(number, ("a later collective", 0))
@@ -305,6 +285,7 @@ class Watch:
 
     def _run(self) -> None:
         seen, next_tick = 0, monotonic() + TICK_S
+        stand: Stand | None = None
         while True:
             asked = self._asked
             wait_s = 0.0 if asked != self._answered else max(0.0, next_tick - monotonic())
@@ -313,18 +294,26 @@ class Watch:
             with self._at_work:
                 self._answered = asked
                 self._at_work.notify_all()
-            state, paused = self._state, False
-            if monotonic() >= next_tick:
+            state, paused, ticks = self._state, False, monotonic() >= next_tick
+            if ticks:
                 paused, seen, next_tick = seen == state[0], state[0], monotonic() + TICK_S
             if paused or self._told is None or state[1:] != self._told[1:]:
                 if state != self._told:
                     self._tell(state)
                 self._judge()
+            if ticks:
+                is_absent = paused and self._waits_since == math.inf
+                before, stand = stand, stand_of(self._trains) if is_absent else None
+                told = stand if stand == before else None
+                if told != self._stand:
+                    self._stand = told
+                    self._links.send({"stand": told})
 
     def _tell(self, state: State) -> None:
         number, raised, ended, decided = state
         notes = [each for each in self.notes if each[0] <= number]
         self._links.send({"number": number, "notes": notes, "raised": raised, "ended": ended, "decided": decided})
+        self._stand = None  # which the others forget with each new state
         self._news = True
         with self._at_work:
             self._told = state
@@ -343,7 +332,10 @@ class Watch:
         if "unreachable" in message:
             self._decide(f"rank {self._rank} cannot connect to rank {rank} at {message['unreachable']}")
             return
-        raised = message["raised"]
+        if "stand" in message:
+            peer.stand = Stand.of_message(message["stand"])
+            return
+        raised, peer.stand = message["raised"], None
         peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and Raised(*raised)
         peer.notes = by_number(message["notes"])
         peer.heard = monotonic()
@@ -378,6 +370,10 @@ class Watch:
                 self._decide(f"rank {rank} has raised an exception{place}{others}: {raised.error or '?'}")
             elif peer.ended:
                 self._decide(f"rank {rank} has ended{others}. {REMEDY}")
+        if monotonic() - self._waits_since > STUCK_S:
+            mutual = mutual_wait(self._peers, self._rank, self._number, self._place(self._number))
+            if mutual is not None:
+                self._decide(f"{mutual}. {self._remedy}")
 
     def _decide(self, reason: str) -> None:
         with self._at_work:
@@ -385,6 +381,10 @@ class Watch:
                 return
             self._decided = reason  # before a thread comes free that waits for the GPU
         give_up(self._abort)
+        call = self._stand and self._stand.call
+        if call is not None:
+            self._was_in_call = True
+            give_up(partial(end_call, call))
         self._links.wake()
 
 

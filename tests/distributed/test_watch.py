@@ -89,6 +89,7 @@ def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
         waits = [wait for _, _, wait in found]
         assert len(set(waits)) == len(waits), found  # one warning for each wait
         if rank != 1:
+            assert re.search(r"on waiting\. Rank 1 is at \S*/out_of_step\.py, line \d+, in _misbehave\(\)", ending.text)
             assert (str(rank), "rank 1 in the gather of chunk 0") in [(who, what) for who, what, _ in found]
 
 
