@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import ConcatDataset
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from protrain.common.trees import named_tensors
 from protrain.integrations.text_lengths import TextLengths, is_conversation
@@ -101,6 +102,29 @@ class _Found:
         self.lengths: dict[str, list[np.ndarray]] = {}  # by column of texts, conversations or tokens
         self.prompts: dict[str, list[np.ndarray]] = {}  # by column of conversations, each without its last message
         self.others = False  # whether columns have other lists
+
+
+def generate_longest(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **given: Any) -> Any:
+    """What ``generate()`` of a causal model returns where no row ends early, with one token in place of all new ones.
+
+    Args:
+        model: whose generation configuration counts where ``generation_config`` is None.
+        inputs: token ids of the prompts, (rows, tokens), if they are not in ``given`` as ``input_ids``.
+        generation_config: that of the call.
+        given: further arguments of ``generate()``.
+
+    Returns:
+        Token ids of prompts with completions, (rows, tokens + new tokens), or an output with them as ``sequences``.
+    """
+    prompts: Tensor = given["input_ids"] if inputs is None else inputs
+    limits = generation_config or model.generation_config
+    new = given.get("max_new_tokens", limits.max_new_tokens)
+    if new is None:
+        new = max(given.get("max_length", limits.max_length) - prompts.shape[1], 1)
+    ends = limits.eos_token_id if isinstance(limits.eos_token_id, list) else [limits.eos_token_id]
+    token = next(each for each in range(len(ends) + 2) if each not in (*ends, limits.pad_token_id))
+    sequences = nn.functional.pad(prompts, (0, new), value=token)
+    return GenerateDecoderOnlyOutput(sequences=sequences) if given.get("return_dict_in_generate") else sequences
 
 
 def _measured(pieces: Iterator[tuple[str, str, Any]], texts: TextLengths) -> _Found:

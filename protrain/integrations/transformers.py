@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
@@ -29,7 +28,7 @@ from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
-from protrain.integrations.longest import longest_collated, longest_rows, stretched_row
+from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
 from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -90,9 +89,10 @@ class ProTrainMixin(_Base):
         super().create_optimizer(model)
         if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), ProTrainOptimizer):
             whole = self._whole()
+            self._cast_reference()
             found = {
                 "device": self.args.device,
-                "dtype": torch.bfloat16 if self.args.bf16 else _dtype(self.model),
+                "dtype": self._trained_dtype(),
                 "accumulation": self.args.gradient_accumulation_steps,
                 "compile": self.args.torch_compile,
                 "progress": not self.args.disable_tqdm,
@@ -105,6 +105,24 @@ class ProTrainMixin(_Base):
             for name in ("no_sync", "zero_grad", "_is_accelerate_prepared"):
                 vars(self.model)[name] = vars(whole)[name]
         return self.optimizer
+
+    def _trained_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.args.bf16 else _dtype(self.model)
+
+    def _cast_reference(self) -> None:
+        """Give the reference model of TRL the weights that training begins with, which wrap may round to bf16.
+
+        Otherwise the two would differ before the first step, where DPO's loss is log 2. A reference that follows the
+        model (``sync_ref_model``) keeps its type, as bf16 would lose what it is moved by.
+        """
+        reference = getattr(self, "ref_model", None)
+        if reference is None or getattr(self.args, "sync_ref_model", False):
+            return
+        dtype = self._wrap_arguments.get("dtype", self._trained_dtype())
+        if dtype != _dtype(self.model) == _dtype(reference):
+            for parameter in reference.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
 
     def _let_callbacks_read(self, whole: nn.Module) -> None:
         """Let callbacks read weights on several ranks too, as those do that average them. All ranks call them."""
@@ -241,7 +259,7 @@ class ProTrainMixin(_Base):
 
         hook = whole.register_forward_pre_hook(stop, prepend=True, with_kwargs=True)
         for each in generating:
-            vars(each)["generate"] = partial(_generate_longest, each)
+            vars(each)["generate"] = partial(generate_longest, each)
         try:
             self.training_step(self.model, batch, None)
         except _Called as called:
@@ -293,6 +311,8 @@ class ProTrainMixin(_Base):
             )
         if self.ref_model is None:
             self.create_optimizer()
+        else:
+            self._cast_reference()
         return super()._precompute_ref_logps(*args, **kwargs)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -360,29 +380,6 @@ def _holds(largest: Any, call: Any) -> bool:
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:
     """What a reward function of the user is replaced by where no reward is wanted."""
     return [0.0] * len(completions)
-
-
-def _generate_longest(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **given: Any) -> Any:
-    """What ``generate()`` of a causal model returns where no row ends early, with one token in place of all new ones.
-
-    Args:
-        model: whose generation configuration counts where ``generation_config`` is None.
-        inputs: token ids of the prompts, (rows, tokens), if they are not in ``given`` as ``input_ids``.
-        generation_config: that of the call.
-        given: further arguments of ``generate()``.
-
-    Returns:
-        Token ids of prompts with completions, (rows, tokens + new tokens), or an output with them as ``sequences``.
-    """
-    prompts: Tensor = given["input_ids"] if inputs is None else inputs
-    limits = generation_config or model.generation_config
-    new = given.get("max_new_tokens", limits.max_new_tokens)
-    if new is None:
-        new = max(given.get("max_length", limits.max_length) - prompts.shape[1], 1)
-    ends = limits.eos_token_id if isinstance(limits.eos_token_id, list) else [limits.eos_token_id]
-    token = next(each for each in range(len(ends) + 2) if each not in (*ends, limits.pad_token_id))
-    sequences = nn.functional.pad(prompts, (0, new), value=token)
-    return GenerateDecoderOnlyOutput(sequences=sequences) if given.get("return_dict_in_generate") else sequences
 
 
 def _apart(records: Any) -> Any:

@@ -124,7 +124,7 @@ def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
     """With a reference model of its own, or that of the model without adapters, or computed before the training.
 
-    ``arguments`` may have a folder of the data.
+    ``arguments`` may have a folder of the data, and say that there is a reference model all the same.
     """
     import datasets
     from trl import DPOConfig, DPOTrainer
@@ -135,10 +135,11 @@ def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 
     saved = arguments.pop("data", None)
     data = datasets.load_from_disk(saved) if saved else texts("prompt", "chosen", "rejected")
+    reference = arguments.pop("reference", not (adapters or arguments.get("precompute_ref_log_probs")))
     return (DPO if ours else DPOTrainer)(
         model=llama(),
-        ref_model=None if adapters or arguments.get("precompute_ref_log_probs") else llama(),
-        args=DPOConfig(bf16=False, **arguments),
+        ref_model=llama() if reference else None,
+        args=DPOConfig(**({"bf16": False} | arguments)),
         train_dataset=data,
         eval_dataset=data.select(range(4)),
         processing_class=tokenizer(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator
@@ -156,6 +157,18 @@ def test_packed_rows_have_any_number_of_texts(tmp_path: Path) -> None:
     plain = train("SFT", tmp_path / "plain", on_protrain=False, eval_strategy="no", **arguments)
     ours = train("SFT", tmp_path / "ours", on_protrain=True, memory=WHOLE, eval_strategy="no", **arguments)
     assert ours.losses == pytest.approx(plain.losses, rel=2e-5)
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_path: Path) -> None:
+    """Where the model equals its reference, DPO's loss is log 2 and its margins are 0."""
+    prepare("DPO", tmp_path)
+    arguments = {"bf16": True, "reference": True, "precompute_ref_log_probs": precomputed, "max_steps": 1}
+    trainer = make("DPO", tmp_path, on_protrain=True, eval_strategy="no", save_strategy="no", **arguments)
+    trainer.train()
+    (first,) = (row for row in trainer.state.log_history if "loss" in row)
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert first["rewards/margins"] == 0
 
 
 @pytest.mark.slow
