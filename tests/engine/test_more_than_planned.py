@@ -106,7 +106,7 @@ def test_where_it_does_not_fit_as_planned_blocks_are_recomputed_for_a_larger_bat
 
     width, rows = (256, 16_384) if device.type == "cuda" else (16, 64)  # more than a workspace of CUDA takes
     generator = torch.Generator().manual_seed(1)
-    small, large = (torch.randn(count, width, generator=generator) for count in (rows, rows + rows // 2))
+    small, large = (torch.randn(count, width, generator=generator) for count in (rows, rows + rows // 4))
     planned = 6 + 6 * modes.count(CKPT) // len(modes)
     words = rf"input has shape \({len(large)}, {width}\), larger than the \({rows}, {width}\).*recomputed"
     with pytest.warns(UserWarning, match=words) as given:
