@@ -163,8 +163,9 @@ def test_packed_rows_have_any_number_of_texts(tmp_path: Path) -> None:
 def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_path: Path) -> None:
     """Where the model equals its reference, DPO's loss is log 2 and its margins are 0."""
     prepare("DPO", tmp_path)
-    arguments = {"bf16": True, "reference": True, "precompute_ref_log_probs": precomputed, "max_steps": 1}
-    trainer = make("DPO", tmp_path, on_protrain=True, eval_strategy="no", save_strategy="no", **arguments)
+    arguments: dict[str, Any] = {"bf16": True, "precompute_ref_log_probs": precomputed, "reference": True}
+    unsaved: dict[str, Any] = {"eval_strategy": "no", "save_strategy": "no", "max_steps": 1}
+    trainer = make("DPO", tmp_path, on_protrain=True, **arguments, **unsaved)
     trainer.train()
     (first,) = (row for row in trainer.state.log_history if "loss" in row)
     assert first["loss"] == pytest.approx(math.log(2), rel=1e-6)
