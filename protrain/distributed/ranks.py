@@ -284,13 +284,15 @@ class Communicators:
     """
 
     def __init__(self, rank: int, members: Sequence[int], store: dist.Store, timeout: timedelta) -> None:
+        self._rank = rank
         self._members = list(members)
         self._timeout = timeout
         self._groups: list[tuple[dist.ProcessGroup, str]] = []
         self._by_backend: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
         met = "-".join(map(str, members))
         _meetings[met] += 1
-        links = Links(rank, len(members), dist.PrefixStore(f"protrain/{_meetings[met]} of {met}", store))
+        self._name = f"protrain/{_meetings[met]} of {met}"
+        links = Links(rank, len(members), dist.PrefixStore(self._name, store))
         self.watch = Watch(rank, len(members), links, timeout_s=timeout.total_seconds(), abort=self._abort)
 
     def serve(self, group: dist.ProcessGroup) -> None:
@@ -311,15 +313,24 @@ class Communicators:
         return self._by_backend[backend]
 
     def _new(self, backend: str) -> dist.ProcessGroup:
-        # Others need not call it. The watcher ends a wait at the timeout, before a backend would in its own way.
-        new_group = partial(
-            dist.new_group,
+        """A process group of the members, which they alone start.
+
+        ``dist.new_group`` would name it by how many groups this process belongs to. Members of which one belongs to
+        more groups than another, such as one of rank 0 alone, would then look for each other under different names.
+        """
+        torch_groups: Any = dist.distributed_c10d
+        start = partial(
+            torch_groups._new_process_group_helper,
+            len(self._members),
+            self._rank,
             self._members,
-            timeout=self._timeout + _MARGIN,
-            backend=backend,
-            use_local_synchronization=True,
+            backend,
+            torch_groups._get_default_store(),
+            f"{self._name}/{len(self._groups)}",
+            timeout=self._timeout + _MARGIN,  # the watcher ends a wait before a backend would in its own way
         )
-        group: dist.ProcessGroup = self.watch.during(f"the start of a process group of {backend}", new_group)
+        group: dist.ProcessGroup = self.watch.during(f"the start of a process group of {backend}", start)[0]
+        torch_groups._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(self._members)}
         self._groups.append((group, backend))
         return group
 

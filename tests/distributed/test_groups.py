@@ -69,6 +69,34 @@ def test_a_group_of_some_processes_trains_a_model_of_its_own() -> None:
             assert all(torch.equal(value, same[name]) for name, value in final.items())
 
 
+def train_beside_a_group_of_one(rank: int) -> list[list[float]]:
+    """Rank 0 belongs to one group more than rank 1, and both train in two groups of their own, one after the other."""
+    dist.new_group([0])
+    data = batches(4)[rank::2]
+    found = []
+    for _ in range(2):
+        group: Any = dist.new_group([0, 1])
+        model = MAKE()
+        wrapped, trainer = protrain.wrap(
+            model,
+            adamw(model, learning_rate=1e-3),
+            example_batch=data[0],
+            device="cpu",
+            device_memory="1GiB",
+            process_group=group,
+            progress=False,
+        )
+        found.append([_step(wrapped, trainer, batch) for batch in data])
+    return found
+
+
+def test_a_rank_may_belong_to_more_groups_than_another() -> None:
+    expected = on_ranks(2, train_as_two, 1e-3)
+    for (losses, _), (one, again) in zip(expected, on_ranks(2, train_beside_a_group_of_one), strict=True):
+        assert one == losses[:2]
+        assert again == one
+
+
 def host_bytes(rank: int, local: int) -> int:
     """The host memory that a rank plans with, where ``local`` of four ranks share a node."""
     before = os.environ["LOCAL_WORLD_SIZE"]
