@@ -26,6 +26,7 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
 from protrain.engine.states.arena import ActivationBytes
 from protrain.engine.states.empty import fill_buffers
+from protrain.engine.states.materialise import start_as_first
 from protrain.forwards import change_forwards
 from protrain.hardware.detection import detect
 from protrain.hardware.memory import available_host_bytes
@@ -101,6 +102,7 @@ def begin_training(
     if way.device_memory is None:  # it also leaves out what NCCL has taken, which plans count
         hardware = replace(hardware, device_bytes=hardware.device_bytes + hardware.collective_bytes)
     fill_buffers(model, target)
+    start_as_first(model, ranks)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         note(_NOT_CALIBRATED)
     with ExitStack() as changes:

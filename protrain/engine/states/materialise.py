@@ -1,5 +1,7 @@
 """Weights into chunks: from a model in memory, from safetensors, or from the record of their construction.
 
+What stays outside of chunks, such as buffers, begins with the values of the first rank, as weights do.
+
 One parameter at a time is whole and never the model, because a model that fits only when its states are spread over
 device and host must never exist in one place.
 """
@@ -12,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from protrain.common.parameters import is_managed, kept_beside, made_of
+from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.construction import is_empty
 from protrain.engine.states.empty import exchange, values_of
@@ -94,10 +98,38 @@ def _other_than_first(members: list[Member]) -> set[int]:
     if not members or not members[0].chunk.ranks.several:
         return set()
     made = [member for member in members if not is_empty(member.parameter)]
-    every = members[0].chunk.ranks.all_values(
-        [_fingerprint(member.parameter.data) for member in made], "the comparison of start values"
-    )
-    return {member.index for member, *found in zip(made, *every, strict=True) if len(set(found)) > 1}
+    differ = _differ([member.parameter.data for member in made], members[0].chunk.ranks)
+    return {member.index for member, does in zip(made, differ, strict=True) if does}
+
+
+def start_as_first(model: nn.Module, ranks: Ranks) -> None:
+    """Give the buffers of ``model`` and its unmanaged parameters the values that they have on the first rank.
+
+    Raises:
+        MisuseError: the ranks have others, or of other shapes.
+    """
+    if not ranks.several:
+        return
+    tensors = {n: p for n, p in (*model.named_buffers(), *model.named_parameters()) if not is_managed(p)}
+    parts = {
+        name: part
+        for outer, tensor in tensors.items()
+        for name, part in (made_of(tensor, outer) | kept_beside(tensor, outer)).items()
+        if not part.is_meta
+    }
+    ranks.agree("buffer", [(name, tuple(part.shape), str(part.dtype)) for name, part in parts.items()])
+    for (name, part), does in zip(parts.items(), _differ(list(parts.values()), ranks), strict=True):
+        if does:
+            value = part.detach().to("cpu", copy=True).contiguous()
+            ranks.broadcast(value, f"the start values of {name}")
+            with torch.no_grad():
+                part.copy_(value)
+
+
+def _differ(values: list[Tensor], ranks: Ranks) -> list[bool]:
+    """Whether each of ``values`` on any rank is not that of the first rank."""
+    every = ranks.all_values([_fingerprint(value) for value in values], "the comparison of start values")
+    return [len(set(found)) > 1 for found in zip(*every, strict=True)]
 
 
 def _fingerprint(value: Tensor) -> int:
