@@ -48,8 +48,13 @@ class AveragedWeights:
     @torch.inference_mode(False)  # which the averages must be written outside of, too
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of now into the average. Call it on every rank."""
+        """Take the weights of now into the average. Call it on every rank.
+
+        Ranks do not wait for each other here. If one of them calls it alone, or with another decay, all raise an error
+        at the end of the next backward, or in the next call that all make.
+        """
         engine, members = self._members()
+        engine.memory.ranks.note(f"AveragedWeights.update() with decay={self._decay}")
         with engine.quiet():
             for member in members:
                 master = read_own_master(member)
@@ -68,10 +73,10 @@ class AveragedWeights:
         Raises:
             MisuseError: there was no update, or this is called from a hook inside a forward or backward.
         """
-        if not self._own:
-            raise MisuseError("there is no average yet: call update() after steps of the training")
         engine, members = self._members()
         engine.memory.ranks.meet("AveragedWeights.applied()")
+        if not self._own:
+            raise MisuseError("there is no average yet: call update() after steps of the training")
         engine.refuse_write("AveragedWeights.applied()")
         self._exchange(engine, members)
         engine.bindings.lent_to = "AveragedWeights.applied()"
