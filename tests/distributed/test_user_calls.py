@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors
 
 import protrain
 from protrain.distributed import ranks, watch
@@ -92,6 +94,29 @@ def test_what_one_rank_may_look_at_alone() -> None:
     assert seen == pytest.approx([*norms, model(batch(6)).item()], rel=1e-5)
     assert "between ranks" in text
     assert "world_size=2" in text
+
+
+AVERAGED: dict[str, Callable[[list[Any]], Any]] = {
+    "all_reduce": lambda gradients: [dist.all_reduce(gradient) for gradient in gradients],
+    "all_gather": lambda gradients: dist.all_gather([torch.empty(1)] * 2, gradients[0]),
+    "flatten_dense_tensors": _flatten_dense_tensors,  # as older loops do, to send all at once
+}
+
+
+def average_by_hand(rank: int, call: str) -> str:
+    """What is said to a script that averages gradients itself, as without DistributedDataParallel."""
+    model, optimizer = wrap(Model())
+    model(batch(rank)).backward()
+    with pytest.raises(protrain.MisuseError) as raised:
+        AVERAGED[call]([parameter.grad for parameter in model.parameters()])
+    optimizer.zero_grad()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("call", AVERAGED)
+def test_gradients_are_not_to_be_averaged_by_the_script(call: str) -> None:
+    for said in on_ranks(2, average_by_hand, call, timeout_s=150):
+        assert f"cannot be used here ({call}). It is that of all ranks already, so leave out what would" in said
 
 
 def train_apart(rank: int, what: str) -> str:

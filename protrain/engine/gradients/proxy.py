@@ -60,11 +60,14 @@ class GradientProxy(Tensor):
                 return done
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, GradientProxy):
+                handle = tensor.protrain_handle
+                ranks = "It is that of all ranks already, so leave out what would add or average it over them. "
                 raise MisuseError(
-                    f"the gradient of {tensor.protrain_handle.name} is kept in ProTrain's chunks, not in .grad, and "
-                    f"cannot be used here ({getattr(func, '__name__', func)}): its 2-norm can be read, and all "
-                    "gradients can be multiplied by one factor, as torch.nn.utils.clip_grad_norm_ does. Use "
-                    "optimizer.zero_grad() to clear it, optimizer.backward(loss) in place of torch.amp.GradScaler, and "
+                    f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad, and cannot be used "
+                    f"here ({getattr(func, '__name__', func)}). {ranks if handle.engine.memory.ranks.several else ''}"
+                    "Its 2-norm can be read, and all gradients can be multiplied by one factor, as "
+                    "torch.nn.utils.clip_grad_norm_ does. Use optimizer.zero_grad() to clear it, "
+                    "optimizer.backward(loss) in place of torch.amp.GradScaler, and "
                     "parameter.register_post_accumulate_grad_hook to see or change it"
                 )
         raise AssertionError("a gradient proxy was dispatched without being an argument")
