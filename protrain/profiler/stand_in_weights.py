@@ -10,9 +10,12 @@ any hook.
 from __future__ import annotations
 
 import copy
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -26,6 +29,10 @@ from protrain.profiler.memory_meter import Meter
 from protrain.profiler.storages import storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
+_WATCHING = (
+    os.path.dirname(os.path.dirname(__file__)),
+    str(torch._ops.__file__),
+)  # files whose frames see each operation
 
 # What torch says of an operation, or of a view, of a tensor without memory.
 _NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
@@ -193,7 +200,7 @@ class StandInWeights:
                     module._buffers[name] = self._replacements[id(buffer)]
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
         for module, parameters, buffers in self._before:
             for name, parameter in parameters.items():
                 _set_parameter(module, name, parameter)
@@ -201,6 +208,20 @@ class StandInWeights:
             module._buffers.update(buffers)
         self._before.clear()
         self._free(list(self._filled))
+        if trace is not None:
+            self._hide_emptied(trace)
+
+    def _hide_emptied(self, trace: TracebackType) -> None:
+        """Let pytest and debuggers print the frames of an error. To print a tensor whose storage is empty is a crash.
+
+        Frames of the model have stand-ins, and those of what watches operations have other tensors of their storages.
+        """
+        for stand_in in self.stand_ins:
+            stand_in.data = stand_in.data.new_empty(0)
+        for frame, _ in walk_tb(trace):
+            if frame.f_code.co_filename.startswith(_WATCHING):
+                with suppress(RuntimeError):  # it is still running
+                    frame.clear()
 
     def _fill(self, indexes: list[int]) -> None:
         for index in indexes:
