@@ -12,13 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins import Precision as FabricPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -38,6 +36,7 @@ _CALLBACKS = {  # by the name of the class, as not every release has all of them
     "BaseFinetuning": "adds parameters to the optimizer during the training: fit with all that is to be trained "
     "from its begin, or go on with a new module and Trainer from a checkpoint",
 }
+_CONTEXTS = {"training": "train", "validation": "val"}  # how Lightning abbreviates steps in names of their contexts
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
 
@@ -99,12 +98,14 @@ class _Processes(_Base):
         super().setup_environment()
 
 
-def _step(name: str) -> Any:
-    """The method ``name`` of the strategy, which runs that step as a call of the wrapped model, if there is one."""
+def _step(kind: str) -> Any:
+    """The step ``kind`` of the strategy, which runs it as a call of the wrapped model, if there is one."""
+    name, context = f"{kind}_step", f"{_CONTEXTS.get(kind, kind)}_step_context"
 
     def run(self: ProTrainStrategy, *args: Any, **kwargs: Any) -> Any:
         if self._steps is not None and self.model is self._steps:
-            return self._steps(name, *args, **kwargs)
+            with getattr(self.precision_plugin, context)():
+                return self._steps(name, *args, **kwargs)
         return getattr(super(ProTrainStrategy, self), name)(*args, **kwargs)
 
     return run
@@ -187,21 +188,20 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             "dtype": _dtype(self.precision_plugin.precision),
             "accumulation": trainer.accumulate_grad_batches,
         }
-        self.precision_plugin = Precision()  # autocast is not needed on top
-        self._steps = _Steps(module)
+        self._steps = _Steps(self.precision_plugin.convert_module(module))
         if self._example_batch is None:
             trainer.num_sanity_val_steps = 0
         else:
             found["example_batch"] = ("training_step", self._example_batch, 0)
-        with warned_at_user():
+        with warned_at_user(), self.precision_plugin.train_step_context():
             _, self._optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
         self._optimizer.when_begun(self._steps.begin)
         self.optimizers = [self._optimizer]
 
-    training_step = _step("training_step")
-    validation_step = _step("validation_step")
-    test_step = _step("test_step")
-    predict_step = _step("predict_step")
+    training_step = _step("training")
+    validation_step = _step("validation")
+    test_step = _step("test")
+    predict_step = _step("predict")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights for a checkpoint: all of them on the first rank, which writes it."""
@@ -272,10 +272,8 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
         """Wrap the model with its optimizer."""
         if len(optimizers) != 1:
             raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
-        dtype = _dtype(self.precision.precision)
-        self.precision = FabricPrecision()  # autocast is not needed on top
-        found = {"device": self.root_device, "dtype": dtype}
-        with warned_at_user():
+        found = {"device": self.root_device, "dtype": _dtype(self.precision.precision)}
+        with warned_at_user(), self.precision.forward_context():
             model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
         return model, [optimizer], scheduler
 

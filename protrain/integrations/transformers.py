@@ -23,15 +23,16 @@ from transformers import Trainer
 
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
-from protrain.common.parameters import DTYPES
 from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
+from protrain.integrations.mixed_precision import cast_reference, first_dtype, mix_precision
 from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
@@ -99,6 +100,8 @@ class ProTrainMixin(_Base):
             }
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
+            if self.args.bf16:
+                mix_precision(self.accelerator, self.model, whole)
             with warned_at_user():
                 _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
             self._let_callbacks_read(whole)
@@ -107,22 +110,14 @@ class ProTrainMixin(_Base):
         return self.optimizer
 
     def _trained_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.args.bf16 else _dtype(self.model)
+        return torch.bfloat16 if self.args.bf16 else first_dtype(self.model)
 
     def _cast_reference(self) -> None:
-        """Give the reference model of TRL the weights that training begins with, which wrap may round to bf16.
-
-        Otherwise the two would differ before the first step, where DPO's loss is log 2. A reference that follows the
-        model (``sync_ref_model``) keeps its type, as bf16 would lose what it is moved by.
-        """
+        """Let TRL's reference begin where the model does. One that follows it would lose small moves in bf16."""
         reference = getattr(self, "ref_model", None)
-        if reference is None or getattr(self.args, "sync_ref_model", False):
-            return
-        dtype = self._wrap_arguments.get("dtype", self._trained_dtype())
-        if dtype != _dtype(self.model) == _dtype(reference):
-            for parameter in reference.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
+        if reference is not None and not getattr(self.args, "sync_ref_model", False):
+            dtype = choose_dtype(self._wrap_arguments.get("dtype", self._trained_dtype()), self.args.device)
+            cast_reference(reference, self.model, dtype)
 
     def _let_callbacks_read(self, whole: nn.Module) -> None:
         """Let callbacks read weights on several ranks too, as those do that average them. All ranks call them."""
@@ -389,8 +384,3 @@ def _apart(records: Any) -> Any:
         copied.update({name: _apart(value) for name, value in records.items()})
         return copied
     return copy.copy(records) if type(records) in (list, deque, set) else records
-
-
-def _dtype(model: nn.Module) -> torch.dtype:
-    """The type of the model's first weight that could be trained."""
-    return next((p.dtype for p in model.parameters() if p.dtype in DTYPES.values()), torch.float32)

@@ -250,7 +250,7 @@ def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> No
 def _own_moments(member: Member) -> dict[str, Tensor]:
     """The step and both moments of what this rank has of ``member``: fp32, 1-d."""
     moments = {name: _copy(member, _state(member, name)).float() for name in _STATES}
-    return {"step": torch.tensor(float(member.steps), device="cpu"), **moments}
+    return {"step": torch.tensor(member.steps, dtype=torch.float32, device="cpu"), **moments}
 
 
 def _whole(member: Member, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

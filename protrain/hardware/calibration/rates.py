@@ -101,7 +101,7 @@ def flatten_figure(device: torch.device, hidden: int, *, budget_s: float) -> Fig
     *offsets, end = accumulate((padded(gradient.numel()) for gradient in gradients), initial=0)
     *starts, partials = accumulate((tiles(gradient.numel()) for gradient in gradients), initial=0)
     chunk = torch.empty(end, dtype=torch.bfloat16, device=device)
-    squares = torch.empty(partials, device=device)
+    squares = torch.empty(partials, dtype=torch.float32, device=device)
 
     def run() -> None:
         flatten(gradients, chunk, offsets, squares, starts)

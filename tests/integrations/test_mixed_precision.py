@@ -1,0 +1,208 @@
+"""A client that is told to mix bf16 and fp32 may mix them in its model, and computes losses as without ProTrain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import protrain
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+WORDS, LENGTH, WIDTH, ROWS, STEPS = 50, 16, 32, 4, 4
+TIGHT, AMPLE = "0.25MiB", "64MiB"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Words(nn.Module):
+    """Its positions are a buffer in fp32, and its noise has torch's default type. Autocast takes them beside bf16."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(WORDS, WIDTH)
+        self.register_buffer("positions", torch.randn(LENGTH, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        x = self.words(input_ids) + self.positions + 0.01 * torch.ones(LENGTH, WIDTH)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return {"logits": logits} | ({} if labels is None else {"loss": weighted(logits, labels)})
+
+
+def weighted(logits: Tensor, labels: Tensor) -> Tensor:
+    """A loss with a weight for each word, as many write it."""
+    weight = torch.linspace(0.5, 1.5, WORDS, dtype=logits.dtype)
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
+
+
+def rows() -> list[dict[str, Tensor]]:
+    ids = torch.randint(0, WORDS, (STEPS * ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": row, "labels": row} for row in ids]
+
+
+def batches() -> list[Tensor]:
+    return list(torch.stack([row["input_ids"] for row in rows()]).split(ROWS))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def trainer(folder: Path, memory: str | None, *, own_loss: bool = False) -> list[Tensor]:
+    transformers = pytest.importorskip("transformers")
+    from protrain.integrations.transformers import ProTrainMixin
+
+    losses: list[Tensor] = []
+
+    base: Any = transformers.Trainer
+
+    class Own(base):
+        def compute_loss(self, model: nn.Module, inputs: Any, *others: Any, **more: Any) -> Tensor:
+            outputs = model(**inputs)
+            found: Tensor = weighted(outputs["logits"], inputs["labels"]) if own_loss else outputs["loss"]
+            losses.append(found.detach())
+            return found
+
+    class Ours(ProTrainMixin, Own): ...
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        bf16=True,
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        weight_decay=0.01,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    kind: Any = Own if memory is None else Ours
+    ours: dict[str, Any] = {} if memory is None else {"protrain": {"device_memory": memory}}
+    kind(model=Words(), args=arguments, train_dataset=rows(), **ours).train()
+    return losses
+
+
+def lightning_trainer(folder: Path, memory: str | None, *, precision: str = "bf16-mixed") -> list[Tensor]:
+    lightning = pytest.importorskip("lightning")
+    from protrain.integrations.lightning import ProTrainStrategy
+
+    losses: list[Tensor] = []
+    base: Any = lightning.LightningModule
+
+    class Module(base):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Words()
+
+        def training_step(self, ids: Tensor, index: int) -> Tensor:
+            loss = weighted(self.model(ids)["logits"], ids)
+            losses.append(loss.detach())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return adamw(self)
+
+    run = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="auto" if memory is None else ProTrainStrategy(device_memory=memory, progress=False),
+        precision=precision,
+        gradient_clip_val=1.0,
+        max_steps=STEPS,
+        logger=False,
+        default_root_dir=folder,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+    )
+    run.fit(Module(), torch.utils.data.DataLoader(torch.cat(batches()), batch_size=ROWS))  # type: ignore[arg-type]
+    return losses[-STEPS:]  # a plan is made by more
+
+
+def fabric(folder: Path, memory: str | None, *, precision: str = "bf16-mixed") -> list[Tensor]:
+    lightning = pytest.importorskip("lightning")
+    from protrain.integrations.lightning import ProTrainFabricStrategy
+
+    ours = None if memory is None else ProTrainFabricStrategy(device_memory=memory, progress=False)
+    run = lightning.Fabric(accelerator="cpu", devices=1, strategy=ours or "auto", precision=precision)
+    run.launch()
+    model: Any = Words()
+    model, optimizer = run.setup(model, adamw(model))
+    losses = []
+    for ids in batches():
+        loss = weighted(model(ids)["logits"], ids)
+        run.backward(loss)
+        run.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+def accelerated(folder: Path, memory: str | None) -> list[Tensor]:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    model: Any = Words()
+    optimizer: Any = adamw(model)
+    if memory is not None:
+        model, optimizer = protrain.wrap(
+            model, optimizer, device="cpu", device_memory=memory, dtype="bfloat16", progress=False
+        )
+    model, optimizer = accelerator.prepare(model, optimizer)
+    losses = []
+    for ids in batches():
+        with accelerator.autocast():
+            loss = weighted(model(ids)["logits"], ids)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+CLIENTS: dict[str, Callable[..., list[Tensor]]] = {
+    "Trainer": trainer,
+    "Trainer with a loss of its own": lambda *args: trainer(*args, own_loss=True),
+    "Lightning": lightning_trainer,
+    "Lightning, bf16-true": lambda *args: lightning_trainer(*args, precision="bf16-true"),
+    "Fabric": fabric,
+    "Fabric, bf16-true": lambda *args: fabric(*args, precision="bf16-true"),
+    "Accelerate": accelerated,
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_losses_are_those_of_the_client_alone(client: str, tmp_path: Path) -> None:
+    """Their type, their values but for how bf16 weights round, and the same bits under each plan."""
+    plain, tight, ample = (CLIENTS[client](tmp_path, memory) for memory in (None, TIGHT, AMPLE))
+    assert len(plain) == len(tight) == STEPS
+    assert tight == ample
+    assert [loss.dtype for loss in tight] == [loss.dtype for loss in plain]
+    assert float(tight[0]) == pytest.approx(float(plain[0]), rel=5e-4)
+    assert [float(loss) for loss in tight] == pytest.approx([float(loss) for loss in plain], rel=1e-2)
+    assert float(plain[-1]) < float(plain[0]) - 0.3
