@@ -7,29 +7,26 @@ share of the rate that it has alone.
 
 from __future__ import annotations
 
-import multiprocessing
+import functools
+import itertools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from multiprocessing.sharedctypes import Synchronized
-from multiprocessing.synchronize import Semaphore
-from typing import Any
 
 import numpy as np
 import torch
 
+from bench.loaders import Loaders, enough_loaders
 from protrain.common.records import Record
 from protrain.hardware.calibration.optimizers import AdamChunk
 
 GIB, MIB = 1024**3, 1024**2
 _ARRAY_BYTES = 256 * MIB
-_SLICE_S = 0.01  # a loader decides this often whether to copy or to rest
+_PIECES = 16  # of an array, which a loader copies one at a time
 _MOST_LOADERS = 8
-_HALVINGS = 6  # of the range in which the number of loaders lies
 HOST_BYTES = 8 * GIB  # that all loaders and the chunk that is measured take, and more
 _MEASURED_S = 1.5
-_READY_S = 120
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,15 +45,6 @@ class Load(Record):
         )
 
 
-def enough_loaders(rate: Callable[[float], float], wanted: float) -> float:
-    """The number of loaders beside which ``rate``, which falls with their number, is about ``wanted``."""
-    low, high = 0.0, float(_MOST_LOADERS)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if rate(middle) > wanted else (low, middle)
-    return (low + high) / 2
-
-
 class DramLoad:
     """Loaders, of which some run while ``running`` is active.
 
@@ -65,44 +53,29 @@ class DramLoad:
     """
 
     def __init__(self, *, threads: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._shares = [context.Value("d", 0.0) for _ in range(_MOST_LOADERS)]
-        ready = context.Semaphore(0)
-        self._processes = [context.Process(target=_copy, args=(share, ready), daemon=True) for share in self._shares]
-        for process in self._processes:
-            process.start()
-        for _ in self._processes:  # what they import and fill takes the host's time as well
-            if not ready.acquire(timeout=_READY_S):
-                raise RuntimeError(f"the processes that load the host's DRAM were not ready within {_READY_S} s")
         self._chunk, self._threads = AdamChunk.on(torch.device("cpu"), 64 * MIB), threads
-        self._alone_gparams = self._rate(0.0)
+        self._loaders = Loaders(_copying, _MOST_LOADERS)
 
     def leaving(self, share: float, *, loaders: float = 0.0) -> Load:
         """The load beside which the host's AdamW keeps ``share`` of its rate.
 
         With ``loaders``, which were found before on this machine, only their effect is measured.
         """
-        loaders = loaders or enough_loaders(self._rate, share * self._alone_gparams)
-        return Load(share=share, loaders=loaders, alone_gparams=self._alone_gparams, loaded_gparams=self._rate(loaders))
+        alone = self._alone_gparams
+        loaders = loaders or enough_loaders(self._rate, share * alone, most=_MOST_LOADERS)
+        return Load(share=share, loaders=loaders, alone_gparams=alone, loaded_gparams=self._rate(loaders))
 
-    @contextmanager
-    def running(self, loaders: float) -> Iterator[None]:
+    def running(self, loaders: float) -> AbstractContextManager[None]:
         """So many loaders, for as long as the context lasts."""
-        self._set(loaders)
-        try:
-            yield
-        finally:
-            self._set(0.0)
+        return self._loaders.running(loaders)
 
     def close(self) -> None:
         """End the processes."""
-        for process in self._processes:
-            process.kill()
+        self._loaders.close()
 
-    def _set(self, loaders: float) -> None:
-        for index, share in enumerate(self._shares):
-            share.value = min(1.0, max(0.0, loaders - index))
-        time.sleep(0.1)
+    @functools.cached_property
+    def _alone_gparams(self) -> float:
+        return self._rate(0.0)
 
     def _rate(self, loaders: float) -> float:
         """Giga-parameters a second of the host's AdamW beside so many loaders."""
@@ -115,17 +88,15 @@ class DramLoad:
             return updates * self._chunk.elements / (time.perf_counter() - begin) / 1e9
 
 
-def _copy(share: Synchronized[Any], ready: Semaphore) -> None:
-    """Copy for ``share`` of the time, for ever."""
+def _copying() -> Callable[[], None]:
+    """Arrays of a loader, and what copies the next piece of them."""
     source = np.ones(_ARRAY_BYTES // 8)
     target = np.ones_like(source)  # not zeros, whose pages would be mapped by the first copy
-    piece = len(source) // 16
-    at = 0
-    ready.release()
-    while True:
-        begin = time.perf_counter()
-        busy_s = _SLICE_S * share.value
-        while time.perf_counter() - begin < busy_s:
-            at = (at + piece) % len(source)
-            np.copyto(target[at : at + piece], source[at : at + piece])
-        time.sleep(max(0.0, _SLICE_S - (time.perf_counter() - begin)))
+    size = len(source) // _PIECES
+    pieces = itertools.cycle(slice(at, at + size) for at in range(0, len(source), size))
+
+    def copy() -> None:
+        piece = next(pieces)
+        np.copyto(target[piece], source[piece])
+
+    return copy

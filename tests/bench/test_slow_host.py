@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.dram_load import enough_loaders
 from bench.planner import slow_host
 from bench.planner.by_hand import moves
 from bench.planner.largest import profile_of
@@ -124,8 +123,3 @@ def test_the_other_integer_follows_a_move_as_far_as_memory_allows() -> None:
         evaluate(profile, hardware, n_persist=1, n_buffer=3, n_swap=0, n_ckpt=3, n_speculate=5, stream=True)
     with pytest.raises(PlanError):  # one chunk more is too many
         evaluate(profile, hardware, n_persist=6, n_buffer=3, n_swap=0, n_ckpt=7, n_speculate=4, stream=True)
-
-
-@pytest.mark.parametrize(("wanted", "loaders"), [(0.7, 2.4), (0.5, 4.0), (0.1, 7.2)])
-def test_the_load_is_as_heavy_as_wanted(wanted: float, loaders: float) -> None:
-    assert enough_loaders(lambda n: 1.0 - n / 8, wanted) == pytest.approx(loaders, abs=0.07)
