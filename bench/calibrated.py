@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,6 +33,23 @@ def calibrate_once(gpus: int = 1) -> None:
     if torch.cuda.is_available() and subprocess.run([sys.executable, "-c", _IS_CALIBRATED, str(gpus)]).returncode:
         print("calibrating this machine first", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "protrain", "calibrate", "--gpus", str(gpus)], check=True)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """ProTrain's cache is an empty folder, for this process and those that it starts, as long as the context lasts.
+
+    A machine that is slowed for a while is measured anew, and what is measured does not become the machine's own.
+    """
+    before = os.environ.get("PROTRAIN_CACHE")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["PROTRAIN_CACHE"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["PROTRAIN_CACHE"]
+            if before is not None:
+                os.environ["PROTRAIN_CACHE"] = before
 
 
 def host_adam_threads() -> int:

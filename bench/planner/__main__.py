@@ -4,6 +4,7 @@ python -m bench.planner --out bench/results/h100      predicted against measured
 python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
 python -m bench.planner --kind limits --out ...       chosen plans under random limits: none may run out of memory
 python -m bench.planner --gpus 2 --out ...            the same for training on several GPUs together
+python -m bench.planner --link-rate 16 --out ...       the same beside copies that leave the link to the host 16 GB/s
 python -m bench.planner --read bench/results/h100     judge recorded measurements with today's models
 """
 
@@ -21,6 +22,8 @@ from pathlib import Path
 import torch
 
 from bench.calibrated import calibrate_once
+from bench.link_load import add_link_rate, beside_copies
+from bench.loaders import LoadError
 from bench.planner import accuracy
 from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
@@ -55,8 +58,13 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             parser.error(f"--read: {error}")
     else:
-        results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
-    print(_TABLES[args.kind](results.cases))
+        if args.link_rate is not None and not torch.cuda.is_available():
+            parser.error("--link-rate needs a GPU: there is no link between the host and a CPU that trains")
+        try:
+            results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
+        except LoadError as error:
+            parser.error(str(error))
+    print(_TABLES[args.kind](results.cases) + (f"\n\n{results.slow_link}" if results.slow_link else ""))
     if args.out is not None and args.kind == "accuracy":
         try:
             draw_scatter(results.cases, (args.out / _file(args)).with_suffix(".png"))
@@ -68,9 +76,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _file(args: argparse.Namespace) -> str:
-    """The name of the record, which tells on how many GPUs it was made."""
+    """The name of the record, which tells beside which load and on how many GPUs it was made."""
     name = Path(FILES[args.kind])
-    return str(name) if args.gpus == 1 else f"{name.stem}-{args.gpus}gpus{name.suffix}"
+    link = "" if args.link_rate is None else f"-link-at-{args.link_rate:g}"
+    gpus = "" if args.gpus == 1 else f"-{args.gpus}gpus"
+    return f"{name.stem}{link}{gpus}{name.suffix}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder for the measurements and a scatter plot")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
+    add_link_rate(parser)
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")
     parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
     parser.add_argument("--host-memory", help="limit of each case, for a machine whose memory is not all free")
@@ -107,14 +118,16 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         print("no GPU here: a few tiny plans as a check that everything runs; the figures mean nothing")
-    calibrate_once(args.gpus)
     found: list[CaseResult] = []
     failed: list[str] = []
-    results = Results(command=command, device=device_name(device), versions=versions(), cases=())
     total_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**30
     cases = _chosen(args, device)
     left = iter(range(len(cases), 0, -1))
-    with tempfile.TemporaryDirectory() as folder:
+    with beside_copies(args.link_rate, args.gpus) as slow_link, tempfile.TemporaryDirectory() as folder:
+        calibrate_once(args.gpus)
+        results = Results(
+            command=command, device=device_name(device), versions=versions(), cases=(), slow_link=slow_link
+        )
 
         def run(case: Case) -> tuple[CaseResult | None, str]:
             # A descent has no fixed length, so each case gets its share of the time that is left.

@@ -132,7 +132,8 @@ def measured(folder: Path | None, model: str, sequence: int) -> dict[tuple[int, 
         record = Comparison.load(path)
         task = record.task
         same = (task.model, task.layers, task.sequence, task.lora) == (model, None, sequence, None)
-        if not same or not task.chunked_loss or task.device_memory is not None or task.host_share != 1.0:
+        as_it_is = task.host_share == 1.0 and task.link_gbps is None
+        if not same or not task.chunked_loss or task.device_memory is not None or not as_it_is:
             continue
         for one in record.outcomes:
             name = one.contestant

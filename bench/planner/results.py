@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from bench.link_load import SlowLink
 from bench.planner.cases import Case
 from bench.planner.measure import Point
 from bench.planner.paper import paper_step_ms
@@ -78,3 +79,4 @@ class Results(Record):
     device: str
     versions: dict[str, str]
     cases: tuple[CaseResult, ...]
+    slow_link: SlowLink | None = None  # between the host and every GPU, beside a load

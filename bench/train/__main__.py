@@ -16,6 +16,7 @@ fsdp2-resident-checkpointedK with K down to the fewest that fit, fsdp2-resident-
 from __future__ import annotations
 
 import argparse
+import contextlib
 import shlex
 import sys
 import tempfile
@@ -28,6 +29,8 @@ import torch
 
 from bench.calibrated import calibrate_once, host_adam_threads
 from bench.dram_load import DramLoad, Load
+from bench.link_load import add_link_rate, beside_copies
+from bench.loaders import LoadError
 from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import build_model, replace_loss
@@ -68,7 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not on_gpu:
         print("no GPU here: this checks that everything runs; the figures mean nothing", file=sys.stderr)
-    comparison = _compare(args, task, contestants, f"python -m bench.train {shlex.join(arguments)}")
+    try:
+        comparison = _compare(args, task, contestants, f"python -m bench.train {shlex.join(arguments)}")
+    except LoadError as error:
+        parser.error(str(error))
     print(comparison.table())
     if args.out is not None:
         try:
@@ -118,6 +124,7 @@ def _parser() -> Parser:
         metavar="SHARE",
         help="such as 70%%: all run beside a load on the host's DRAM that leaves AdamW this share of its rate",
     )
+    add_link_rate(parser)
     add_limits(parser)
     return parser
 
@@ -156,6 +163,8 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
     if args.host_rate != 1.0 and not on_gpu:
         raise ValueError("--host-rate needs a GPU: on a CPU the device that trains is the host itself")
+    if args.link_rate is not None and not on_gpu:
+        raise ValueError("--link-rate needs a GPU: there is no link between the host and a CPU that trains")
     if args.quantised and (args.lora is None or args.float8):
         raise ValueError("--quantised is for frozen weights: add --lora r=16, and leave out --float8")
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -165,6 +174,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         clip_norm=args.clip,
         host_memory=args.host_memory,
         host_share=args.host_rate,
+        link_gbps=args.link_rate,
         lora=args.lora,
         quantised=args.quantised,
         float8=args.float8,
@@ -175,8 +185,6 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
 
 def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant, ...], command: str) -> Comparison:
     until = time.monotonic() + args.time_limit
-    if any(one.kind == "protrain" for one in contestants):
-        calibrate_once(task.gpus)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     outcomes: list[Outcome] = []
 
@@ -190,10 +198,15 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
             task=task,
             outcomes=tuple(outcomes),
             dram_load=load,
+            slow_link=slow_link,
         )
 
-    with _beside(task.host_share) as load, tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with contextlib.ExitStack() as stack:
+        slow_link = stack.enter_context(beside_copies(task.link_gbps, task.gpus))
+        if any(one.kind == "protrain" for one in contestants):
+            calibrate_once(task.gpus)
+        load = stack.enter_context(_beside(task.host_share))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_tokens(task, folder / "tokens.pt")
         for contestant in contestants:
             limit_s = min(args.contestant_limit, until - time.monotonic())

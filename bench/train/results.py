@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.dram_load import Load
+from bench.link_load import SlowLink
 from bench.train.contestants import Contestant
 from bench.train.task import Task
 from protrain.common.records import Record
@@ -37,7 +38,7 @@ class Outcome(Record):
     setup_s: float = 0.0  # until the first step: weights, planning, states
     device_allocated_bytes: int = 0  # peak of tensors in all steps
     device_reserved_bytes: int = 0  # peak of the caching allocator
-    device_other_bytes: int = 0  # of the GPU beside the allocator: CUDA's context, kernels, NCCL's buffers
+    device_other_bytes: int = 0  # of the GPU beside the allocator: CUDA's context, kernels, NCCL's buffers, loaders
     host_resident_bytes: int = 0  # peak of the process
     host_pinned_bytes: int = 0  # of that
     host_used_bytes: int = 0  # by how much the machine's available memory fell at most, whoever took it
@@ -85,6 +86,7 @@ class Comparison(Record):
     task: Task
     outcomes: tuple[Outcome, ...]
     dram_load: Load | None = None  # on the host's DRAM, beside every contestant
+    slow_link: SlowLink | None = None  # likewise, between the host and every GPU
 
     @property
     def device(self) -> str:
@@ -173,5 +175,6 @@ class Comparison(Record):
         size += "float8 products, " if self.task.float8 else ""
         return (
             f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
-            f"{self.task.clip_norm:g}, {several}{self.device}" + (f"; {self.dram_load}" if self.dram_load else "")
+            f"{self.task.clip_norm:g}, {several}{self.device}"
+            + "".join(f"; {load}" for load in (self.dram_load, self.slow_link) if load)
         )

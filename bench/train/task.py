@@ -36,6 +36,7 @@ class Task(Record):
     device_memory: str | None = None  # of each GPU, for every contestant, cached blocks included
     host_memory: str | None = None  # of the machine, for all GPUs together
     host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
+    link_gbps: float | None = None  # each way, which a load on the link to the host leaves every GPU; None: no load
     gpus: int = 1  # a process each, with a batch of its own
     lora: str | None = None  # an adapter of peft, as for `protrain train --lora`; the model itself is frozen
     quantised: str | None = None  # "nf4": the linear layers of the frozen blocks have 4-bit weights
@@ -52,10 +53,11 @@ class Task(Record):
         depth = "" if self.layers is None else f"-{self.layers}layers"
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
         host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
+        link = "" if self.link_gbps is None else f"-link-at-{self.link_gbps:g}"
         gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
         adapter = "" if self.lora is None else "-lora"
         precision = f"-{self.quantised}" if self.quantised else "-float8" if self.float8 else ""
-        return f"{self.model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{within}{host}{gpus}"
+        return f"{self.model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{within}{host}{link}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)
