@@ -20,7 +20,7 @@ from protrain.common import tables
 from protrain.common.errors import PlanError
 from protrain.common.parameters import unmanaged_bytes
 from protrain.common.progress import COUNTED, bar, note, stage
-from protrain.consensus import largest_of_all, of_all, plan_of_first
+from protrain.consensus import ProfilingTogether, largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import warn_of_little_memory
 from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
@@ -106,7 +106,7 @@ def begin_training(
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         note(_NOT_CALIBRATED)
     with ExitStack() as changes:
-        model_profile = _profile(model, batch, optimizer, way, changes, device_bytes=hardware.device_bytes)
+        model_profile = _profile(model, batch, optimizer, way, changes, ranks, device_bytes=hardware.device_bytes)
         model_profile = largest_of_all(ranks, model_profile)
         model_profile = replace(model_profile, accumulation=way.accumulation, moment_dtype=checked.moment_dtype)
         with stage("planning"), naming(checked.plan_file):
@@ -160,6 +160,7 @@ def _profile(
     optimizer: torch.optim.Optimizer,
     way: Way,
     changes: ExitStack,
+    ranks: Ranks,
     *,
     device_bytes: int,
 ) -> ModelProfile:
@@ -171,6 +172,7 @@ def _profile(
     device, dtype = way.checked.device, way.checked.dtype
     change = partial(change_forwards, model, device, compile=way.compile, chunked_loss=way.chunked_loss)
     changes.callback(change())
+    together = ProfilingTogether(ranks)
     with stage("profiling the model") as show:
         try:
             return cached_profile(
@@ -181,8 +183,10 @@ def _profile(
                 dtype=dtype,
                 show=show,
                 device_bytes=device_bytes,
+                largest=together.largest,
             )
         except torch.OutOfMemoryError as error:
+            together.leave()
             changes.close()
             undo = change(on_meta=True)
             try:

@@ -15,6 +15,7 @@ from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.step_times import COMPILED, LASTED, MISSING
 
 _MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered and exchanged to see how fast that is
 _MEASURED_S = 0.02
@@ -95,6 +96,28 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
             *most_contended(ranks.all_values([own_group], _COLLECTIVES)),
         ),
     )
+
+
+class ProfilingTogether:
+    """Decides on all ranks alike how they profile, by the largest number that any of them has.
+
+    A model may have collectives of its own in its forward, so the ranks run equally many steps.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._known: dict[str, float] = {}
+
+    def largest(self, what: str, number: float) -> float:
+        """The largest ``number`` of all ranks. One that profiles again, with less memory, goes by what is known."""
+        if what not in self._known:
+            self._known[what] = max(self._ranks.all_values(number, what))
+        return self._known[what]
+
+    def leave(self) -> None:
+        """This rank profiles no more, and the others go on without it."""
+        for what in (MISSING, COMPILED, LASTED):
+            self.largest(what, 0.0)
 
 
 def largest_of_all(ranks: Ranks, own: ModelProfile) -> ModelProfile:

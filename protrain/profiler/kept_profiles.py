@@ -42,12 +42,16 @@ def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile
     return kept(key_of(facts), make)
 
 
-def kept(key: str, make: Callable[[], ModelProfile]) -> ModelProfile:
-    """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept."""
-    path = cache_folder() / "profiles" / f"{key}.json"
+def kept(key: str, make: Callable[[], ModelProfile], use: Callable[[bool], bool] = bool) -> ModelProfile:
+    """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept.
+
+    ``use`` is told whether the cache has one, and says whether it is used.
+    """
+    path, found = cache_folder() / "profiles" / f"{key}.json", None
     with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
         found = ModelProfile.load(path)
         path.touch()
+    if use(found is not None) and found is not None:
         return found
     made = make()
     try:

@@ -4,6 +4,8 @@ A GPU that was idle is faster at first than in training, until it has computed f
 a forward of 60 ms, and 1% to 2% faster in the backward after it (7 B width, 8 layers, 4 x 2048). A step of two seconds
 (7 B, 8 x 2048) is timed best after a quarter of a second of other computing. Its forward, which comes first, was 5.1%
 too short with none before, 2.5% too short after 0.7 s, and right within 0.4% after 0.25 s.
+
+Ranks that profile together run equally many steps, because a model may have collectives of its own in its forward.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import median, median_low
+from typing import TypeAlias
 
 import torch
 
@@ -22,7 +25,18 @@ _BUSY_MS = 250.0
 _BUSY_SIZE = 8192
 _MOST_STEPS = 3  # the number of steps that count
 
+# What ranks decide together, in this order. Each takes the largest number of all.
+MISSING = "the question whether a profile is missing"
+COMPILED = "the question whether a step was compiled"
+LASTED = "the time of a step"
+Largest: TypeAlias = Callable[[str, float], float]  # of what is decided and the own number, the largest of all
+
 Durations = list[tuple[float, float]]  # for each segment, its duration and the part of it that is recomputation, in ms
+
+
+def own(_: str, number: float) -> float:
+    """The largest number of one rank alone."""
+    return number
 
 
 def time_steps(
@@ -32,6 +46,7 @@ def time_steps(
     expected_ms: float,
     compiled: bool,
     sustained_ms: float,
+    largest: Largest = own,
 ) -> list[Durations]:
     """The durations of the steps that count: of one step, or of a few if one takes less than ``sustained_ms``.
 
@@ -49,9 +64,9 @@ def time_steps(
 
     known = graphs_compiled() if compiled else 0
     only = alone()
-    if compiled and graphs_compiled() != known:
+    if largest(COMPILED, compiled and graphs_compiled() != known):
         only = alone()
-    lasted_ms = sum(whole for whole, _ in only)
+    lasted_ms = largest(LASTED, sum(whole for whole, _ in only))
     if lasted_ms >= sustained_ms:
         return [only]
     n_steps = min(_MOST_STEPS, math.ceil((sustained_ms - lasted_ms) / lasted_ms)) if lasted_ms > 0 else _MOST_STEPS

@@ -162,6 +162,15 @@ def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
     monkeypatch.setenv("PROTRAIN_CACHE", "1")
     cache.cached_profile(model, BATCH, **{**given, "device": torch.device("cpu")})
     assert len(made) == 4, "a CPU's profile is not kept"
+    asked = []
+
+    def missing_elsewhere(what: str, number: float) -> float:
+        asked.append(number)
+        return 1.0
+
+    cache.cached_profile(model, BATCH, **given, largest=missing_elsewhere)
+    assert len(made) == 5, "all ranks profile if one has to"
+    assert asked == [0.0]
 
 
 def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,26 @@ def test_short_steps_are_queued_together_and_count_but_for_the_first(
     assert steps.order == order
 
 
+@pytest.mark.parametrize(
+    ("of_others", "order"),
+    [({step_times.LASTED: 90.0}, "1w23w"), ({step_times.COMPILED: 1.0}, "1w2w3456w")],
+    ids=["longer", "compiled"],
+)
+def test_the_steps_are_as_many_as_those_of_a_rank(
+    of_others: dict[str, float], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = _Steps(monkeypatch)
+    time_steps(
+        steps.queue,
+        torch.device("cuda"),
+        expected_ms=0.0,
+        compiled=False,
+        sustained_ms=180.0,
+        largest=lambda what, number: max(number, of_others.get(what, 0.0)),
+    )
+    assert steps.order == order
+
+
 def test_before_a_long_step_the_gpu_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = _Steps(monkeypatch)
     assert steps.counted(expected_ms=50.0, sustained_ms=50.0) == "1"
