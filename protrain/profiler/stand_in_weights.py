@@ -66,7 +66,7 @@ class StandInWeights:
         self.meter: Meter | None = None  # what measures the memory of the step now
         self.random_values = False  # whether to fill with random values, as the timing pass does
         self._model = model
-        self._dtype = dtype
+        self.dtype = dtype
         self._filled: set[int] = set()
         self._kept: set[int] = set()  # what stays filled until the end
         self._held: set[int] = set()  # what the meter counts
@@ -242,7 +242,7 @@ class StandInWeights:
         """Cast and copy in pieces through pinned memory, several times as fast as a copy from pageable memory."""
         source = source.reshape(-1)
         if not self._staging:
-            pieces = [torch.empty(_STAGE_ELEMENTS, dtype=self._dtype, pin_memory=True) for _ in range(2)]
+            pieces = [torch.empty(_STAGE_ELEMENTS, dtype=self.dtype, pin_memory=True) for _ in range(2)]
             self._staging = [(piece, torch.cuda.Event()) for piece in pieces]
         for start in range(0, source.numel(), _STAGE_ELEMENTS):
             piece, copied = self._staging[0]
@@ -259,7 +259,7 @@ class StandInWeights:
             self._filled.discard(index)
 
     def _stand_in_for(self, parameter: nn.Parameter) -> nn.Parameter:
-        data = torch.empty(parameter.shape, dtype=self._dtype, device=self.device)
+        data = torch.empty(parameter.shape, dtype=self.dtype, device=self.device)
         if self.device.type != "meta":
             data.untyped_storage().resize_(0)
         stand_in = nn.Parameter(data, requires_grad=parameter.requires_grad)

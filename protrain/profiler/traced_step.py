@@ -15,6 +15,7 @@ In such a loop it stays until the next forward is over (``Step.output_bytes``).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -39,6 +40,8 @@ from protrain.profiler.segments import Call, Segment, StepState, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.storages import memory_in, storage_key, storages_in
 from protrain.profiler.weight_uses import InnerBackwards, Uses
+
+_MIXED_TYPES = re.compile("BFloat16|Half")  # how torch names the one type of two that an operation does not mix
 
 
 class Step:
@@ -117,6 +120,12 @@ class Step:
                 where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
                 self._weights.refuse_use_of_absent(error, self._phase)
                 error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
+                if _MIXED_TYPES.search(str(error)) and self._weights.dtype != torch.float32:
+                    error.add_note(
+                        f"parameters become {str(self._weights.dtype).removeprefix('torch.')}, and buffers and what "
+                        "the model makes keep their types: call the model under torch.autocast of that type, or pass "
+                        'dtype="float32" to protrain.wrap'
+                    )
                 if self._device.type == "meta":
                     error.add_note(
                         "a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU"
