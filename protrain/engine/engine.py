@@ -376,7 +376,7 @@ class Engine:
     def quiet(self) -> Iterator[None]:
         """A context in which nothing of the engine runs, so that the host may read and write states."""
         self.end_interrupted()
-        self.wait_for_updates()
+        self.step.settle()
         self.streams.synchronize()
         self.bindings.refuse_edits()
         yield

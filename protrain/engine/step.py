@@ -154,6 +154,19 @@ class Step:
         self.updates.update_inside(chunk)
         self.updated.add(chunk.index)
 
+    def settle(self) -> None:
+        """Wait until all updates are done. MisuseError in a backward that has updated some weights and not the others.
+
+        What is read then, such as by a hook or a signal handler that saves, would be neither the old nor the new model.
+        """
+        if self.phase is Phase.BACKWARD and self.updated:
+            raise MisuseError(
+                "with step_during_backward=True this backward has updated a part of the weights, so the model cannot "
+                "be read, saved or written now: do it between steps, and let a signal handler only set a flag for the "
+                "training loop"
+            )
+        self.updates.wait()
+
     # -- between backward and step() -----------------------------------------------------------------------------------
 
     def need_gradients(self, what: str, index: int | None = None) -> None:

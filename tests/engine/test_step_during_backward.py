@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+import protrain
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.in_host_memory import HostUpdates, Window
@@ -231,6 +233,47 @@ def test_a_state_dict_after_backward_has_its_updates(wrapped: Wrap, tiny_batch: 
     optimizer.step()
     assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
     assert not any(torch.equal(after[name], value) for name, value in before.items() if value.ndim > 1)
+
+
+def enter_full_parameters(model: nn.Module, optimizer: ProTrainOptimizer, folder: Path) -> None:
+    with protrain.full_parameters(model):
+        pass
+
+
+READS: dict[str, Callable[[nn.Module, ProTrainOptimizer, Path], Any]] = {
+    "weights": lambda model, optimizer, folder: model.state_dict(),
+    "states": lambda model, optimizer, folder: optimizer.state_dict(),
+    "all parameters": enter_full_parameters,
+    "a save": lambda model, optimizer, folder: protrain.save_checkpoint(folder, model, optimizer),
+}
+
+
+@pytest.mark.parametrize("spec", SPECS[:3:2], ids=str)
+@pytest.mark.parametrize("what", READS)
+def test_nothing_is_read_while_a_part_of_the_weights_is_updated(
+    wrapped: Wrap, tiny_batch: Callable[..., Batch], what: str, spec: Spec, tmp_path: Path
+) -> None:
+    results, refused = [], []
+    for reads in (False, True):
+        model, optimizer = wrapped(spec, during=True)
+
+        def read(*_: object, model: nn.Module = model, optimizer: ProTrainOptimizer = optimizer) -> None:
+            """In the backward of the first block, after those of the others."""
+            try:
+                READS[what](model, optimizer, tmp_path)
+            except MisuseError as error:
+                refused.append(str(error))
+
+        if reads:
+            model.get_submodule("transformer.h.0").register_full_backward_hook(read)
+        for seed in range(2):
+            model(**tiny_batch(seed)).loss.backward()
+            optimizer.step()
+        results.append(states(model, optimizer))
+    assert len(refused) == 2
+    assert all("this backward has updated a part of the weights" in said for said in refused)
+    assert not list(tmp_path.iterdir())
+    assert_same(results[1], results[0])
 
 
 class Block(nn.Module):
