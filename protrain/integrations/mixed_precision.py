@@ -7,6 +7,7 @@ it does the same here.
 
 from __future__ import annotations
 
+import os
 from functools import wraps
 from typing import Any
 
@@ -15,6 +16,13 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import nn
 
 from protrain.common.parameters import DTYPES
+
+
+def precision_of(args: Any) -> str:
+    """The mixed precision of the training arguments ``args``: "no", "bf16", "fp16" or what `accelerate launch` says."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
 def mix_precision(accelerator: Any, model: nn.Module, whole: nn.Module) -> None:

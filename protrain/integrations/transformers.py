@@ -28,7 +28,7 @@ from protrain.common.trees import named_tensors
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
-from protrain.integrations.mixed_precision import cast_reference, first_dtype, mix_precision
+from protrain.integrations.mixed_precision import cast_reference, first_dtype, mix_precision, precision_of
 from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -50,7 +50,7 @@ class _Called(Exception):
 class ProTrainMixin(_Base):
     """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
 
-    Precision, accumulation, compilation and device are those of the training arguments. With ``bf16=False`` weights
+    Precision, accumulation, compilation and device are those of the training arguments. Without ``bf16=True`` weights
     keep the type of the model's first one. Under torchrun the states are sharded over all processes.
 
     Args:
@@ -100,7 +100,7 @@ class ProTrainMixin(_Base):
             }
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            if self.args.bf16:
+            if precision_of(self.args) == "bf16":
                 mix_precision(self.accelerator, self.model, whole)
             with warned_at_user():
                 _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
@@ -110,7 +110,7 @@ class ProTrainMixin(_Base):
         return self.optimizer
 
     def _trained_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.args.bf16 else first_dtype(self.model)
+        return torch.bfloat16 if precision_of(self.args) == "bf16" else first_dtype(self.model)
 
     def _cast_reference(self) -> None:
         """Let TRL's reference begin where the model does. One that follows it would lose small moves in bf16."""
@@ -336,10 +336,10 @@ class ProTrainTrainer(ProTrainMixin, Trainer):
 
 def _check(args: Any) -> None:
     """ValueError for training arguments that ProTrain cannot carry out, and a warning for one that it ignores."""
-    if args.fp16:
-        raise ValueError(
-            "fp16=True scales gradients where they lie in .grad, which ProTrain keeps in chunks: use bf16=True"
-        )
+    precision = precision_of(args)
+    if precision not in ("no", "bf16"):
+        given = "fp16=True" if args.fp16 else f"mixed precision {precision} of accelerate launch"
+        raise ValueError(f"{given} cannot be used, as ProTrain mixes fp32 with bf16 alone: use bf16=True")
     if args.world_size != announced_processes():
         raise ValueError(
             f"the launcher announces {announced_processes()} processes, and the Trainer sees {args.world_size} of "

@@ -68,7 +68,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def trainer(folder: Path, memory: str | None, *, own_loss: bool = False) -> list[Tensor]:
+def trainer(folder: Path, memory: str | None, *, own_loss: bool = False, bf16: bool = True) -> list[Tensor]:
     transformers = pytest.importorskip("transformers")
     from protrain.integrations.transformers import ProTrainMixin
 
@@ -87,7 +87,7 @@ def trainer(folder: Path, memory: str | None, *, own_loss: bool = False) -> list
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        bf16=True,
+        bf16=bf16,
         use_cpu=True,
         max_steps=STEPS,
         per_device_train_batch_size=ROWS,
@@ -206,3 +206,16 @@ def test_losses_are_those_of_the_client_alone(client: str, tmp_path: Path) -> No
     assert float(tight[0]) == pytest.approx(float(plain[0]), rel=5e-4)
     assert [float(loss) for loss in tight] == pytest.approx([float(loss) for loss in plain], rel=1e-2)
     assert float(plain[-1]) < float(plain[0]) - 0.3
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_trainer_follows_accelerate_launch(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tells the precision of its configuration by a variable, and the Trainer's own arguments say nothing."""
+    expected = trainer(tmp_path, TIGHT)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
+    pytest.importorskip("accelerate").state.AcceleratorState._reset_state(True)
+    if precision == "bf16":
+        assert trainer(tmp_path, TIGHT, bf16=False) == expected
+    else:
+        with pytest.raises(ValueError, match=r"mixed precision fp16 of accelerate launch cannot be used.*bf16=True"):
+            trainer(tmp_path, TIGHT, bf16=False)
