@@ -16,7 +16,8 @@ import protrain
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 WORDS, LENGTH, WIDTH, ROWS, STEPS = 50, 16, 32, 4, 4
-TIGHT, AMPLE = "0.25MiB", "64MiB"
+CPU = "cpu"
+MEMORY = {CPU: ("0.25MiB", "64MiB"), "cuda": ("256MiB", "2GiB")}  # on a CPU the first holds a part of the states
 
 
 class Block(nn.Module):
@@ -42,7 +43,7 @@ class Words(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        x = self.words(input_ids) + self.positions + 0.01 * torch.ones(LENGTH, WIDTH)
+        x = self.words(input_ids) + self.positions + 0.01 * torch.ones(LENGTH, WIDTH, device=input_ids.device)
         for block in self.blocks:
             x = block(x)
         logits = self.head(x)
@@ -51,7 +52,7 @@ class Words(nn.Module):
 
 def weighted(logits: Tensor, labels: Tensor) -> Tensor:
     """A loss with a weight for each word, as many write it."""
-    weight = torch.linspace(0.5, 1.5, WORDS, dtype=logits.dtype)
+    weight = torch.linspace(0.5, 1.5, WORDS, dtype=logits.dtype, device=logits.device)
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight)
 
 
@@ -68,7 +69,9 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def trainer(folder: Path, memory: str | None, *, own_loss: bool = False, bf16: bool = True) -> list[Tensor]:
+def trainer(
+    folder: Path, memory: str | None, device: str, *, own_loss: bool = False, bf16: bool = True
+) -> list[Tensor]:
     transformers = pytest.importorskip("transformers")
     from protrain.integrations.transformers import ProTrainMixin
 
@@ -88,7 +91,7 @@ def trainer(folder: Path, memory: str | None, *, own_loss: bool = False, bf16: b
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         bf16=bf16,
-        use_cpu=True,
+        use_cpu=device == CPU,
         max_steps=STEPS,
         per_device_train_batch_size=ROWS,
         learning_rate=1e-2,
@@ -105,7 +108,7 @@ def trainer(folder: Path, memory: str | None, *, own_loss: bool = False, bf16: b
     return losses
 
 
-def lightning_trainer(folder: Path, memory: str | None, *, precision: str = "bf16-mixed") -> list[Tensor]:
+def lightning_trainer(folder: Path, memory: str | None, device: str, *, precision: str = "bf16-mixed") -> list[Tensor]:
     lightning = pytest.importorskip("lightning")
     from protrain.integrations.lightning import ProTrainStrategy
 
@@ -126,7 +129,7 @@ def lightning_trainer(folder: Path, memory: str | None, *, precision: str = "bf1
             return adamw(self)
 
     run = lightning.Trainer(
-        accelerator="cpu",
+        accelerator=device,
         devices=1,
         strategy="auto" if memory is None else ProTrainStrategy(device_memory=memory, progress=False),
         precision=precision,
@@ -138,21 +141,22 @@ def lightning_trainer(folder: Path, memory: str | None, *, precision: str = "bf1
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    run.fit(Module(), torch.utils.data.DataLoader(torch.cat(batches()), batch_size=ROWS))  # type: ignore[arg-type]
+    ids: Any = torch.cat(batches())
+    run.fit(Module(), torch.utils.data.DataLoader(ids, batch_size=ROWS))
     return losses[-STEPS:]  # a plan is made by more
 
 
-def fabric(folder: Path, memory: str | None, *, precision: str = "bf16-mixed") -> list[Tensor]:
+def fabric(folder: Path, memory: str | None, device: str, *, precision: str = "bf16-mixed") -> list[Tensor]:
     lightning = pytest.importorskip("lightning")
     from protrain.integrations.lightning import ProTrainFabricStrategy
 
     ours = None if memory is None else ProTrainFabricStrategy(device_memory=memory, progress=False)
-    run = lightning.Fabric(accelerator="cpu", devices=1, strategy=ours or "auto", precision=precision)
+    run = lightning.Fabric(accelerator=device, devices=1, strategy=ours or "auto", precision=precision)
     run.launch()
     model: Any = Words()
     model, optimizer = run.setup(model, adamw(model))
     losses = []
-    for ids in batches():
+    for ids in (batch.to(device) for batch in batches()):
         loss = weighted(model(ids)["logits"], ids)
         run.backward(loss)
         run.clip_gradients(model, optimizer, max_norm=1.0)
@@ -162,19 +166,19 @@ def fabric(folder: Path, memory: str | None, *, precision: str = "bf16-mixed") -
     return losses
 
 
-def accelerated(folder: Path, memory: str | None) -> list[Tensor]:
+def accelerated(folder: Path, memory: str | None, device: str) -> list[Tensor]:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = accelerate.Accelerator(cpu=device == CPU, mixed_precision="bf16")
     model: Any = Words()
     optimizer: Any = adamw(model)
     if memory is not None:
         model, optimizer = protrain.wrap(
-            model, optimizer, device="cpu", device_memory=memory, dtype="bfloat16", progress=False
+            model, optimizer, device=device, device_memory=memory, dtype="bfloat16", progress=False
         )
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
-    for ids in batches():
+    for ids in (batch.to(device) for batch in batches()):
         with accelerator.autocast():
             loss = weighted(model(ids)["logits"], ids)
         accelerator.backward(loss)
@@ -196,10 +200,11 @@ CLIENTS: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
+@pytest.mark.parametrize("device", [CPU, pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("client", CLIENTS)
-def test_losses_are_those_of_the_client_alone(client: str, tmp_path: Path) -> None:
+def test_losses_are_those_of_the_client_alone(client: str, device: str, tmp_path: Path) -> None:
     """Their type, their values but for how bf16 weights round, and the same bits under each plan."""
-    plain, tight, ample = (CLIENTS[client](tmp_path, memory) for memory in (None, TIGHT, AMPLE))
+    plain, tight, ample = (CLIENTS[client](tmp_path, memory, device) for memory in (None, *MEMORY[device]))
     assert len(plain) == len(tight) == STEPS
     assert tight == ample
     assert [loss.dtype for loss in tight] == [loss.dtype for loss in plain]
@@ -211,11 +216,12 @@ def test_losses_are_those_of_the_client_alone(client: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_a_trainer_follows_accelerate_launch(precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It tells the precision of its configuration by a variable, and the Trainer's own arguments say nothing."""
-    expected = trainer(tmp_path, TIGHT)
+    memory, _ = MEMORY[CPU]
+    expected = trainer(tmp_path, memory, CPU)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
     pytest.importorskip("accelerate").state.AcceleratorState._reset_state(True)
     if precision == "bf16":
-        assert trainer(tmp_path, TIGHT, bf16=False) == expected
+        assert trainer(tmp_path, memory, CPU, bf16=False) == expected
     else:
         with pytest.raises(ValueError, match=r"mixed precision fp16 of accelerate launch cannot be used.*bf16=True"):
-            trainer(tmp_path, TIGHT, bf16=False)
+            trainer(tmp_path, memory, CPU, bf16=False)
