@@ -29,10 +29,8 @@ from protrain.profiler.memory_meter import Meter
 from protrain.profiler.storages import storage_key
 
 _STAGE_ELEMENTS = 16 * 1024**2
-_WATCHING = (
-    os.path.dirname(os.path.dirname(__file__)),
-    str(torch._ops.__file__),
-)  # files whose frames see each operation
+# Where the code lies whose frames see each operation: this package, and torch's calls of operators.
+_WATCHING = os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), str(torch._ops.__file__)
 
 # What torch says of an operation, or of a view, of a tensor without memory.
 _NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
