@@ -23,6 +23,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.distributed.processes import local_processes
+from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -188,7 +189,8 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             "dtype": _dtype(self.precision_plugin.precision),
             "accumulation": trainer.accumulate_grad_batches,
         }
-        self._steps = _Steps(self.precision_plugin.convert_module(module))
+        with empty_parameters():  # conversions of parameters without data are recorded
+            self._steps = _Steps(self.precision_plugin.convert_module(module))
         if self._example_batch is None:
             trainer.num_sanity_val_steps = 0
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,9 @@ def trainer(
     return losses
 
 
-def lightning_trainer(folder: Path, memory: str | None, device: str, *, precision: str = "bf16-mixed") -> list[Tensor]:
+def lightning_trainer(
+    folder: Path, memory: str | None, device: str, *, precision: str = "bf16-mixed", empty: bool = False
+) -> list[Tensor]:
     lightning = pytest.importorskip("lightning")
     from protrain.integrations.lightning import ProTrainStrategy
 
@@ -118,7 +121,8 @@ def lightning_trainer(folder: Path, memory: str | None, device: str, *, precisio
     class Module(base):
         def __init__(self) -> None:
             super().__init__()
-            self.model = Words()
+            with protrain.empty_parameters() if empty else nullcontext():
+                self.model = Words()
 
         def training_step(self, ids: Tensor, index: int) -> Tensor:
             loss = weighted(self.model(ids)["logits"], ids)
@@ -211,6 +215,13 @@ def test_losses_are_those_of_the_client_alone(client: str, device: str, tmp_path
     assert float(tight[0]) == pytest.approx(float(plain[0]), rel=5e-4)
     assert [float(loss) for loss in tight] == pytest.approx([float(loss) for loss in plain], rel=1e-2)
     assert float(plain[-1]) < float(plain[0]) - 0.3
+
+
+def test_lightning_converts_a_model_without_data(tmp_path: Path) -> None:
+    tight, ample = (lightning_trainer(tmp_path, m, CPU, precision="bf16-true", empty=True) for m in MEMORY[CPU])
+    assert tight == ample
+    assert {loss.dtype for loss in tight} == {torch.bfloat16}
+    assert float(tight[-1]) < float(tight[0]) - 0.3
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
