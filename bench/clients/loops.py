@@ -36,11 +36,13 @@ def accelerate(run: Run) -> None:
     """Accelerate's loop, in which ProTrain wraps before Accelerate prepares."""
     from accelerate import Accelerator
 
+    from protrain.integrations.accelerate import wrap
+
     accelerator = Accelerator(cpu=not run.on_gpu, mixed_precision="bf16" if run.on_gpu else "no")
     model = run.model()
     optimizer: Any = run.adamw(model)
     if run.on_protrain:
-        model, optimizer = protrain.wrap(model, optimizer, device=run.device, **run.options)
+        model, optimizer = wrap(accelerator, model, optimizer, **run.options)
     model, optimizer, loader = accelerator.prepare(model, optimizer, run.loader(of_all_ranks=True))
     for ids in loader:
         loss = model(input_ids=ids, labels=ids).loss
@@ -124,6 +126,10 @@ _WRAP = """\
 import protrain
 model, optimizer = protrain.wrap(model, optimizer)
 """
+_ACCELERATE = """\
+from protrain.integrations.accelerate import wrap
+model, optimizer = wrap(accelerator, model, optimizer)
+"""
 _LIGHTNING = """\
 import protrain.integrations.lightning
 trainer = lightning.Trainer(strategy="protrain", precision="bf16-mixed", gradient_clip_val=1.0)
@@ -135,7 +141,7 @@ fabric = lightning.Fabric(strategy="protrain", precision="bf16-mixed")
 
 LOOPS = {
     "loop": Client(train=loop, packages=(), lines=_WRAP),
-    "accelerate": Client(train=accelerate, packages=("accelerate",), lines=_WRAP),
+    "accelerate": Client(train=accelerate, packages=("accelerate",), lines=_ACCELERATE),
     "fabric": Client(train=fabric, packages=("lightning",), lines=_FABRIC),
     "lightning": Client(train=lightning_trainer, packages=("lightning",), lines=_LIGHTNING),
 }

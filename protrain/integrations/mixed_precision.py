@@ -1,4 +1,4 @@
-"""What ``bf16=True`` of transformers' Trainer means beside weights in bf16.
+"""What bf16 of Accelerate, and so of transformers' Trainer, means beside weights in bf16.
 
 Accelerate runs a model that it prepares under autocast, and returns its outputs in fp32. So models may mix types, such
 as a buffer in fp32 with weights in bf16, and losses are computed in fp32. ProTrain keeps Accelerate from the model, so
@@ -25,12 +25,18 @@ def precision_of(args: Any) -> str:
     return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
 
 
+def refuse_precision(precision: str, given: str) -> None:
+    """ValueError where ProTrain does not have the mixed ``precision``, which the user has ``given`` in these words."""
+    if precision not in ("no", "bf16"):
+        raise ValueError(f"{given} cannot be used, as ProTrain mixes fp32 with bf16 alone: use bf16")
+
+
 def mix_precision(accelerator: Any, model: nn.Module, whole: nn.Module) -> None:
     """Run ``model`` as Accelerate runs a model that it prepares.
 
     Args:
-        accelerator: of the Trainer.
-        model: of the Trainer.
+        accelerator: with bf16 as its mixed precision.
+        model: what it would prepare.
         whole: what is trained: the model, or a loss around it. A loss computes in fp32, unless it has weights of its
             own, as these become bf16.
     """

@@ -28,7 +28,13 @@ from protrain.common.trees import named_tensors
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
-from protrain.integrations.mixed_precision import cast_reference, first_dtype, mix_precision, precision_of
+from protrain.integrations.mixed_precision import (
+    cast_reference,
+    first_dtype,
+    mix_precision,
+    precision_of,
+    refuse_precision,
+)
 from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -337,9 +343,7 @@ class ProTrainTrainer(ProTrainMixin, Trainer):
 def _check(args: Any) -> None:
     """ValueError for training arguments that ProTrain cannot carry out, and a warning for one that it ignores."""
     precision = precision_of(args)
-    if precision not in ("no", "bf16"):
-        given = "fp16=True" if args.fp16 else f"mixed precision {precision} of accelerate launch"
-        raise ValueError(f"{given} cannot be used, as ProTrain mixes fp32 with bf16 alone: use bf16=True")
+    refuse_precision(precision, "fp16=True" if args.fp16 else f"mixed precision {precision} of accelerate launch")
     if args.world_size != announced_processes():
         raise ValueError(
             f"the launcher announces {announced_processes()} processes, and the Trainer sees {args.world_size} of "

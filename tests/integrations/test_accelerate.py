@@ -1,4 +1,4 @@
-"""A loop of Accelerate whose model and optimizer come from protrain.wrap trains as it does without it."""
+"""A loop of Accelerate whose model and optimizer ProTrain wraps trains as it does without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import protrain
 from tests.distributed.pool import on_ranks
 from tests.integrations.lightning_runs import loader, network
 
@@ -30,14 +29,14 @@ class Run:
 
 def run(folder: Path, on_protrain: bool, resume: Path | None = None) -> Run:
     """Accumulation over two batches, clipping, a scheduler, and a state that is saved half way."""
+    from protrain.integrations.accelerate import wrap
+
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = network()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if on_protrain:
-        model, optimizer = protrain.wrap(
-            model, optimizer, accumulation=2, device="cpu", device_memory="0.3MiB", progress=False
-        )
+        model, optimizer = wrap(accelerator, model, optimizer, device_memory="0.3MiB", progress=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     model, optimizer, scheduler, batches = accelerator.prepare(model, optimizer, scheduler, loader())
     if resume is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,19 +173,18 @@ def fabric(folder: Path, memory: str | None, device: str, *, precision: str = "b
 
 def accelerated(folder: Path, memory: str | None, device: str) -> list[Tensor]:
     accelerate = pytest.importorskip("accelerate")
+    from protrain.integrations.accelerate import wrap
+
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=device == CPU, mixed_precision="bf16")
     model: Any = Words()
     optimizer: Any = adamw(model)
     if memory is not None:
-        model, optimizer = protrain.wrap(
-            model, optimizer, device=device, device_memory=memory, dtype="bfloat16", progress=False
-        )
+        model, optimizer = wrap(accelerator, model, optimizer, device_memory=memory, progress=False)
     model, optimizer = accelerator.prepare(model, optimizer)
     losses = []
     for ids in (batch.to(device) for batch in batches()):
-        with accelerator.autocast():
-            loss = weighted(model(ids)["logits"], ids)
+        loss = weighted(model(ids)["logits"], ids)
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -234,5 +234,15 @@ def test_a_trainer_follows_accelerate_launch(precision: str, tmp_path: Path, mon
     if precision == "bf16":
         assert trainer(tmp_path, memory, CPU, bf16=False) == expected
     else:
-        with pytest.raises(ValueError, match=r"mixed precision fp16 of accelerate launch cannot be used.*bf16=True"):
+        with pytest.raises(ValueError, match=r"mixed precision fp16 of accelerate launch cannot be used.*use bf16"):
             trainer(tmp_path, memory, CPU, bf16=False)
+
+
+def test_accelerate_of_another_precision_is_refused() -> None:
+    pytest.importorskip("accelerate")
+    from protrain.integrations.accelerate import wrap
+
+    accelerator: Any = SimpleNamespace(mixed_precision="fp16")  # one of Accelerate has it on GPUs alone
+    model = Words()
+    with pytest.raises(ValueError, match=r'mixed_precision="fp16" cannot be used.*use bf16'):
+        wrap(accelerator, model, adamw(model))
