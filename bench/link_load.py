@@ -40,7 +40,7 @@ MIB = 1024**2
 _PROBE_BYTES = 256 * MIB  # of each copy that is measured
 _PIECE_BYTES = 32 * MIB  # of each copy that a loader makes
 _IN_A_ROW = 8  # copies of a loader each way before it waits, so that the link always has some of them in its queue
-_MOST_LOADERS = 6  # on a GPU; they leave about a seventh
+_MOST_LOADERS = 6  # on a GPU; where all get equal shares of the link, they leave a seventh
 _MEASURED_S = 1.0
 _MATRIX = 8192  # rows and columns
 _PRODUCTS_S = 0.3
@@ -79,8 +79,8 @@ def add_link_rate(parser: argparse.ArgumentParser) -> None:
 def beside_copies(gbps: float | None, gpus: int) -> Iterator[SlowLink | None]:
     """A load that leaves the links of ``gpus`` GPUs ``gbps`` each way, for as long as the context lasts; None: none.
 
-    What is calibrated meanwhile is the machine beside the load, and is forgotten with it. LoadError if there is no such
-    load.
+    A calibration in the context measures the machine beside the load, and is forgotten at its end. LoadError if no load
+    leaves that rate.
     """
     if gbps is None:
         yield None

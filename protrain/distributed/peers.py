@@ -26,14 +26,12 @@ class Raised(NamedTuple):
 
 @dataclass
 class Peer:
-    """What is known of another rank."""
+    """The knowledge of this rank about another one."""
 
     number: int = 0  # of its last note
     notes: dict[int, NoteOf] = field(default_factory=dict)  # its last ones, by number
     raised: Raised | None = None  # an exception after which it has not gone on
-    stand: Stand | None = (
-        None  # where it stands since that note, if it does so for long and waits for nobody in the model
-    )
+    stand: Stand | None = None  # where it pauses since that note, unless it waits for other ranks in the model
     ended: bool = False  # it takes no part any more
     gone: bool = False  # its process has ended
     heard: float = 0.0  # when its last note came, in seconds
@@ -62,7 +60,7 @@ def whereabouts(peers: Mapping[int, Peer], number: int) -> str:
 
 
 def mutual_wait(peers: Mapping[int, Peer], rank: int, number: int, what: str) -> str | None:
-    """What is to blame if others wait in a collective of the script for ``rank``, and it for them. None: nothing is.
+    """An error in words if others wait for ``rank`` in a collective of the script, and it for them, and None if not.
 
     See [Note: two that wait for each other].
 

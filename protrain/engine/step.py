@@ -157,7 +157,7 @@ class Step:
     def settle(self) -> None:
         """Wait until all updates are done. MisuseError in a backward that has updated some weights and not the others.
 
-        What is read then, such as by a hook or a signal handler that saves, would be neither the old nor the new model.
+        A hook or a signal handler that saves then would save neither the old nor the new model.
         """
         if self.phase is Phase.BACKWARD and self.updated:
             raise MisuseError(

@@ -224,7 +224,7 @@ def test_tasks_recorded_before_there_was_a_load_on_the_link_have_none() -> None:
 
 @pytest.mark.gpu
 def test_the_found_load_leaves_copies_about_the_wanted_rate() -> None:
-    """Of what was found, and of a copy that this process makes itself beside the load that goes on."""
+    """The record of the load says so, and so do copies that this process makes beside the load."""
     size_bytes = 256 * 1024**2
     host = torch.ones(size_bytes, dtype=torch.uint8, pin_memory=True)
     far = torch.ones(size_bytes, dtype=torch.uint8, device="cuda")
@@ -233,7 +233,7 @@ def test_the_found_load_leaves_copies_about_the_wanted_rate() -> None:
     torch.cuda.synchronize()
 
     def gbps() -> float:
-        """Of the slower direction, both in use all the time that counts."""
+        """The rate of the slower direction while both are in use."""
         begin, end = ([torch.cuda.Event(enable_timing=True) for _ in streams] for _ in range(2))
         for index, (stream, target, source) in enumerate(zip(streams, (far, back), (host, from_far), strict=True)):
             with torch.cuda.stream(stream):

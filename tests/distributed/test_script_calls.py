@@ -61,7 +61,7 @@ def test_a_call_for_which_others_do_not_come(
 @pytest.mark.slow
 @pytest.mark.parametrize(("what", "values"), [("pair", [1, 1, 1]), ("async", [3, 3, 3])])
 def test_a_call_that_ends_by_itself(tmp_path: Path, what: str, values: list[int]) -> None:
-    """Of a group without the rank that waits in the model, or that this rank has begun before."""
+    """Its group is without the rank that waits in the model, or that rank has begun the call before."""
     with Group(3, legal, what, QUICK, folder=tmp_path) as group:
         endings = group.endings(range(3), timeout_s=30)
     for (rank, ending), value in zip(endings.items(), values, strict=True):

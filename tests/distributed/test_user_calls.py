@@ -104,7 +104,7 @@ AVERAGED: dict[str, Callable[[list[Any]], Any]] = {
 
 
 def average_by_hand(rank: int, call: str) -> str:
-    """What is said to a script that averages gradients itself, as without DistributedDataParallel."""
+    """The error of a script that averages gradients itself, as one without DistributedDataParallel does."""
     model, optimizer = wrap(Model())
     model(batch(rank)).backward()
     with pytest.raises(protrain.MisuseError) as raised:

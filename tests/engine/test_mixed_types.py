@@ -72,3 +72,22 @@ def test_under_autocast_it_trains_to_the_same_bits_under_each_plan() -> None:
     assert tight[-1] < tight[0]
     assert some < every
     assert_same(left, right)
+
+
+def test_another_default_dtype_of_torch_changes_nothing() -> None:
+    outcomes = []
+    for default in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        torch.set_default_dtype(default)
+        try:
+            model, optimizer = protrain.wrap(model, adamw(model), device="cpu", dtype="bfloat16", progress=False)
+            for x in rows():
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            state = optimizer.full_state_dict()["state"]
+            outcomes.append(states(model, optimizer) | {f"step {at}": each["step"] for at, each in state.items()})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_same(*outcomes)
