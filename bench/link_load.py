@@ -1,7 +1,9 @@
 """Load on the links between host and GPUs: a stand-in for a machine whose GPUs have a slower link, as with PCIe 3.
 
-Beside what is measured, processes copy pinned memory up and down at once. How many of them run on each GPU, and for
-which share of the time, is chosen so that copies of 256 MiB keep a wanted rate.
+Beside what is measured, processes copy pinned memory, some of them up and as many down. How many of them run on each
+GPU, and for which share of the time, is chosen so that copies of 256 MiB keep a wanted rate. Each copies one way only,
+because the load on one direction must not depend on the other one. A process that copied both ways, and waited for
+both, left a direction free whenever the other one was slower.
 
 The rate is that of each direction while both are in use, the slower of the two and of all GPUs at once. A PCIe link is
 duplex: one of PCIe 3 x16, which an RTX 3090 has in an older host, carries 15.8 GB/s up and 15.8 GB/s down at the same
@@ -39,7 +41,7 @@ from protrain.common.records import Record
 MIB = 1024**2
 _PROBE_BYTES = 256 * MIB  # of each copy that is measured
 _PIECE_BYTES = 32 * MIB  # of each copy that a loader makes
-_IN_A_ROW = 8  # copies of a loader each way before it waits, so that the link always has some of them in its queue
+_IN_A_ROW = 8  # copies of a loader before it waits, so that the link always has some of them in its queue
 _MOST_LOADERS = 6  # on a GPU; where all get equal shares of the link, they leave a seventh
 _MEASURED_S = 1.0
 _MATRIX = 8192  # rows and columns
@@ -99,15 +101,15 @@ class LinkLoad:
     """Loaders on the first ``gpus`` GPUs, of which some run while ``running`` is active. This process uses no GPU."""
 
     def __init__(self, *, gpus: int) -> None:
-        self._each = [(gpu,) for gpu in range(gpus)]
-        self._loaders = Loaders(_copying, _MOST_LOADERS, each=self._each)
+        self._gpus = range(gpus)
+        self._loaders = Loaders(_copying, _MOST_LOADERS, each=[(gpu, up) for gpu in self._gpus for up in (True, False)])
 
     def leaving(self, gbps: float) -> SlowLink:
         """The load beside which copies keep ``gbps`` each way. Loaders that it does not need are ended.
 
         LoadError when the link is not faster than that, or cannot be made so slow.
         """
-        probes = Probes(_measuring, self._each)
+        probes = Probes(_measuring, [(gpu,) for gpu in self._gpus])
         try:
             alone = probes.measure()
             alone_gbps = min(gpu.gbps for gpu in alone)
@@ -186,15 +188,13 @@ class _Way:
         return copies * self._size_bytes / (time.perf_counter() - begin) / 1e9
 
 
-def _copying(gpu: int) -> Callable[[], None]:
-    """What copies both ways on ``gpu`` for some milliseconds."""
-    ways = [_Way(gpu, _PIECE_BYTES, up=up) for up in (True, False)]
+def _copying(gpu: int, up: bool) -> Callable[[], None]:
+    """What copies one way on ``gpu`` for some milliseconds."""
+    way = _Way(gpu, _PIECE_BYTES, up=up)
 
     def copy() -> None:
-        for way in ways:
-            way.queue(_IN_A_ROW)
-        for way in ways:
-            way.wait()
+        way.queue(_IN_A_ROW)
+        way.wait()
 
     return copy
 

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 
 from bench.train.contestants import KINDS, Contestant
-from bench.train.ranks import POLL_S, environments, file_of, first_error, together
+from bench.train.ranks import POLL_S, environments, file_of, first_error, together, where_it_stood
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job, Task
 from protrain.hardware.memory import available_host_bytes
@@ -82,7 +82,7 @@ def supervise(
     outcomes = [Outcome.load(file) if file.exists() else unfinished for file in files]
     error = first_error(out, outcomes, statuses, log)
     if not error and None in statuses:
-        error = f"not done within {limit_s:.0f} s"
+        error = f"not done within {limit_s:.0f} s{where_it_stood(log)}"
     return replace(together(outcomes), error=error, host_used_bytes=available - least, host_available_bytes=available)
 
 

@@ -7,6 +7,7 @@ starts the ranks itself, with the environment that torchrun would give them, and
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,7 @@ from protrain.hardware.memory import usable_cores
 
 _HOST = "127.0.0.1"
 POLL_S = 0.2  # between two looks at processes that run
+_FRAMES = 4  # of a stack that are shown
 _PEAKS = (
     *("device_allocated_bytes", "device_reserved_bytes", "device_other_bytes"),
     *("host_resident_bytes", "host_pinned_bytes"),
@@ -118,6 +120,19 @@ def first_error(out: Path, outcomes: Sequence[Outcome], statuses: Sequence[int |
 def _last_line(log: Path) -> str:
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "it said nothing"
+
+
+def where_it_stood(log: Path) -> str:
+    """Where the worker that wrote ``log`` stood when its time was up: the innermost lines of its main thread.
+
+    "" when it has not said so. A worker has faulthandler write the stacks of all threads, the main thread's last.
+    """
+    stack = log.read_text(errors="replace").rpartition("(most recent call first):")[2]
+    lines = re.findall(r'File ".*?([^/"]+)", line (\d+) in (.+)', stack)[:_FRAMES]
+    return "".join(
+        f"{'; it stood in ' if not at else ', called by '}{name} ({file}:{line})"
+        for at, (file, line, name) in enumerate(lines)
+    )
 
 
 def start_group(backend: str) -> None:

@@ -9,6 +9,7 @@ and writes what it knows to a file of its own.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import math
 import os
 import resource
@@ -64,6 +65,7 @@ def work(kind: type[_Job], measure: Callable[[_Job, torch.device, Path], Outcome
     job = kind.load(args.job)
     out = file_of(args.out, local_rank())
     device = own_device()
+    faulthandler.dump_traceback_later(max(1.0, job.until - time.time()))  # where it stands is told if it does not end
     try:
         outcome = measure(job, device, out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result

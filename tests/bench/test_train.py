@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -120,6 +121,11 @@ def test_the_first_line_of_a_worker_s_error_is_the_row_s(tmp_path: Path, monkeyp
     assert outcome.error.startswith("FileNotFoundError: [Errno 2]")
     assert outcome.host_available_bytes > 0
     assert outcome.host_resident_bytes > 50 * 1024**2
+    out.unlink()
+    os.mkfifo(tmp_path / "none.pt")  # tokens that never come
+    late = supervise(command, ONE, out, tmp_path / "log", limit_s=4.0)
+    assert late.error.startswith("not done within 4 s; it stood in ")
+    assert " load (serialization.py:" in late.error, f"a line of torch.load: {late.error}"
 
 
 def test_a_worker_that_crashes_becomes_a_row_with_its_last_words(tmp_path: Path) -> None:
