@@ -9,6 +9,7 @@ form, counts as absent.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from protrain_cache import cache_folder, keeps_measurements, say_unwritable
 # 5: streamed updates copy the states, and never reach into host memory.
 _METHOD = 5
 
+_P2P = "NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
@@ -38,6 +41,7 @@ class Machine:
     torch_version: str
     world_size: int
     n_nodes: int
+    nccl_p2p: str
     processor: str
     cpu_threads: int
     method: int
@@ -45,12 +49,14 @@ class Machine:
     @classmethod
     def of(cls, device: torch.device) -> Machine:
         """This machine with ``device``, in the run that this process belongs to."""
+        processes = announced_processes()
         return cls(
             name=device_name(device),
             driver=driver_version(device),
             torch_version=torch.__version__,
-            world_size=announced_processes(),
-            n_nodes=nodes_of(announced_processes()),
+            world_size=processes,
+            n_nodes=nodes_of(processes),
+            nccl_p2p=_told_nccl() if processes > 1 else "",
             processor=processor_name(),
             cpu_threads=usable_cores(),
             method=_METHOD,
@@ -70,6 +76,11 @@ class Machine:
         )
 
 
+def _told_nccl() -> str:
+    """What the environment tells NCCL of copies between GPUs. Without them all goes through the host's memory."""
+    return " ".join(f"{name}={os.environ[name]}" for name in _P2P if name in os.environ)
+
+
 def device_name(device: torch.device) -> str:
     """The name of a GPU, or the number of cores of a CPU that plays the device."""
     if device.type == "cuda":
@@ -85,7 +96,7 @@ def cached(device: torch.device) -> HardwareProfile | None:
     if not keeps_measurements():
         return None
     own = Machine.of(device)
-    for machine in dict.fromkeys((own, replace(own, world_size=1, n_nodes=1))):
+    for machine in dict.fromkeys((own, replace(own, world_size=1, n_nodes=1, nccl_p2p=""))):
         try:
             profile = HardwareProfile.load(machine.path)
         except ValueError:

@@ -112,6 +112,7 @@ class HardwareProfile(Record):
     processor: str = ""
     world_size: int = 1  # processes that measured together, and in a plan the ranks that train together
     n_nodes: int = 1  # machines that these processes were on
+    nccl_p2p: str = ""  # what the environment told NCCL of copies between GPUs, such as NCCL_P2P_DISABLE=1
     method: int = 1  # the way of measuring: see protrain.hardware.cache
 
     def __post_init__(self) -> None:

@@ -54,6 +54,7 @@ def test_detect_goes_by_what_was_calibrated_last(cache: Path) -> None:
         {"driver": "999.1"},
         {"torch_version": "2.99.0"},
         {"world_size": 2},
+        {"nccl_p2p": "NCCL_P2P_DISABLE=1"},
         {"processor": "another"},
         {"cpu_threads": 1024},
         {"method": 1},
@@ -86,6 +87,30 @@ def test_two_processes_use_their_own_profile_before_that_of_one(monkeypatch: pyt
     assert cached(CPU) == two
     monkeypatch.delenv("WORLD_SIZE")
     assert cached(CPU) == one
+
+
+def test_a_profile_with_nvlink_is_not_for_ranks_that_may_not_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks then have the profile of one process, and measure what connects them."""
+    here = Machine.of(CPU)
+    one = _measured(here)
+    store(one, here)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    linked = Machine.of(CPU)
+    with_links = _measured(linked)
+    store(with_links, linked)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    assert cached(CPU) == one
+    apart = Machine.of(CPU)
+    through_host = _measured(apart)
+    store(through_host, apart)
+    assert cached(CPU) == through_host
+    assert through_host.nccl_p2p == "NCCL_P2P_DISABLE=1"
+    monkeypatch.delenv("NCCL_P2P_DISABLE")
+    assert cached(CPU) == with_links
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    monkeypatch.delenv("WORLD_SIZE")
+    assert cached(CPU) == one, "one process has nothing to do with NCCL"
 
 
 def test_a_file_that_cannot_be_read_counts_as_absent() -> None:
