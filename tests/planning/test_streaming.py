@@ -35,9 +35,9 @@ def slow_model(**options: Any) -> RuntimeModel:
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def waiting(*updates: tuple[float, float, float]) -> list[Waiting]:
-    """Updates by how long the host and the GPU take for them, and when the forward needs them."""
-    return [Waiting(*update) for update in updates]
+def waiting(*updates: tuple[float, float, float], upload_ms: float = 0.0, states_ms: float = 0.0) -> list[Waiting]:
+    """Updates by how long the host and the GPU take for them, and when the forward needs them, on a fast link."""
+    return [Waiting(*update, upload_ms, states_ms) for update in updates]
 
 
 def test_a_host_in_time_gets_no_help() -> None:
@@ -68,6 +68,24 @@ def test_a_host_that_the_gpu_slows_down_makes_others_later() -> None:
     updates = waiting((10, inf, 10), (10, inf, 20), (10, inf, 30), (10, 35, 30))
     assert first_late(updates, 0.0, 0.0, 0.9) == 3
     assert first_late(updates, 0.0, 0.0, 0.75) is None
+
+
+def test_states_on_a_slow_link_keep_weights_from_it() -> None:
+    # The host ends at 10, 20, 30, 40, and forward needs another chunk every 5: it waits for the last until 40, 20 more
+    # than it would. If the GPU does that one by 32, the host is done at 30, and forward waits for 15.
+    updates = (10, inf, 5), (10, inf, 10), (10, inf, 15), (10, 32, 20)
+    assert first_late(waiting(*updates, upload_ms=2, states_ms=14), 0.0, 0.0, 1.0) == 3
+    # Uploads of 7 follow the states from 26 on, and the last begins at 47.
+    assert first_late(waiting(*updates, upload_ms=7, states_ms=26), 0.0, 0.0, 1.0) is None
+    # If no states were in their way, it would begin at 37, as the third one begins when it is updated.
+    assert first_late(waiting(*updates, upload_ms=7), 0.0, 0.0, 1.0) == 3
+
+
+def test_a_link_that_is_late_by_itself_gets_no_more_to_carry() -> None:
+    # Uploads of 20 go one after the other from 10 on, so the last begins at 70, whoever makes its update by 40.
+    updates = [(10, 15, 0)] * 4
+    assert first_late(waiting(*updates, upload_ms=20, states_ms=1), 0.0, 0.0, 1.0) is None
+    assert first_late(waiting(*updates), 0.0, 0.0, 1.0) == 1
 
 
 def test_updates_that_the_gpu_cannot_do_are_passed_over_and_take_the_host_their_time() -> None:
@@ -128,9 +146,9 @@ def test_a_host_that_forward_does_not_wait_for_is_left_alone() -> None:
     # Forward needs another chunk every 3 ms, and an upload takes 2.56 of them. Only the first update comes too late, by
     # its own time: the GPU would not be sooner.
     profile, counts = make_profile(COMPUTE, 6.0, n=7), placed(1, 6)
-    in_time = replace(MACHINE, host_adam_gparams=0.64, streamed_adam_gparams=0.32)  # 2 and 4 ms a chunk
+    in_time = replace(MACHINE, host_adam_gparams=0.64, streamed_adam_gparams=0.064)  # 2 and 20 ms a chunk
     assert not names(model_of(profile, in_time).timeline(MODES, counts), STREAM)
-    late = replace(in_time, host_adam_gparams=0.32)  # 4 ms a chunk, so that the last of six is late by 6 ms
+    late = replace(in_time, host_adam_gparams=0.128)  # 10 ms a chunk, so that the last of six is late by 45 ms
     assert names(model_of(profile, late).timeline(MODES, counts), STREAM)
     known = model_of(profile, replace(in_time, streamed_adam_gparams=None), stream=False)
     assert model_of(profile, in_time).step_ms(MODES, counts) == known.step_ms(MODES, counts)

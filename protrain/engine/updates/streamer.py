@@ -32,6 +32,7 @@ class Streamer:
         self.host_rate = Rate(sharing.host_gparams)
         self.updates = 0
         self._needed_ms = sharing.needed_ms
+        self._upload_ms, self._states_ms = sharing.upload_ms, sharing.states_ms
         self._host_kept = sharing.host_kept
         self._streams = streams
         self._staging = streams.adam_staging(sharing.staging_bytes)
@@ -91,7 +92,8 @@ class Streamer:
 
     def _waiting(self, update: ChunkUpdate) -> Waiting:
         device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)
-        return Waiting(self._host_ms(update), device_ms, self._needed_ms[update.chunk.index])
+        at = update.chunk.index
+        return Waiting(self._host_ms(update), device_ms, self._needed_ms[at], self._upload_ms[at], self._states_ms[at])
 
     def _host_ms(self, update: ChunkUpdate) -> float:
         return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.shard_elements)

@@ -102,6 +102,8 @@ class Durations:
             adam_bytes += _ACCUMULATOR_BYTES - element
         self._host_update = self._host_add if self._only_adds else update_ms
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
+        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
+        self._states = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._trainable]
         self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes

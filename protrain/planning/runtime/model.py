@@ -46,7 +46,7 @@ class RuntimeModel(Durations):
     ) -> None:
         super().__init__(memory, hardware, only_adds=only_adds)
         self._slowdowns = Slowdowns(self._rates)
-        self._host_kept = float(self._rates[*(int(lane == STREAM) for lane in OTHERS[HOST]), HOST])
+        self._host_kept, self._device_kept = self._kept_beside(HOST, STREAM), self._kept_beside(STREAM, HOST)
         # The forwards and backwards before the last one of a step: see [Note: several batches].
         self._n_before = 0 if only_adds else memory.profile.accumulation - 1
         self._before = RuntimeModel(memory, hardware, only_adds=True) if self._n_before else None
@@ -130,7 +130,9 @@ class RuntimeModel(Durations):
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(last),
+            states_ms=self._states,
             host_kept=self._host_kept,
+            device_kept=self._device_kept,
             needed_ms=self.sharing(n_persist).needed_ms,
             awaited_updates=awaited_updates,
         )
@@ -159,12 +161,25 @@ class RuntimeModel(Durations):
         by_host, by_device = self._update_gparams
         return {chunk: self._host_update[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
 
+    def _kept_beside(self, lane: int, other: int) -> float:
+        """The share of its rate that ``lane`` keeps beside ``other`` alone."""
+        return float(self._rates[*(int(beside == other) for beside in OTHERS[lane]), lane])
+
     def _sharing_under(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
         staging = staging_bytes(self._layout.usual_shard_elements)
-        return Sharing(needed_ms, *self._update_gparams, self._host_kept, staging)
+        host_gparams, device_gparams = self._update_gparams
+        return Sharing(
+            needed_ms=needed_ms,
+            upload_ms=tuple(self._upload),
+            states_ms=tuple(self._states),
+            host_gparams=host_gparams,
+            device_gparams=device_gparams * self._device_kept,
+            host_kept=self._host_kept,
+            staging_bytes=staging,
+        )
 
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""

@@ -298,7 +298,16 @@ def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[
     if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
         return ()
     chunks = [chunk for chunk, _ in updates]
-    waiting = [Waiting(ms, step.streamed_ms.get(chunk, inf), step.needed_ms[chunk]) for chunk, ms in updates]
+    waiting = [
+        Waiting(
+            host_ms=ms,
+            device_ms=step.streamed_ms.get(chunk, inf) / step.device_kept,
+            needed_ms=step.needed_ms[chunk],
+            upload_ms=step.upload_ms[chunk],
+            states_ms=step.states_ms[chunk],
+        )
+        for chunk, ms in updates
+    ]
     found = []
     while waiting:
         if host_free_ms <= gpu_free_ms:

@@ -61,6 +61,8 @@ class Step(NamedTuple):
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
+    states_ms: Sequence[float]  # by chunk: how long what goes to the GPU for that takes the link
     host_kept: float  # the share of its rate that the host keeps meanwhile
-    needed_ms: Sequence[float]  # by chunk: from the norm until forward needs its update, if forward waits for none
+    device_kept: float  # the share of its rate that such an update keeps beside the host
+    needed_ms: Sequence[float]  # by chunk: from the norm until its upload must begin, if forward waits for none
     awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for
