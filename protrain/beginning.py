@@ -183,10 +183,10 @@ def _profile(
                 dtype=dtype,
                 show=show,
                 device_bytes=device_bytes,
-                largest=together.largest,
+                together=together,
             )
         except torch.OutOfMemoryError as error:
-            together.leave()
+            together.leave(error)
             changes.close()
             undo = change(on_meta=True)
             try:

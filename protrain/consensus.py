@@ -114,8 +114,13 @@ class ProfilingTogether:
             self._known[what] = max(self._ranks.all_values(number, what))
         return self._known[what]
 
-    def leave(self) -> None:
-        """This rank profiles no more, and the others go on without it."""
+    def caught(self, error: Exception) -> None:
+        """``error`` has ended a step of this rank. Others, which may wait for it inside the model, can name it."""
+        self._ranks.raised(error, "the profile of the model")
+
+    def leave(self, error: Exception) -> None:
+        """``error`` ends the profile of this rank, and the others go on without it."""
+        self.caught(error)
         for what in (MISSING, COMPILED, LASTED):
             self.largest(what, 0.0)
 

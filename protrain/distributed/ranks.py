@@ -293,7 +293,7 @@ class Communicators:
         _meetings[met] += 1
         self._name = f"protrain/{_meetings[met]} of {met}"
         links = Links(rank, len(members), dist.PrefixStore(self._name, store))
-        self.watch = Watch(rank, len(members), links, timeout_s=timeout.total_seconds(), abort=self._abort)
+        self.watch = Watch(rank, self._members, links, timeout_s=timeout.total_seconds(), abort=self._abort)
 
     def serve(self, group: dist.ProcessGroup) -> None:
         """Be the communicators of ``group``, as long as it is there."""

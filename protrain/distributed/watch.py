@@ -19,9 +19,9 @@ The watch begins as soon as a rank has found the store in which all ranks meet, 
 While nothing is wrong, a thread sends at most what a pause of more than a second brings about.
 
 [Note: an error that is caught] A rank that raises an exception may catch it and go on, and so may all others, if all
-raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, and for some seconds
-nothing new has come from the one that raised, unless the other has raised as often at the same place. If it goes on
-with another call, its notes tell.
+raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, or waits for it in a
+collective of the script, and for some seconds nothing new has come from the one that raised, unless the other has
+raised as often at the same place. If it goes on with another call, its notes tell, and name the exception.
 
 [Note: absence] A slow loader or a cold compilation is no error. The others warn once, with the place where that rank
 stands, and raise an error at the timeout of the process group. They do so within seconds if that rank in turn waits for
@@ -32,11 +32,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import warnings
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
@@ -48,8 +49,8 @@ import torch.distributed as dist
 from protrain.common.errors import MisuseError
 from protrain.distributed.endings import give_up, leave_alone, never_free, see_to_the_end
 from protrain.distributed.links import Links
-from protrain.distributed.notes import REMEDY, by_number, first_difference
-from protrain.distributed.peers import Peer, Raised, absence, mutual_wait, whereabouts
+from protrain.distributed.notes import REMEDY, by_number, first_difference, said
+from protrain.distributed.peers import Own, Peer, Raised, absence, blame, first_raised, whereabouts
 from protrain.distributed.standing import Stand, end_call, stand_of
 
 TICK_S = 1.0  # after so long without a note, the last ones are sent
@@ -74,30 +75,33 @@ class Watch:
 
     Args:
         rank: of this process.
-        size: how many ranks there are, at least two.
+        members: the numbers of all ranks in the default group, of at least two.
         links: to the other ranks.
         timeout_s: how long a collective may take.
         abort: gives the communicators up. It is called once, when the ranks are out of step.
     """
 
-    def __init__(self, rank: int, size: int, links: Links, *, timeout_s: float, abort: Callable[[], None]) -> None:
+    def __init__(
+        self, rank: int, members: Sequence[int], links: Links, *, timeout_s: float, abort: Callable[[], None]
+    ) -> None:
         self._rank = rank
+        self._members = members
         self._links = links
         self._timeout_s = timeout_s
         self._abort = abort
         self._process = os.getpid()
         self._trains = threading.get_ident()  # the thread that does
         self._number = 0
-        self._notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
+        self._notes: deque[tuple[int, str, int, str]] = deque(maxlen=_KEPT)
         self._checksums: dict[str, int] = {}
         self._trail = 0
-        self._peers = {other: Peer() for other in range(size) if other != rank}
+        self._peers = {other: Peer() for other in range(len(members)) if other != rank}
         self._raises: dict[int, Raised] = {}  # own exceptions, by the number of the last note before them
+        self._raised_at = 0.0  # the last of them, in seconds
         self._ended = False
         self._waits_since = math.inf  # when the main thread has begun to wait for other ranks, in seconds
         self._remedy = REMEDY  # for ranks that do not come
         self._decided: str | None = None
-        self._was_in_call = False  # of the script, when that was decided
         self._told: State | None = self._state  # what was sent last. None: a rank has come that has heard nothing
         self._stand: Stand | None = None  # of this rank, as the others know it
         self._news = False  # whether there may be notes that were not compared
@@ -118,8 +122,9 @@ class Watch:
         if checksum is None:
             checksum = self._checksums[what] = zlib.crc32(what.encode())
         self._trail = hash((self._trail, checksum, size_bytes))  # of integers, which is the same in every process
+        before = self._raises.get(self._number)
         number = self._number + 1
-        self._notes.append((number, what, size_bytes))
+        self._notes.append((number, what, size_bytes, before.error if before is not None else ""))
         self._number = number
 
     @property
@@ -145,8 +150,8 @@ class Watch:
         return self._number, self._trail
 
     @property
-    def notes(self) -> list[tuple[int, str, int]]:
-        """The last notes: number, what and bytes."""
+    def notes(self) -> list[tuple[int, str, int, str]]:
+        """The last notes: number, what, bytes, and the error that was caught before."""
         return list(self._notes)
 
     def wait(self, work: dist.Work, *, timeout_s: float = math.inf, absent: str = "") -> None:
@@ -217,9 +222,9 @@ class Watch:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
         if os.getpid() != self._process:
             return
+        if isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
+            self._explain(error)
         if self._decided is not None:
-            if self._was_in_call and isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
-                error.add_note(f"The ranks are out of step: {self._decided}")  # torch only knows that others are gone
             return
         known, mark = self._state[1] or Raised("", "", 0), f"protrain watch {id(self)}"
         if error is None:
@@ -227,11 +232,12 @@ class Watch:
                 return
             self._raises[self._number] = Raised(where, "", 0)
         else:
-            if mark in vars(error):  # it leaves one context after another
+            if vars(error).get(mark) == self._number:  # it leaves one context after another
                 return
-            vars(error)[mark] = True
+            vars(error)[mark] = self._number
             text = f"{type(error).__name__}: {error}"
             self._raises[self._number] = Raised(where or known.where, text, known.times + 1)
+        self._raised_at = monotonic()
         if len(self._raises) > _KEPT:
             del self._raises[min(self._raises)]
         self._links.wake()
@@ -240,6 +246,9 @@ class Watch:
         """This rank takes no part any more. Returns when the others were told."""
         if os.getpid() != self._process:
             return
+        error = sys.exception()
+        if error is not None:  # which a script has not left yet that ends its process group in a ``finally``
+            self.raised(error)
         with self._at_work:
             self._ended = True
             self._links.wake()
@@ -267,13 +276,20 @@ class Watch:
             self._at_work.wait_for(lambda: self._told is not None and self._told[3] is not None, timeout=_THREAD_S)
         raise MisuseError(self._decided) from None
 
+    def _explain(self, error: RuntimeError) -> None:
+        """Note at ``error`` what others have told: torch itself only knows that a rank is gone from a collective."""
+        self.hear()
+        reason = self._decided
+        note = f"The ranks are out of step: {reason}" if reason is not None else first_raised(self._peers)
+        if note is not None and note not in getattr(error, "__notes__", []):
+            error.add_note(note)
+
     def _absence(self, waited_s: float) -> str:
         """Who waits for whom."""
         return absence(self._peers, self._rank, self._number, self._place(self._number), waited_s)
 
     def _place(self, number: int) -> str:
-        what, _ = by_number(self.notes).get(number, ("a later collective", 0))
-        return what
+        return said(by_number(self.notes), number)
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -355,25 +371,10 @@ class Watch:
                 return
             self._suspected = difference
             self._news = difference is not None
-        for rank, peer in self._peers.items():
-            if self._number > peer.number:
-                others = f", while rank {self._rank} went on to {self._place(peer.number + 1)}"
-            elif peer.ended and self._number == peer.number and monotonic() - self._waits_since > CAUGHT_S:
-                others = f", while rank {self._rank} waits in {self._place(peer.number)}"
-            else:
-                continue
-            own, raised = self._raises.get(peer.number), peer.raised
-            # This rank has raised there, too, and caught it as the other may.
-            alike = own is not None and raised is not None and own.as_often_as(raised)
-            if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
-                place = raised.where and f" in {raised.where}"
-                self._decide(f"rank {rank} has raised an exception{place}{others}: {raised.error or '?'}")
-            elif peer.ended:
-                self._decide(f"rank {rank} has ended{others}. {REMEDY}")
-        if monotonic() - self._waits_since > STUCK_S:
-            mutual = mutual_wait(self._peers, self._rank, self._number, self._place(self._number))
-            if mutual is not None:
-                self._decide(f"{mutual}. {self._remedy}")
+        waited_s = monotonic() - self._waits_since
+        own = Own(self._rank, self._number, self._raises, self._raised_at, self._stand, waited_s, self._remedy)
+        if reason := blame(self._peers, own, self._members, self._place, caught_s=CAUGHT_S, stuck_s=STUCK_S):
+            self._decide(reason)
 
     def _decide(self, reason: str) -> None:
         with self._at_work:
@@ -383,7 +384,6 @@ class Watch:
         give_up(self._abort)
         call = self._stand and self._stand.call
         if call is not None:
-            self._was_in_call = True
             give_up(partial(end_call, call))
         self._links.wake()
 

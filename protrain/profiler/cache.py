@@ -25,7 +25,7 @@ from protrain.forward.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
 from protrain.profiler.model_profile import ModelProfile
-from protrain.profiler.step_times import MISSING, Largest, own
+from protrain.profiler.step_times import ALONE, MISSING, Together
 from protrain.profiler.trace import profile
 from protrain_cache import keeps_measurements
 
@@ -41,7 +41,7 @@ def cached_profile(
     dtype: torch.dtype,
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
-    largest: Largest = own,
+    together: Together = ALONE,
 ) -> ModelProfile:
     """Return what ``protrain.profile`` would, from the cache if possible, and if all ranks find theirs.
 
@@ -49,11 +49,11 @@ def cached_profile(
     times depend on what else the machine is doing at that moment.
     """
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
-    make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, largest=largest, **how)
+    make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, together=together, **how)
     if device.type == "cpu" or not keeps_measurements():
-        largest(MISSING, 1.0)
+        together.largest(MISSING, 1.0)
         return make()
-    return kept(fingerprint(model, example_batch, **how), make, lambda found: largest(MISSING, not found) == 0)
+    return kept(fingerprint(model, example_batch, **how), make, lambda found: together.largest(MISSING, not found) == 0)
 
 
 def fingerprint(

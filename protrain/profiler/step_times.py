@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from statistics import median, median_low
-from typing import TypeAlias
+from typing import Protocol
 
 import torch
 
@@ -29,14 +29,33 @@ _MOST_STEPS = 3  # the number of steps that count
 MISSING = "the question whether a profile is missing"
 COMPILED = "the question whether a step was compiled"
 LASTED = "the time of a step"
-Largest: TypeAlias = Callable[[str, float], float]  # of what is decided and the own number, the largest of all
+
+
+class Together(Protocol):
+    """The ranks that profile together."""
+
+    def largest(self, what: str, number: float) -> float:
+        """The largest ``number`` that any rank has for ``what`` is decided."""
+
+    def caught(self, error: Exception) -> None:
+        """``error`` has ended a step of this rank, which profiles otherwise now."""
+
+
+class Alone:
+    """One rank that profiles by itself."""
+
+    def largest(self, _: str, number: float) -> float:
+        """``number``."""
+        return number
+
+    def caught(self, _: Exception) -> None:
+        """Nobody else needs to know."""
+
+
+ALONE = Alone()
+
 
 Durations = list[tuple[float, float]]  # for each segment, its duration and the part of it that is recomputation, in ms
-
-
-def own(_: str, number: float) -> float:
-    """The largest number of one rank alone."""
-    return number
 
 
 def time_steps(
@@ -46,7 +65,7 @@ def time_steps(
     expected_ms: float,
     compiled: bool,
     sustained_ms: float,
-    largest: Largest = own,
+    together: Together = ALONE,
 ) -> list[Durations]:
     """The durations of the steps that count: of one step, or of a few if one takes less than ``sustained_ms``.
 
@@ -64,9 +83,9 @@ def time_steps(
 
     known = graphs_compiled() if compiled else 0
     only = alone()
-    if largest(COMPILED, compiled and graphs_compiled() != known):
+    if together.largest(COMPILED, compiled and graphs_compiled() != known):
         only = alone()
-    lasted_ms = largest(LASTED, sum(whole for whole, _ in only))
+    lasted_ms = together.largest(LASTED, sum(whole for whole, _ in only))
     if lasted_ms >= sustained_ms:
         return [only]
     n_steps = min(_MOST_STEPS, math.ceil((sustained_ms - lasted_ms) / lasted_ms)) if lasted_ms > 0 else _MOST_STEPS

@@ -36,7 +36,7 @@ from protrain.profiler.model_profile import BlockRecord, ModelProfile, Parameter
 from protrain.profiler.restored_model import restored, snapshot
 from protrain.profiler.segments import Segment, finish
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.step_times import SUSTAINED_MS, Largest, expected_ms, median_durations, own, time_steps
+from protrain.profiler.step_times import ALONE, SUSTAINED_MS, Together, expected_ms, median_durations, time_steps
 from protrain.profiler.traced_step import Step
 
 _SPARE = 0.5  # the share of free device memory in which weights may stay for their next use
@@ -52,7 +52,7 @@ def profile(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
-    largest: Largest = own,
+    together: Together = ALONE,
 ) -> ModelProfile:
     """Trace one training step of ``model`` on ``example_batch``.
 
@@ -68,7 +68,7 @@ def profile(
         show: called with a line on what is being done, as a trace may take minutes on a CPU.
         device_bytes: the size of the device. Weights may keep half of it from one use to the next. The default is
             what is free.
-        largest: called with a name and a number, to get the largest number of all ranks that profile together.
+        together: the ranks that profile together. The default is this one alone.
 
     Raises:
         ValueError: there is no such device, the batch is no mapping or tuple, nothing is trainable, a module is a
@@ -80,7 +80,7 @@ def profile(
     dtype = dtype or DTYPES[default_dtype(target.type)]
     if dtype not in DTYPES.values():
         raise ValueError(f"dtype must be torch.bfloat16, torch.float16 or torch.float32, not {dtype}")
-    trace = partial(_traced, model, example_batch, optimizer, device=target, dtype=dtype, show=show, largest=largest)
+    trace = partial(_traced, model, example_batch, optimizer, device=target, dtype=dtype, show=show, together=together)
     spare_bytes = _spare_bytes(target, device_bytes)
     if spare_bytes:
         try:
@@ -88,6 +88,7 @@ def profile(
         except RuntimeError as error:  # libraries raise errors of their own when an allocation of theirs fails
             if not _OUT_OF_MEMORY.search(str(error)):
                 raise
+            together.caught(error)
         torch.cuda.empty_cache()
     return trace(spare_bytes=0)
 
@@ -110,7 +111,7 @@ def _traced(
     dtype: torch.dtype,
     show: Callable[[str], None] | None,
     spare_bytes: int,
-    largest: Largest,
+    together: Together,
 ) -> ModelProfile:
     blocks = find_blocks(model)
     with (
@@ -162,7 +163,7 @@ def _traced(
                 expected_ms=expected_ms(step.segments),
                 compiled=step.compiled,
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
-                largest=largest,
+                together=together,
             )
             calls = {call for use in step.blocks.values() for call in use.attention}
             tell("times", "attention alone")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.distributed.notes import first_difference
+from protrain.distributed.notes import by_number, first_difference
 from protrain.distributed.watch import Watch
 from tests.distributed.apart import Group
 from tests.distributed.out_of_step import again, do, run, run_with_child
@@ -175,13 +175,26 @@ def test_a_delay_changes_nothing_but_time(slow: int) -> None:
 
 
 def test_first_difference() -> None:
-    usual = {5: ("a forward", 0), 6: ("the gather of chunk 1", 256)}
-    assert first_difference({0: usual, 1: usual, 2: {4: ("a backward", 0), 5: ("a forward", 0)}}) is None
+    usual = by_number([(5, "a forward", 0), (6, "the gather of chunk 1", 256)])
+    earlier = by_number([(4, "a backward", 0), (5, "a forward", 0)])
+    assert first_difference({0: usual, 1: usual, 2: earlier}) is None
     assert first_difference({0: usual, 1: {}}) is None
-    said = first_difference({0: {6: ("the gather of chunk 1", 512)}, 1: usual, 2: usual})
+    assert first_difference({0: usual, 1: by_number([(6, "the gather of chunk 1", 256, "ValueError: caught")])}) is None
+    said = first_difference({0: by_number([(6, "the gather of chunk 1", 512)]), 1: usual, 2: usual})
     assert said is not None
     assert said.startswith("rank 0 came to the gather of chunk 1 with 512 bytes, while ranks 1 and 2 had 256. ")
-    other = {6: ("a backward", 0), 7: ("the gather of chunk 1", 256)}
-    said = first_difference({0: other, 1: usual, 2: other, 3: usual | {7: ("a forward", 0)}})
+    other = by_number([(6, "a backward", 0), (7, "the gather of chunk 1", 256)])
+    said = first_difference({0: other, 1: usual, 2: other, 3: usual | by_number([(7, "a forward", 0)])})
     assert said is not None
     assert said.startswith("ranks 1 and 3 came to the gather of chunk 1, while ranks 0 and 2 came to a backward. ")
+
+
+@pytest.mark.parametrize(
+    ("at", "after"), [(4, ""), (5, " (after ValueError: caught)"), (6, " (after ValueError: caught)")]
+)
+def test_a_difference_names_what_was_caught_since_the_last_call(at: int, after: str) -> None:
+    same = [(4, "a forward", 0), (5, "the gather of chunk 1", 256)]
+    odd = [(*note, "ValueError: caught" if note[0] == at else "") for note in (*same, (6, "a forward", 0))]
+    said = first_difference({0: by_number([*same, (6, "a backward", 0)]), 1: by_number(odd)})
+    assert said is not None
+    assert said.startswith(f"rank 1 came to a forward{after}, while rank 0 came to a backward. ")

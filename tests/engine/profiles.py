@@ -13,7 +13,7 @@ import protrain
 from protrain import beginning
 from protrain.profiler.cache import fingerprint
 from protrain.profiler.model_profile import ModelProfile
-from protrain.profiler.step_times import Largest
+from protrain.profiler.step_times import Together
 
 _known: dict[str, ModelProfile] = {}
 
@@ -27,7 +27,7 @@ def shared_profile(
     dtype: torch.dtype,
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
-    largest: Largest | None = None,
+    together: Together | None = None,
 ) -> ModelProfile:
     """``protrain.profile`` of the first model that is like this one."""
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}

@@ -97,6 +97,16 @@ def test_short_steps_are_queued_together_and_count_but_for_the_first(
     assert steps.order == order
 
 
+class _Others(step_times.Alone):
+    """Ranks with numbers of their own."""
+
+    def __init__(self, numbers: dict[str, float]) -> None:
+        self.numbers = numbers
+
+    def largest(self, what: str, number: float) -> float:
+        return max(number, self.numbers.get(what, 0.0))
+
+
 @pytest.mark.parametrize(
     ("of_others", "order"),
     [({step_times.LASTED: 90.0}, "1w23w"), ({step_times.COMPILED: 1.0}, "1w2w3456w")],
@@ -112,7 +122,7 @@ def test_the_steps_are_as_many_as_those_of_a_rank(
         expected_ms=0.0,
         compiled=False,
         sustained_ms=180.0,
-        largest=lambda what, number: max(number, of_others.get(what, 0.0)),
+        together=_Others(of_others),
     )
     assert steps.order == order
 
