@@ -1,8 +1,8 @@
 """The share of its rate that each lane keeps while others run, as calibrated or derived from shared ceilings.
 
 Several ranks lose less to one another in a step than in calibration, where all of them do the same without a pause.
-``_LOST_BY_RANKS`` is the part of the calibrated loss that made predictions fit 31 plans on two H100s. Of these, 84%
-are predicted within 5%, and 65% would be with all of the loss. Of 10 plans on two H200s, measured after it was chosen,
+``_LOST_BY_RANKS`` is the part of the calibrated loss that made predictions fit 31 plans on two H100s. Of these, 81%
+are predicted within 5%, and 61% would be with all of the loss. Of 10 plans on two H200s, measured after it was chosen,
 80% are within 5%, and 40% would be.
 
 What computing and collectives lose beside each other is ``lost_to_collectives``. Otherwise collectives are taken to
