@@ -26,6 +26,7 @@ from protrain.engine.planned_batch import PlannedBatch
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import GradientHook, PresentParameter, manage
+from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
 from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
@@ -163,7 +164,7 @@ class _Root:
         self._planned = PlannedBatch(engine.profile, engine.plan, model, engine.memory, names)
         self._extra = batches.training_arguments(model, {})
         self._switches = checkpointing_switches(model)
-        self._autocast = self._current_autocast()
+        self._autocast = autocast_dtype(engine.memory.device.type)
         self._processes = announced_processes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,21 +202,24 @@ class _Root:
         engine.begin_forward()
         return args, kwargs
 
-    def _current_autocast(self) -> torch.dtype | None:
-        kind = self._engine.memory.device.type
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-
     def _compare_autocast(self) -> None:
-        """Warn once if autocast makes copies of weights that the plan has no memory for."""
-        current = self._current_autocast()
-        if current not in (self._autocast, None, self._engine.memory.dtype):
-            self._autocast = current
-            warnings.warn(
-                f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: autocast keeps "
-                "copies of weights in that type, and the plan has no memory for them. Pass "
-                f"dtype={str(current)!r} to protrain.wrap and leave mixed precision off",
-                stacklevel=3,
-            )
+        """Warn once if the model runs under autocast and was profiled without, as it then needs more memory."""
+        current = autocast_dtype(self._engine.memory.device.type)
+        if current in (self._autocast, None):
+            return
+        self._autocast = current
+        dtype = self._engine.memory.dtype
+        if current == dtype:
+            needs = "some operators then save their inputs and results in torch.float32"
+            remedy = "Call protrain.wrap under the same autocast, or without an example_batch"
+        else:
+            needs = "autocast keeps copies of weights in that type"
+            remedy = f"Pass dtype={str(current)!r} to protrain.wrap and leave mixed precision off"
+        warnings.warn(
+            f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: {needs}, and the plan "
+            f"has no memory for them. {remedy}",
+            stacklevel=3,
+        )
 
 
 def _positional_names(function: Callable[..., Any]) -> list[str]:

@@ -23,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves
+from protrain.forward.autocast import autocast_of_now
 from protrain.forward.module_state import BlockModules
 from protrain.forward.rng import BlockRandomState
 
@@ -98,7 +99,7 @@ class Recomputation:
         """The first run of ``function`` begins, which is given the arguments as they are."""
         self.function = function
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
-        self._autocast = _autocast_now(self._on.type)
+        self._autocast = autocast_of_now(self._on.type)
         self.modules = self._block.called()
         self._random_state = BlockRandomState(self._on, self._block.generators)
 
@@ -205,19 +206,3 @@ def _form(tensor: Tensor) -> _Form:
 
 def _described(form: _Form) -> str:
     return f"a {form[1]} tensor of shape {tuple(form[0])}"
-
-
-def _autocast_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes a context in which torch.autocast does to operators what it does now."""
-    if not torch.amp.is_autocast_available(device_type):
-        return nullcontext
-    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
-    cache_enabled = torch.is_autocast_cache_enabled()
-
-    def again() -> AbstractContextManager[Any]:
-        # There is nearly always none, so this must be fast.
-        if not (enabled or torch.is_autocast_enabled(device_type)):
-            return nullcontext()
-        return torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
-
-    return again

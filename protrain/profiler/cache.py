@@ -1,7 +1,7 @@
 """Keeps the profiles of models that are in memory. The key of a profile is a digest of all that it depends on.
 
 A kept profile is used when nothing that it could depend on has changed: the modules, their plain attributes, the
-source of all code that no installed package brought, parameters, batch, dtype, device, versions and global switches.
+source of all code that no installed package brought, parameters, batch, dtype, device, versions, and switches of torch.
 The values of tensors, and attributes that are objects, are not compared. A model whose work depends on those must be
 profiled anew with ``PROTRAIN_CACHE=0``.
 """
@@ -21,6 +21,7 @@ from torch import nn
 
 from protrain.common import batch as batches
 from protrain.common.parameters import is_managed
+from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
@@ -91,7 +92,7 @@ def fingerprint(
         "versions": {name: version_of(name) for name in LIBRARIES if name in sys.modules},
         "cuda": torch.version.cuda,
         "profiler": _own_code(),
-        "settings": _settings(),
+        "settings": _settings(device.type),
     }
     return key_of(facts)
 
@@ -135,10 +136,14 @@ def _own_code() -> str:
     return digest_of(Path(__file__).parent.glob("*.py"))
 
 
-def _settings() -> list[Any]:
-    """The global torch switches that decide which kernels run."""
+def _settings(device_type: str) -> list[Any]:
+    """The switches of torch that decide which kernels run, and in which types: whether autocast is on, for example."""
     cuda = torch.backends.cuda
+    cast_to = autocast_dtype(device_type)
     return [
+        str(cast_to),
+        cast_to is not None and torch.is_autocast_cache_enabled(),
+        str(torch.get_default_dtype()),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         cuda.flash_sdp_enabled(),

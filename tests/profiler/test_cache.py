@@ -123,6 +123,24 @@ def test_batch_dtype_groups_and_switches_are_part_of_the_key(monkeypatch: pytest
     assert _key(model) != key
 
 
+def test_what_torch_computes_in_is_part_of_the_key() -> None:
+    """A profile of a model without autocast has no memory for what operators save in fp32 under it."""
+    keys = [_key(_model())]
+    for cached, dtype in ((True, torch.bfloat16), (True, torch.float16), (False, torch.bfloat16)):
+        with torch.autocast("cpu", dtype, cache_enabled=cached):
+            keys.append(_key(_model()))
+    model = _model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        keys.append(_key(model, optimizer=optimizer))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(set(keys)) == 5
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert _key(_model()) == keys[0]
+
+
 def test_edited_code_is_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "helpers.py"
     file.write_text("SCALE = 1\n")
