@@ -12,12 +12,13 @@ so what works in the one works in the other, and what is refused is refused in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.caches import copied, is_cache, tensors_of
@@ -133,7 +134,6 @@ class Recomputation:
     def _recompute(self) -> None:
         self.refuse_changes()
         self._recomputed.clear()
-        args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
         running = [self]  # the second run's graph may outlive it, and must not keep this object alive
 
         def unpack(index: int) -> Tensor:  # the block computes gradients itself
@@ -141,16 +141,18 @@ class Recomputation:
             return running[0].tensor_of(running[0]._recomputed[index])
 
         try:
-            with (
-                self.modules.again(),
-                torch.enable_grad(),
-                self._random_state,
-                self._autocast(),
-                saved_tensors_hooks(self._keep, unpack),
-                self.around_second_run(),
-                suppress(_Stop),  # the innermost, as contexts end sooner without an error
-            ):
-                self.function(*args, **kwargs)
+            with _outside_vmap():
+                args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
+                with (
+                    self.modules.again(),
+                    torch.enable_grad(),
+                    self._random_state,
+                    self._autocast(),
+                    saved_tensors_hooks(self._keep, unpack),
+                    self.around_second_run(),
+                    suppress(_Stop),  # the innermost, as contexts end sooner without an error
+                ):
+                    self.function(*args, **kwargs)
         finally:
             running.clear()
 
@@ -196,6 +198,36 @@ def written_over(label: str, what: str) -> MisuseError:
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
     return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
+
+
+def _older_vmaps() -> int:
+    """How many contexts of the vmap of torch.autograd.grad(is_grads_batched=True) there are around this call."""
+    torch._C._vmapmode_increment_nesting()
+    return torch._C._vmapmode_decrement_nesting()
+
+
+def _outside_vmap() -> AbstractContextManager[Any]:
+    """A context outside of the vmap in which a backward may run. The second run is no part of it.
+
+    Gradients of several outputs are taken so, by torch.autograd.grad or torch.func.vmap. Inside torch would refuse to
+    draw random numbers.
+    """
+    if not _older_vmaps() and torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    return _without_vmap()
+
+
+@contextmanager
+def _without_vmap() -> Iterator[None]:
+    n_older = _older_vmaps()
+    with temporarily_clear_interpreter_stack():
+        try:
+            for _ in range(n_older):
+                torch._C._vmapmode_decrement_nesting()
+            yield
+        finally:
+            for _ in range(n_older):
+                torch._C._vmapmode_increment_nesting()
 
 
 def _form(tensor: Tensor) -> _Form:

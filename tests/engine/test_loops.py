@@ -116,6 +116,30 @@ def same_as_plain(run: Callable[[nn.Module, Trainer], list[Tensor]], device: tor
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True)), str(spec)
 
 
+@pytest.mark.parametrize("newer", [False, True], ids=["is_grads_batched", "torch.func.vmap"])
+def test_gradients_of_several_outputs_at_once(newer: bool, device: torch.device) -> None:
+    """torch takes them by vmap, inside which blocks with dropout are recomputed."""
+
+    def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
+        found: list[Tensor] = []
+        torch.manual_seed(1)
+        for batch in batches(2):
+            x = batch[0].to(device).requires_grad_()
+            output = model(x)
+            each = torch.eye(4, dtype=output.dtype, device=device)[:, None].expand(4, *output.shape)
+            if newer:
+                one = functools.partial(torch.autograd.grad, output, x, retain_graph=True)
+                found += torch.func.vmap(one)(each)
+            else:
+                found += torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True)
+            output.float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    same_as_plain(run, device)
+
+
 def test_inputs_get_their_gradients(device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
         gradients = []
