@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +19,7 @@ from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.hub import on_disk
+from protrain.common.moves import refuse_moves
 from protrain.common.parameters import is_managed
 from protrain.common.progress import heard
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
@@ -256,21 +257,4 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
         optimizer.zero_grad(set_to_none)
 
     vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
-    for module in model.modules():
-        vars(module)["_apply"] = partial(_refuse_to_move, module, sample)
-
-
-def _refuse_to_move(
-    module: Model, sample: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
-) -> Model:
-    """Refuse what ``to``, ``half``, ``cuda`` and the like would do.
-
-    A parameter that they replaced would leave its chunk.
-    """
-    moved = function(sample)
-    if (moved.dtype, moved.device) != (sample.dtype, sample.device):
-        raise MisuseError(
-            f"a wrapped model cannot be moved from {sample.device} in {sample.dtype} to {moved.device} in "
-            f"{moved.dtype}: pass device= and dtype= to protrain.wrap"
-        )
-    return module
+    refuse_moves(model, sample)

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import default_dtype
+from protrain.common.moves import refuse_moves
 from protrain.common.parameters import DTYPES, is_managed
 from protrain.distributed.devices import own_device
 from protrain.forward.chunked_loss import is_chunked
@@ -119,6 +120,7 @@ def _traced(
         StandInWeights(model, device, dtype, spare_bytes=spare_bytes) as weights,
     ):
         switch_off_checkpointing(checkpointing_switches(model))
+        refuse_moves(model, torch.zeros((), dtype=dtype, device=device))  # until the modules are restored
         rewind = snapshot(model, device)
         # An unmanaged parameter may have become one that looks managed when it moved, but has no stand-in.
         owned = {

@@ -28,7 +28,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _pop_mode_temporarily
 
 from protrain.common import batch as batches
+from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
+from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward, eager_of
 from protrain.forward.module_state import BlockModules, ModulesBefore
 from protrain.forward.replacing import replace_attributes
@@ -41,7 +43,8 @@ from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.storages import memory_in, storage_key, storages_in
 from protrain.profiler.weight_uses import InnerBackwards, Uses
 
-_MIXED_TYPES = re.compile("BFloat16|Half")  # how torch names the one type of two that an operation does not mix
+# How torch says that an operation does not mix two types.
+_MIXED_TYPES = re.compile("bfloat16|float16|half|dtype|scalar type", re.IGNORECASE)
 
 
 class Step:
@@ -120,11 +123,13 @@ class Step:
                 where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
                 self._weights.refuse_use_of_absent(error, self._phase)
                 error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
-                if _MIXED_TYPES.search(str(error)) and self._weights.dtype != torch.float32:
+                is_mixed = not isinstance(error, MisuseError) and _MIXED_TYPES.search(str(error))
+                if is_mixed and self._weights.dtype != torch.float32:
+                    is_under = autocast_dtype(self._device.type) is not None
+                    under = "" if is_under else "call the model under torch.autocast of that type, or "
                     error.add_note(
                         f"parameters become {str(self._weights.dtype).removeprefix('torch.')}, and buffers and what "
-                        "the model makes keep their types: call the model under torch.autocast of that type, or pass "
-                        'dtype="float32" to protrain.wrap'
+                        f'the model makes keep their types: {under}pass dtype="float32" to protrain.wrap'
                     )
                 if self._device.type == "meta":
                     error.add_note(

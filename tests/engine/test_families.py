@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from bench.families import known
 from bench.families.family import own_loss
-from protrain import MisuseError
+from protrain import MisuseError, wrap
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -111,3 +112,32 @@ def test_the_error_for_rwkv_names_the_setting_with_which_it_is_evaluated(device:
         model(**batches[0])
     model.config.rescale_every = 0
     assert torch.equal(model(**batches[0]).logits, plain.eval()(**batches[0]).logits)
+
+
+def routed(router_dtype: str) -> nn.Module:
+    """Switch Transformers, whose routers convert themselves to this type in forward."""
+    with seeded():
+        made: Any = known.FAMILIES["switch_transformers"].make()
+        made.config.router_dtype = router_dtype
+        model: nn.Module = type(made)(made.config)
+    return model
+
+
+@pytest.mark.parametrize("at", ["wrap", "the first call"])
+def test_the_error_for_routers_that_convert_themselves_names_the_setting(at: str) -> None:
+    model, (batch,) = routed("float32"), known.FAMILIES["switch_transformers"].batches(1)
+    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "progress": False}
+
+    def first_step() -> None:
+        wrapped, _ = wrap(model, adamw(model), example_batch=batch if at == "wrap" else None, **options)
+        wrapped(**batch)
+
+    words = r"cannot be moved .* to cpu in torch\.float32: .*\(config\.router_dtype = 'bfloat16' of Switch"
+    with pytest.raises(MisuseError, match=words):
+        first_step()
+
+
+def test_with_that_setting_they_train(device: torch.device) -> None:
+    batches, loop = known.FAMILIES["switch_transformers"].batches(2), Loop(max_norm=0.5, loss=own_loss)
+    make = functools.partial(routed, "bfloat16")
+    check_equal_to_plain(make, batches, device=device, dtype=torch.bfloat16, loop=loop, specs=PLANS)
