@@ -166,6 +166,7 @@ class _Root:
         self._switches = checkpointing_switches(model)
         self._autocast = autocast_dtype(engine.memory.device.type)
         self._processes = announced_processes()
+        self._together = engine.memory.ranks.several and any(block.collective for block in engine.profile.blocks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a forward of the model, and run it."""
@@ -194,12 +195,17 @@ class _Root:
         refuse_others(engine.memory.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)
+        recompute = False
         if torch.is_grad_enabled():
             switch_off_checkpointing(self._switches, stacklevel=3)
             self._compare_autocast()
             kwargs = {**self._extra, **kwargs}
-            engine.frames.recompute_all = self._planned.must_recompute(args, kwargs)
+            recompute = self._planned.must_recompute(args, kwargs)
         engine.begin_forward()
+        if torch.is_grad_enabled():
+            if self._together:  # a second run of a block begins its collectives again, on all ranks or none
+                recompute = any(engine.memory.ranks.all_values(recompute, "the question whether blocks are recomputed"))
+            engine.frames.recompute_all = recompute
         return args, kwargs
 
     def _compare_autocast(self) -> None:

@@ -36,6 +36,7 @@ class BlockUse:
     flops: int = 0
     traffic_bytes: int = 0  # bytes moved by what is neither a product nor attention
     fused_bytes: int = 0  # the same, if the block is compiled
+    collective: bool = False  # whether it has collectives of its own
     attention: list[AttentionCall] = field(default_factory=list)
     # from the storage of an argument that has a grad_fn to its bytes
     inputs: dict[StorageWeakRef, int] = field(default_factory=dict)
@@ -67,6 +68,7 @@ def measure_block(
     use.traffic_bytes += computed.traffic_bytes
     use.fused_bytes += computed.fused_bytes
     use.attention += computed.attention
+    use.collective |= computed.collective
     known = graphs_compiled()
     with _pop_mode_temporarily():
         _measure(use, forward, args, kwargs, block, weights, count=False)
@@ -155,4 +157,5 @@ def _measure(
         use.flops += operations.flops
         use.traffic_bytes += operations.traffic_bytes
         use.fused_bytes += operations.fused_bytes
+        use.collective |= operations.collective
         use.attention += [call for key, call in operations.attention if key in saved]

@@ -69,6 +69,7 @@ class BlockRecord(Record):
     attention_flops: int = 0  # the part of forward_flops that is attention
     attention_ms: float = 0.0  # the time of the attention operators
     recomputes_attention: bool = True
+    collective: bool = False  # whether its forward has collectives of its own, which all ranks must begin together
 
     @property
     def packed_bytes(self) -> int:

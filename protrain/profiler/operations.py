@@ -21,6 +21,8 @@ from protrain.profiler.storages import memory_in, storage_key
 
 _FOUR_BIT = "gemm_4bit"  # of bitsandbytes: activations [..., K] times a packed weight, whose own shape is (N, K)
 
+_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces
+
 
 class Operations(TorchDispatchMode):
     """Counts the flops of products, convolutions and attention, and the bytes that other operators read and write.
@@ -38,6 +40,7 @@ class Operations(TorchDispatchMode):
         self.flops = 0
         self.traffic_bytes = 0
         self.fused_bytes = 0
+        self.collective = False  # whether one of the operators is a collective of torch.distributed
         # each with the storage that attention saves for its backward
         self.attention: list[tuple[StorageWeakRef, AttentionCall]] = []
         # results of fused operators that were not written to memory yet
@@ -51,6 +54,7 @@ class Operations(TorchDispatchMode):
         if are_wrappers(types):
             return NotImplemented
         kwargs = kwargs or {}
+        self.collective |= getattr(func, "namespace", "") in _COLLECTIVES
         dense = all(tensor.layout is torch.strided and not tensor.is_nested for tensor in tensors_in((args, kwargs)))
         if dense and not is_product(func) and isinstance(func, OpOverload) and func._can_decompose():
             with self:  # tensors of other classes run whole what autograd would have split up, such as aten.linear

@@ -317,6 +317,7 @@ def _blocks(
             attention_bytes=min(use.saved_bytes, sum(call.output_bytes for call in use.attention)),
             attention_flops=sum(call.flops for call in use.attention),
             attention_ms=sum(attention_ms.get(call, 0.0) for call in use.attention),
+            collective=use.collective,
         )
         for path, use in step.blocks.items()
     )
