@@ -127,7 +127,7 @@ def tokenize_rows(
         raise ValueError(f"--data: no row of {paths[0]} has a token that the loss counts; --loss-on all counts all")
     for count, what in (
         (empty, "have no token that the loss counts, and are left out"),
-        (longer, f"are longer than --sequence {sequence}, and are cut"),
+        (longer, f"are longer than --sequence {sequence}, and are cut into pieces of that length"),
     ):
         if count:
             warnings.warn(f"--data: {count} of {rows} rows {what}", stacklevel=2)

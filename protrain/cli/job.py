@@ -303,6 +303,8 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
             f"{folder} holds {', '.join(own)}, which belongs to no run and would be overwritten: give another "
             "--folder, or move that"
         )
+    if given.get("data") is not None and not os.path.exists(given["data"]):  # before a model is loaded for it
+        raise ValueError(f"--data: {given['data']} does not exist")
     if given.get("data") is not None and folder.resolve() == Path(given["data"]).resolve():
         raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:

@@ -164,12 +164,13 @@ def _folder_of(name: str) -> Path:
 
 def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     # A file's values can raise anything: checks of transformers, torch's own errors, a division by zero.
+    config = None
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         with empty_parameters():
-            model = transformers.AutoModelForCausalLM.from_config(config)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:
-        said = _kind_and_message(error)
+        said = _why_not(config, error, transformers)
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
     _refuse_untrainable(folder, config, model)
     positions = getattr(config, "max_position_embeddings", None) or 1024
@@ -178,13 +179,24 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
     return LoadedModel(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
 
 
+def _why_not(config: Any, error: Exception, transformers: Any) -> str:
+    """Why a model cannot be built. Transformers would name an option of its own, or every class that it knows."""
+    loop = "wrap such a model in a loop of your own"
+    if "trust_remote_code" in str(error):
+        return f"it needs Python code of its own folder, which this command never runs; {loop}"
+    if config is not None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"there is none of the type {config.model_type!r}; {loop}"
+    return _kind_and_message(error)
+
+
 def read_codec(folder: Path) -> Codec:
     """The codec of the tokenizer in ``folder``, or that of bytes if it has none."""
     transformers = _transformers()
     if not any((folder / file).exists() for file in _TOKENIZER_FILES):
         return Codec()
     try:
-        return TokenizerCodec(transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True))
+        read = transformers.AutoTokenizer.from_pretrained
+        return TokenizerCodec(read(folder, local_files_only=True, trust_remote_code=False))
     except Exception as error:
         raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
 
@@ -196,6 +208,12 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
             f"{folder}: its config.json has a quantization_config, and quantized weights cannot be trained; take the "
             "model before it was quantized, or save what from_pretrained(...).dequantize() gives; where the weights "
             "are not quantized, take quantization_config out of config.json"
+        )
+    encodes = any(getattr(module, "is_decoder", None) is False for module in model.modules())
+    if getattr(config, "is_decoder", None) is False and encodes:  # other families see no later token anyway
+        raise ValueError(
+            f"{folder}: in this model ({config.model_type}) a token sees those that follow it, which it is to predict; "
+            'put "is_decoder": true into its config.json'
         )
     nothing = [name for name, parameter in model.named_parameters() if not parameter.numel()]
     if nothing:

@@ -95,6 +95,8 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def _meant(self, unknown: list[str]) -> str:
+        if "--model" in self._option_string_actions and not unknown[0].startswith("-"):
+            return f"; did you mean --model {unknown[0]}?"
         options = (word.partition("=")[0] for word in unknown if word.startswith("-"))
         near = [
             match for word in options for match in difflib.get_close_matches(word, self._option_string_actions, n=1)

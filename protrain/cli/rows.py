@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from protrain.cli.options import need
+from protrain.cli.text import not_utf8
 
 _PIECE_CHARACTERS = 1024**2  # of a JSON list, which are read at once
 _PARQUET_ROWS = 256
@@ -41,7 +42,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     except OSError as error:
         raise ValueError(f"--data: cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"--data: {path} is no UTF-8 text") from None
+        raise ValueError(f"--data: {path} is no UTF-8 text{not_utf8(path) or ''}") from None
 
 
 def _json(path: Path) -> Iterator[Row]:
@@ -60,6 +61,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
             place = f"{path}, line {number}"
             try:
                 values = json.loads(line.strip())
+            except UnicodeDecodeError:
+                raise
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"--data: {place} is not JSON: {_what(error)}") from None
             yield _row(place, values, done / size)

@@ -46,6 +46,7 @@ _BEGINNINGS = (
     (rb"\x1f\x8b|BZh[1-9]1AY&SY|\xfd7zXZ\0|\x28\xb5\x2f\xfd|PK\x03\x04|.{257}ustar", _PACKED),
     (rb"PAR1.*\0", Unread("Parquet under another name", "end its name in .parquet", is_data=True)),
     (rb"\x93NUMPY|\x80[\x02-\x05]", Unread("tensors or Python objects")),
+    (rb"\xff\xfe|\xfe\xff", Unread("text in UTF-16", "convert it, as `iconv -f utf-16 -t utf-8` does", is_data=True)),
     (rb"%PDF-", Unread("PDF", "convert it, as pdftotext does")),
 )
 

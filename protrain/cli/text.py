@@ -82,27 +82,27 @@ def _write(
 
 
 def _refuse_other_encodings(documents: list[Path]) -> None:
-    wrong = {document: place for document in documents if (place := _not_utf8(document))}
+    wrong = {document: place for document in documents if (place := not_utf8(document))}
     if wrong:
         first, place = next(iter(wrong.items()))
         which = f"{first} is no UTF-8 text"
         if len(wrong) > 1:
             which = f"{len(wrong)} of {len(documents)} files are no UTF-8 text, the first {first}"
-        raise ValueError(
-            f"--data: {which}: it has byte 0x{place[1]:02x} at offset {place[0]}, and the model's tokenizer takes "
-            "only UTF-8; convert such text, as `iconv -f latin1 -t utf-8` does, and leave out what is none"
-        )
+        raise ValueError(f"--data: {which}{place}, or leave out what is no text")
 
 
-def _not_utf8(document: Path) -> tuple[int, int] | None:
-    """The offset and the value of the first byte of ``document`` that is not UTF-8."""
-    done = 0
+def not_utf8(document: Path) -> str | None:
+    """Where ``document`` is no UTF-8 and what to do, to put behind "a.txt is no UTF-8 text"; None if all of it is."""
+    done, line = 0, 1
     for piece in _pieces(document):
         try:
             piece.decode()
         except UnicodeDecodeError as error:
-            return done + error.start, piece[error.start]
+            line += piece[: error.start].count(b"\n")
+            found = f"line {line} has byte 0x{piece[error.start]:02x} at offset {done + error.start} of the file"
+            return f": {found}; convert it, as `iconv -f latin1 -t utf-8` does"
         done += len(piece)
+        line += piece.count(b"\n")
     return None
 
 

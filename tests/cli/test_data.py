@@ -135,7 +135,7 @@ def test_bytes_are_tokens_in_any_encoding(latin1: Path, tmp_path: Path) -> None:
 
 def test_a_tokenizer_is_given_no_other_encoding(latin1: Path, tmp_path: Path) -> None:
     codec, data = words_codec(), tmp_path / "data"
-    with pytest.raises(ValueError, match=r"--data: .*b.txt is no UTF-8 text: it has byte 0xe9 at offset 17,"):
+    with pytest.raises(ValueError, match=r"--data: .*b.txt is no UTF-8 text: line 2 has byte 0xe9 at offset 17 of"):
         tokenize(sorted(latin1.iterdir()), codec, data, held_out=0.0)
     (latin1 / "c.txt").write_bytes(b"to be or\xff")
     with pytest.raises(ValueError, match=r"2 of 3 files are no UTF-8 text, the first .*b.txt: .*`iconv -f"):

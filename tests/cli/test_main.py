@@ -103,6 +103,8 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
             ["plan", "tiny", "--acumulation=2"],
             "--acumulation=2; did you mean --accumulation? (see protrain plan --help)",
         ),
+        (["train", "tiny"], "unrecognized arguments: tiny; did you mean --model tiny? (see protrain train --help)"),
+        (["train", "--model", "tinny", "--data", "nowhere"], "--data: nowhere does not exist"),
         (["plan", "tiny", "--zzzzzz"], "unrecognized arguments: --zzzzzz (see"),
         (["train", "--model", "tiny", "--batch", "0"], "--batch: must be at least 1, not 0"),
         (["train", "--model", "tiny", "--batch", "x"], "--batch: must be a whole number, not 'x'"),

@@ -81,6 +81,43 @@ def test_a_bad_value_of_a_config_names_the_folder(change: dict[str, Any], words:
         load_model(str(folder))
 
 
+def test_a_model_of_another_kind_is_named_and_no_other_class(tmp_path: Path) -> None:
+    transformers.T5Config(num_layers=1).save_pretrained(tmp_path)
+    words = "is no causal language model that transformers can load: there is none of the type 't5'; wrap such a model"
+    with pytest.raises(ValueError, match=rf"^{tmp_path} {words} in a loop of your own$"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("told", [{"AutoConfig": "mine.C"}, {"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}])
+def test_code_of_a_folder_is_never_run_nor_asked_about(
+    told: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*arguments: object) -> str:
+        raise AssertionError("nobody may be there to answer")
+
+    monkeypatch.setattr("builtins.input", asked)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "mine.py").write_text("raise SystemExit('it ran')")
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": told, "model_type": "mine"}))
+    with pytest.raises(ValueError, match="it needs Python code of its own folder, which this command never runs; wrap"):
+        load_model(str(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"auto_map": told}))
+    load_model(str(folder))  # transformers has a class for it
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "Electra", "RoFormer"])
+def test_a_model_that_sees_the_tokens_that_it_is_to_predict_is_refused(kind: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=256, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r'a token sees those that follow it.* put "is_decoder": true into its config'):
+        load_model(str(tmp_path), from_scratch=True)
+    config.is_decoder = True
+    config.save_pretrained(tmp_path)
+    load_model(str(tmp_path), from_scratch=True)
+
+
 def test_a_quantized_model_is_refused_by_its_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": None}))

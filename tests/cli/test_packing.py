@@ -142,7 +142,9 @@ def test_a_step_is_the_same_however_it_is_divided(tmp_path: Path) -> None:
 
 def test_what_is_longer_than_a_sequence_is_cut(tmp_path: Path) -> None:
     long, short = "abcdefghijklmnopqrstuvwxyz" * 2, "0123456789" * 2
-    with pytest.warns(UserWarning, match="^--data: 2 of 3 rows are longer than --sequence 16, and are cut$"):
+    with pytest.warns(
+        UserWarning, match="^--data: 2 of 3 rows are longer than --sequence 16, and are cut into pieces of that length$"
+    ):
         tokens = make_tokens(tmp_path, [("", long), (short, "!"), ("a", "b")])
     drawn = batches(tokens, 1, batch=len(tokens.train) // SEQUENCE)[0]
     found = sorted(

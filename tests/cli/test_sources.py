@@ -101,6 +101,12 @@ def test_what_only_looks_like_data_is_text(name: str, content: str, tmp_path: Pa
         ("data.npy", array, "tensors or Python objects; give a UTF-8 text file, JSON lines, "),
         ("data", lambda: pickle.dumps(["a"]), "tensors or Python objects; give a UTF-8 text file, JSON lines, "),
         ("data.pdf", lambda: b"%PDF-1.7\n", "PDF; convert it, as pdftotext does"),
+        (
+            "data.txt",
+            lambda: "some text".encode("utf-16"),
+            "text in UTF-16; convert it, as `iconv -f utf-16 -t utf-8` does",
+        ),
+        ("data.csv", lambda: b"\xfe\xff" + "a,b".encode("utf-16-be"), "text in UTF-16; convert it"),
         ("image.png", lambda: b"\x89PNG\0\0", "no text, as it holds zero bytes; give a UTF-8 text file, "),
     ],
 )
@@ -127,9 +133,13 @@ def test_hidden_and_binary_files_are_left_out(tmp_path: Path) -> None:
     left_out = f"--data: {tmp_path} is read as text, and left out are {tmp_path}/image.png"
     with pytest.warns(UserWarning, match=f"^{left_out}: no text, as it holds zero bytes$"):
         assert find_source(tmp_path) == text(tmp_path / "text.md")
-    (tmp_path / "utf16.txt").write_text("text", encoding="utf-16")
-    with pytest.warns(UserWarning, match=f"^{left_out} and 1 more: no text, as"):
+    (tmp_path / "utf16.txt").write_text("a", encoding="utf-16")
+    also = f"; {tmp_path}/utf16.txt: text in UTF-16$"
+    with pytest.warns(UserWarning, match=f"^{left_out}: no text, as it holds zero bytes{also}"):
         assert find_source(tmp_path) == text(tmp_path / "text.md")
+    (tmp_path / "utf16.txt").write_text("much more text", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"most of .* is text in UTF-16 \(.*utf16.txt\); convert it"):
+        find_source(tmp_path)
 
 
 def test_a_folder_of_code_keeps_its_json(tmp_path: Path) -> None:
