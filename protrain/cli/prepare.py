@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.hub import command_for
 from protrain.common.progress import note, stage
+from protrain.common.quantities import format_bytes
 from protrain.distributed.devices import own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
@@ -40,6 +42,8 @@ from protrain.forward.chunked_loss import find_head
 from protrain.hardware.detection import detect
 from protrain.planning import Plan
 from protrain.validate import choose_dtype
+
+_STATE_BYTES = 12  # of a trained parameter in a checkpoint: its master and two moments in fp32
 
 
 def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
@@ -197,6 +201,27 @@ def write_run_files(run: Run) -> None:
     shutil.rmtree(run.folder / DATA_FOLDER, ignore_errors=True)  # a resumed run has the same tokens there
     os.rename(run.folder / UNFINISHED_DATA, run.folder / DATA_FOLDER)
     run.optimizer.plan.save(run.folder / PLAN_FILE)
+    free, needed = shutil.disk_usage(run.folder).free, _bytes_to_write(run)
+    if free < needed:  # or it would be found out after hours of training
+        warnings.warn(
+            f"the disk of {run.folder} has {format_bytes(free)} free, and checkpoints and model of the run take "
+            f"{format_bytes(needed)}: make room while it trains",
+            stacklevel=2,
+        )
+
+
+def _bytes_to_write(run: Run) -> int:
+    """What the checkpoints that ``run`` is still to write, and its model, take of the disk at once."""
+    job, weight_bytes = run.job, getattr(torch, str(run.job.dtype)).itemsize
+    adapter_alone = job.lora is not None and not job.merge
+    written = run.trained_parameters if adapter_alone else run.parameters
+    frozen = 0 if run.base is not None else run.parameters - run.trained_parameters
+    there = len(list_saves(run.folder / CHECKPOINTS))
+    due = math.ceil((job.steps - run.step) / job.checkpoint_every) if job.checkpoint_every else 0
+    saves = max(min(there + due, job.keep + 1) - there, 0)  # the oldest is deleted once the newest is complete
+    return saves * (_STATE_BYTES * run.trained_parameters + weight_bytes * frozen) + job.save_model * (
+        weight_bytes * written
+    )
 
 
 def check_plan(
