@@ -20,7 +20,9 @@ def test_records_of_the_same_model_and_sequence_are_set_beside_predictions(tmp_p
         shutil.copy(RESULTS / name, tmp_path)
     rates = measured(tmp_path, "llama-7b", 2048)
     assert list(rates) == [(2, 8)]
-    assert [round(rate, -1) for rate in rates[2, 8]] == [13140], "half of what docs/results/several-gpus.md says of two GPUs"
+    assert [round(rate, -1) for rate in rates[2, 8]] == [13140], (
+        "half of what docs/results/several-gpus.md says of two GPUs"
+    )
     assert measured(tmp_path, "opt-13b", 2048) == {}
 
 
