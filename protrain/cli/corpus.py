@@ -124,7 +124,10 @@ def tokenize_rows(
     if not rows:
         raise ValueError(f"--data: {paths[0]} holds no rows: it is empty")
     if empty == rows:
-        raise ValueError(f"--data: no row of {paths[0]} has a token that the loss counts; --loss-on all counts all")
+        raise ValueError(
+            f"--data: no row of {paths[0]} has a token that the loss counts, which are those of a message whose role "
+            "is assistant, of a completion, and of a text behind its first token; --loss-on all counts all"
+        )
     for count, what in (
         (empty, "have no token that the loss counts, and are left out"),
         (longer, f"are longer than --sequence {sequence}, and are cut into pieces of that length"),

@@ -192,6 +192,8 @@ def _message(message: Any) -> dict[str, Any]:
     message = {name: value for name, value in message.items() if value is not None}
     if not isinstance(message.get("role"), str):
         raise ValueError("a message has no role")
+    if message["role"] in ("human", "gpt"):  # the words of "from", which people also write with "role"
+        message["role"] = _ROLES[message["role"]]
     if not isinstance(message.get("content"), str | list) and "tool_calls" not in message:
         raise ValueError(f"a message of the {message['role']} has no content")
     return message

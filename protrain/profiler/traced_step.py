@@ -36,6 +36,7 @@ from protrain.forward.module_state import BlockModules, ModulesBefore
 from protrain.forward.replacing import replace_attributes
 from protrain.profiler.block_forward import BlockUse, measure_block
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
+from protrain.profiler.failed_module import module_in
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.segments import Call, Segment, StepState, time_stamp
@@ -120,7 +121,8 @@ class Step:
             try:
                 self._run(args, kwargs)
             except Exception as error:
-                where = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
+                block = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
+                where = module_in(error, self._model) or block
                 self._weights.refuse_use_of_absent(error, self._phase)
                 error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
                 is_mixed = not isinstance(error, MisuseError) and _MIXED_TYPES.search(str(error))

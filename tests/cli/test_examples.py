@@ -89,6 +89,11 @@ def test_conversations_name_who_speaks_in_another_way() -> None:
     assert words({"talk": other}, make_tokenizer(), column="talk") == words({"messages": CHAT}, make_tokenizer())
 
 
+def test_roles_may_have_the_words_of_the_other_way() -> None:
+    named = [{**message, "role": {"user": "human", "assistant": "gpt"}[message["role"]]} for message in CHAT]
+    assert words({"messages": named}, make_tokenizer()) == words({"messages": CHAT}, make_tokenizer())
+
+
 def test_fields_that_a_table_left_empty_are_none() -> None:
     template = "{% for message in messages %}{% if message.extra is defined %}there{% endif %} {% endfor %}"
     row = {
