@@ -62,7 +62,7 @@ class StandInWeights:
         self.originals = [parameter for parameter in model.parameters() if is_managed(parameter)]
         self.device = device
         self.meter: Meter | None = None  # what measures the memory of the step now
-        self.random_values = False  # whether to fill with random values, as the timing pass does
+        self._at_random = False  # whether to fill with random values
         self._model = model
         self.dtype = dtype
         self._filled: set[int] = set()
@@ -122,6 +122,14 @@ class StandInWeights:
         """Fill the parameters ``indexes`` and never empty them."""
         self._kept.update(indexes)
         self.fill(indexes)
+
+    def fill_at_random(self) -> None:
+        """Fill matrices with random values from now on, as that is faster than to copy them from the host again.
+
+        Vectors stay filled with the model's own values. A forward may need these, such as a scale that is positive.
+        """
+        self.keep([index for index, original in enumerate(self.originals) if original.ndim < 2])
+        self._at_random = True
 
     def hold(self, indexes: Collection[int]) -> None:
         """Keep the parameters ``indexes`` for a graph of gradients. The meter counts them, once each, until the end."""
@@ -226,7 +234,7 @@ class StandInWeights:
             stand_in, original = self.stand_ins[index], self.originals[index]
             stand_in.untyped_storage().resize_(stand_in.numel() * stand_in.element_size())
             # It writes to .data, because autograd must not take filling for a change of a saved tensor.
-            if original.is_meta or self.random_values:
+            if original.is_meta or self._at_random:
                 # Every fill gives the same values. Otherwise a router would choose other experts in the recomputation.
                 generator = torch.Generator(self.device).manual_seed(index)
                 stand_in.data.normal_(0.0, 0.02, generator=generator)

@@ -42,6 +42,33 @@ def test_what_is_emptied_first_stays_as_far_as_there_is_room() -> None:
     assert _filled(weights) == [False] * 4
 
 
+class _Noisy(nn.Module):
+    """Its forward raises an error where a scale is not positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.scale = nn.Parameter(torch.full((8,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        noise: Tensor = torch.distributions.Normal(x, self.scale, validate_args=True).rsample()
+        return noise
+
+
+def test_matrices_are_random_while_a_gpu_is_timed_and_vectors_are_those_of_the_model() -> None:
+    model = _Noisy()
+    with StandInWeights(model, torch.device("cpu"), torch.float32) as weights:
+        weights.fill_at_random()
+        for _ in range(2):
+            weights.fill(range(len(weights.stand_ins)))
+            for original, stand_in in zip(weights.originals, weights.stand_ins, strict=True):
+                assert stand_in.equal(original) is (original.ndim < 2)
+            assert model(torch.randn(4, 8)).isfinite().all()
+            weights.empty(range(len(weights.stand_ins)))
+
+
 def _timeless(profile: ModelProfile) -> ModelProfile:
     times: Any = {"forward_ms": 0.0, "backward_ms": 0.0, "recompute_ms": 0.0, "attention_ms": 0.0}
     return replace(
