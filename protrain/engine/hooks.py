@@ -220,7 +220,9 @@ class _Root:
             remedy = "Call protrain.wrap under the same autocast, or without an example_batch"
         else:
             needs = "autocast keeps copies of weights in that type"
-            remedy = f"Pass dtype={str(current)!r} to protrain.wrap and leave mixed precision off"
+            remedy = (
+                f"Pass dtype={str(current).removeprefix('torch.')!r} to protrain.wrap and leave mixed precision off"
+            )
         warnings.warn(
             f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: {needs}, and the plan "
             f"has no memory for them. {remedy}",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from typing_extensions import override
 
+from protrain.forward.module_state import BlockModules
 from protrain.forward.recomputation import Recomputation
 from protrain.profiler.storages import memory_in, storage_key
 
@@ -76,12 +78,26 @@ class CheckpointedCall(Recomputation):
 
     It keeps a tensor object of its own for each tensor that the block was given, so that it counts as one more user of
     the storage. A block that changes its own inputs in place is recomputed with the changed ones: a plan may do without
-    recomputing that block.
+    recomputing that block. ``around`` makes a further context for the second run.
     """
+
+    def __init__(
+        self,
+        label: str,
+        modules: BlockModules,
+        device: torch.device,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        super().__init__(label, modules, device)
+        self._around = around
 
     @override
     def as_given(self, leaf: Any) -> Any:
         return self.fresh_input(leaf) if isinstance(leaf, Tensor) else super().as_given(leaf)
+
+    @override
+    def around_second_run(self) -> AbstractContextManager[Any]:
+        return self._around()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first run, after ``called``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from protrain.common.trees import map_leaves, tensors_in
+from protrain.forward.autocast import autocast_dtype
 from protrain.forward.dispatch import RuntimeMode
+from protrain.profiler.meta_autocast import AutocastOnMeta
 from protrain.profiler.storages import storage_key, storages_in
 
 _USUAL = F.scaled_dot_product_attention
@@ -26,6 +28,8 @@ _USUAL = F.scaled_dot_product_attention
 @contextmanager
 def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) -> Iterator[None]:
     """Inside, meta tensors run fused attention and answer ``bool(tensor)``, truly where that follows from ``known``.
+
+    Unless they are ``compiled``, they are cast as torch.autocast casts tensors of a GPU.
 
     Attention is replaced in torch.nn.functional and in modules that have imported it from there by its name, in
     backward too. With ``compiled`` the compiler takes this one operator as it is.
@@ -36,7 +40,8 @@ def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) 
     for names in (vars(F), *importers):
         names[_USUAL.__name__] = replacement
     try:
-        with _Values(known or KnownIntegers()):
+        # the compiler would trace a function mode around every operator
+        with _Values(known or KnownIntegers()), nullcontext() if compiled else AutocastOnMeta():
             yield
     finally:
         for names in (vars(F), *importers):
@@ -62,6 +67,9 @@ def _attention(
     learned_mask = attn_mask is not None and attn_mask.requires_grad
     if not query.is_meta or query.ndim != 4 or learned_mask or query.shape[-1] != value.shape[-1]:
         return _USUAL(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    own_type = autocast_dtype("meta")
+    if own_type is not None:
+        query, key, value = (each.to(own_type) for each in (query, key, value))
     result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

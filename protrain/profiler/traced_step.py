@@ -38,6 +38,7 @@ from protrain.profiler.block_forward import BlockUse, measure_block
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.failed_module import module_in
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
+from protrain.profiler.meta_autocast import AutocastOnMeta
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.segments import Call, Segment, StepState, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
@@ -297,7 +298,9 @@ class Step:
             self._switch(path)
             assert self._open is not None
             call, inputs = Call(path), tensors_in((args, kwargs))
-            checkpointed_call = CheckpointedCall(path, self._modules[path], self._device)
+            # torch suspends function modes while a backward runs
+            around = AutocastOnMeta if self._device.type == "meta" and not self.compiled else nullcontext
+            checkpointed_call = CheckpointedCall(path, self._modules[path], self._device, around)
             with self._weights.unobserved():
                 checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
             if self._measure:

@@ -111,7 +111,7 @@ def test_under_autocast_it_trains_to_the_same_bits_under_each_plan() -> None:
     ("dtype", "words"),
     [
         ("bfloat16", r"save their inputs and results in torch\.float32.* Call protrain\.wrap under the same autocast"),
-        ("float32", r"keeps copies of weights in that type.* Pass dtype='torch\.bfloat16' to protrain\.wrap"),
+        ("float32", r"keeps copies of weights in that type.* Pass dtype='bfloat16' to protrain\.wrap"),
     ],
 )
 def test_autocast_that_the_plan_has_no_memory_for_is_told_once(dtype: str, words: str) -> None:
