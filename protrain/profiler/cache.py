@@ -85,6 +85,7 @@ def fingerprint(
         "code": _user_code(),
         "compiled": any(isinstance(model.get_submodule(path).forward, CompiledForward) for path in blocks),
         "config": getattr(getattr(model, "config", None), "to_json_string", str)(),
+        "configs": _configs(model),
         "batch": batches.shapes(example_batch),
         "batch dtypes": [str(tensor.dtype) for _, tensor in batches.named_tensors(example_batch)],
         "dtype": str(dtype),
@@ -116,6 +117,13 @@ def _plain(attributes: Mapping[str, Any]) -> dict[str, str]:
 
     found = {name: form(value) for name, value in attributes.items() if name not in ("_parameters", "_buffers")}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _configs(model: nn.Module) -> list[dict[str, str]]:
+    """The attributes of all configurations of modules, as that of the model leaves out how attention is computed."""
+    held = [vars(module).get("config") for module in model.modules()]
+    configs = {id(config): config for config in held if hasattr(config, "__dict__")}
+    return [_plain(vars(config)) for config in configs.values()]
 
 
 def _quantisation(tensor: torch.Tensor) -> dict[str, str]:
