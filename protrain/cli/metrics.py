@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from protrain.common.progress import is_terminal, say, say_in_place
 from protrain.common.tables import WIDTH
 
 _WARMING_UP_STEPS = 5  # in a run
+_RECENT_ROWS = 10  # whose median speed is shown
 
 
 @dataclass(frozen=True)
@@ -171,15 +173,16 @@ class MetricsFile:
             self._log(row)
 
     def status(self) -> str:
-        """The figures of the last step in one line, with the newest loss on the held-out part."""
+        """The figures of the last step in one line, with the newest loss on the held-out part and the latest speed."""
         row = self.rows[-1]
         parts = [f"loss {row['loss']:.3f}"]
         held_out = next((each["evaluation_loss"] for each in reversed(self.rows) if "evaluation_loss" in each), None)
         parts += [] if held_out is None else [f"held out {held_out:.3f}"]
         parts.append(f"lr {row['learning_rate']:.2g}")
         parts += [] if row["gradient_norm"] is None else [f"norm {row['gradient_norm']:.2g}"]
-        speed = row["tokens_per_s"]
-        parts += [] if speed is None else [f"{speed:,.0f} tok/s" if speed < 1e5 else f"{speed / 1e3:,.0f}k tok/s"]
+        speeds = [each["tokens_per_s"] for each in self.rows[-_RECENT_ROWS:] if each.get("tokens_per_s") is not None]
+        speed = median(speeds) if speeds else 0.0  # one step alone says little where others use the machine
+        parts += [] if not speeds else [f"{speed:,.0f} tok/s" if speed < 1e5 else f"{speed / 1e3:,.0f}k tok/s"]
         return "  ".join(parts)
 
     def losses(self) -> dict[int, float]:

@@ -48,10 +48,10 @@ class Answer(Record):
 
     fits: bool
     verdict: str  # one sentence
-    model: str  # its class
-    parameters: int
-    trained_parameters: int
-    tokens_per_step: int  # on all GPUs together
+    model: str | None = None  # its class; it and the next three are None where the batch alone is too large
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    tokens_per_step: int | None = None  # on all GPUs together
     machine: Machine
     tokens_per_s: float | None = None  # on all GPUs together
     times_ms: dict[str, float] | None = None  # of the step, also on a slower host, and of its last batch's phases

@@ -46,8 +46,14 @@ def run(args: argparse.Namespace) -> None:
     if args.max_model:
         _max_model(args, hardware)
         return
-    with stage("profiling the model") as show:
-        profile = _profile(args, hardware, show=show)
+    try:
+        with stage("profiling the model") as show:
+            profile = _profile(args, hardware, show=show)
+    except PlanError as error:
+        if args.json and not args.frontier:
+            verdict = Answer(fits=False, verdict=str(error), machine=Machine.of(hardware))
+            print(in_options(verdict.to_json()), flush=True)
+        raise
     if args.frontier:
         with stage("planning under every limit"):
             found = frontier(profile, hardware, step_during_backward=args.step_during_backward)

@@ -187,6 +187,14 @@ def test_the_status_line_and_the_curve(tmp_path: Path) -> None:
     metrics.add({"step": 1, "evaluation_loss": 2.75})
     metrics.add({"step": 2, **figures})
     assert metrics.status() == "loss 2.500  held out 2.750  lr 0.0003  norm 1.2  123k tok/s"
+    for step, speed in enumerate((200.0, 100.0, 9000.0, 100.0), 3):
+        metrics.add({"step": step, **figures, "tokens_per_s": speed})
+    assert metrics.status().endswith("norm 1.2  200 tok/s"), (
+        "the median of the last steps, and not one step that was odd"
+    )
+    for step in range(7, 17):
+        metrics.add({"step": step, **figures, "tokens_per_s": 50.0})
+    assert metrics.status().endswith("norm 1.2  50 tok/s"), "no old steps"
     rows = [{"step": step, "loss": 5 / step} for step in range(1, 9)] + [{"step": 8, "evaluation_loss": 1.0}]
     path = draw_loss_curve(tmp_path, rows, unigram_entropy=3.2)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -110,6 +110,15 @@ def test_what_does_not_fit_is_an_answer_too(capsys: pytest.CaptureFixture[str]) 
     assert answer["machine"]["rates"] == "composed"
 
 
+def test_a_batch_that_no_plan_fits_is_an_answer_too(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *TINY, "--device-memory", "64KiB", "--json")
+    answer = json.loads(out)
+    assert (status, answer["fits"], answer["plan"], answer["parameters"]) == (2, False, None, None)
+    assert answer["verdict"] in err
+    assert "Give a smaller --batch" in answer["verdict"]
+    assert answer["machine"]["device_bytes"] == 64 * 2**10
+
+
 def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
     given: dict[str, Any] = {"n_persist": 1, "n_buffer": 2, "n_chunks": 4, "n_swap": 0, "n_ckpt": 0, **counts}
     return Plan(
