@@ -91,7 +91,7 @@ def blame(
         if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > caught_s)):
             return f"rank {rank} has raised an exception{raised.place}{others}: {raised.error or '?'}"
         if peer.ended:
-            return f"rank {rank} has ended{others}. {REMEDY}"
+            return f"rank {rank} has ended{others}. {own.remedy if own.waited_s > 0 else REMEDY}"
     raised = own.raises.get(own.number)
     if raised is not None and monotonic() - own.raised_at > caught_s:
         for rank, peer in peers.items():

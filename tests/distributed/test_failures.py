@@ -53,6 +53,7 @@ def test_a_rank_without_memory_for_the_profile_of_a_model_with_collectives(tmp_p
 @pytest.mark.parametrize(
     ("what", "said"),
     [
+        ("ends", "rank 1 has ended, while rank 0 went on to state_dict(). Call state_dict() in every process"),
         ("loader", "rank 1 has raised an exception, while rank 0 went on to a forward: ValueError: the loader of a"),
         (
             "out of memory",
@@ -60,7 +61,7 @@ def test_a_rank_without_memory_for_the_profile_of_a_model_with_collectives(tmp_p
         ),
     ],
 )
-def test_an_error_that_a_script_catches_is_named(tmp_path: Path, what: str, said: str) -> None:
+def test_what_a_rank_does_in_its_script_is_named(tmp_path: Path, what: str, said: str) -> None:
     with Group(2, in_script, what, QUICK, folder=tmp_path) as group:
         endings = group.endings(range(2), timeout_s=30)
     (error,) = endings[0].errors
