@@ -109,6 +109,7 @@ class Step:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
         with ExitStack() as stack:
             self._add_hooks(stack)
+            stack.callback(torch.clear_autocast_cache)  # its casts of weights would outlast the weights
             if self._device.type == "meta":
                 stack.enter_context(as_if_on_gpu(self._known, compiled=self.compiled))
             if self._measure:
