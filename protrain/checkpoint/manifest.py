@@ -33,7 +33,9 @@ def find_save(folder: Path) -> Path:
     saves = list_saves(folder)
     if not saves:
         what = "holds no checkpoint" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {what}; give the folder that save_checkpoint wrote to")
+        inner = next((path for path in sorted(folder.glob("*")) if list_saves(path)), None)  # as in a run's folder
+        place = "the folder that save_checkpoint wrote to" if inner is None else f"{inner}, which holds some"
+        raise CheckpointError(f"{folder} {what}; give {place}")
     return saves[-1]
 
 
