@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
+
+# In the forward of a class of transformers: its common losses, or a shift of its own.
+_SHIFTS = re.compile(r"self\.loss_function|labels\[(\.\.\.|:), 1:|shift_labels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +228,19 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
         raise ValueError(
             f"{folder}: by its config.json the model has no layers, as {empty[0]} is empty; put back the number of "
             "layers that it was saved with"
+        )
+
+
+def refuse_unshifted(loaded: LoadedModel) -> None:
+    """ValueError if the loss compares the output at a token with the label there, where that of the next one is due.
+
+    That is so for decoders of models that translate and the like, whose class has a loss of its own.
+    """
+    kind = type(loaded.model)
+    if loaded.folder is not None and not _SHIFTS.search(inspect.getsource(kind.forward)):
+        raise ValueError(
+            f"{loaded.folder}: the loss of {kind.__name__} compares each token with itself and not with the next one, "
+            "so the model would learn to copy; wrap such a model in a loop of your own, which shifts the labels"
         )
 
 

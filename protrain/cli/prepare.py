@@ -26,7 +26,7 @@ from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import logger
 from protrain.cli.metrics import MetricsFile, steps_reached
-from protrain.cli.models import LoadedModel, fit_positions, load_model, refuse_huge_batch
+from protrain.cli.models import LoadedModel, fit_positions, load_model, refuse_huge_batch, refuse_unshifted
 from protrain.cli.options import need
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
 from protrain.cli.trained import adamw, choose_trained, loaded_in_4bit, shape_in_4bit
@@ -161,6 +161,7 @@ def _checked_model(
     """The model of ``job`` with its adapter, AdamW over what is to be trained, and how many parameters there are."""
     torch.manual_seed(job.seed)  # the random start values depend on it
     loaded = load_model(job.model, from_scratch=job.from_scratch)
+    refuse_unshifted(loaded)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     if job.chunked_loss:
         _check_head(loaded.model, device, folder, resume=resume)

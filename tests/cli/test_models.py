@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from protrain.cli.main import main
-from protrain.cli.models import fit_positions, load_model
+from protrain.cli.models import fit_positions, load_model, refuse_unshifted
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
@@ -116,6 +117,33 @@ def test_a_model_that_sees_the_tokens_that_it_is_to_predict_is_refused(kind: str
     config.is_decoder = True
     config.save_pretrained(tmp_path)
     load_model(str(tmp_path), from_scratch=True)
+
+
+_SMALL = {"vocab_size": 256, "max_position_embeddings": 32}
+_DECODERS: dict[str, dict[str, Any]] = {
+    "Bart": {**_SMALL, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 1, "decoder_ffn_dim": 16},
+    "MBart": {**_SMALL, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 1, "decoder_ffn_dim": 16},
+    "XLM": {**_SMALL, "emb_dim": 16, "n_layers": 1, "n_heads": 1},
+    "GPT2": {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 1},
+    "XGLM": {**_SMALL, "d_model": 16, "num_layers": 1, "attention_heads": 1, "ffn_dim": 16},
+    "Bert": {**_SMALL, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1},
+    "Mamba": {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 1},
+}
+
+
+@pytest.mark.parametrize("kind", _DECODERS)
+def test_a_loss_that_compares_a_token_with_itself_is_refused(kind: str, tmp_path: Path) -> None:
+    config = getattr(transformers, f"{kind}Config")(**_DECODERS[kind], is_decoder=True)
+    config.save_pretrained(tmp_path)
+    with torch.random.fork_rng(devices=[]):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    ids = torch.arange(4)[None]
+    first = torch.where(ids == 0, 7, -100)  # no token comes before the first, so its label is none to be learnt
+    unshifted = bool(model(input_ids=ids, labels=first).loss > 0)
+    assert unshifted == (kind in ("Bart", "MBart", "XLM"))
+    loaded = load_model(str(tmp_path), from_scratch=True)
+    with pytest.raises(ValueError, match="compares each token with itself") if unshifted else nullcontext():
+        refuse_unshifted(loaded)
 
 
 def test_a_quantized_model_is_refused_by_its_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

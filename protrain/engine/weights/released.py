@@ -173,7 +173,8 @@ def weight_of(handle: Handle) -> Tensor:
     if chunk.ranks.several:
         raise MisuseError(
             f"{handle.name} is read outside of its forward, and each rank has a part of it: read it inside `with "
-            "protrain.full_parameters(...)`, which all ranks enter"
+            "protrain.full_parameters(...)`, which all ranks enter. DistributedDataParallel reads it too: do without "
+            "that, as protrain.wrap reduces gradients over all ranks"
         )
     chunk.wait_for_update()
     return member.view(chunk.current_weight).to(engine.memory.device, copy=True)
