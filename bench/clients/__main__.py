@@ -2,7 +2,7 @@
 
 Without ProTrain a client does what its users do: fp32 weights, bf16 autocast on a GPU, fused AdamW, and
 DistributedDataParallel on several GPUs. Lightning's Trainer refuses to clip with a fused AdamW, so it has torch's
-default. With ProTrain the lines change that the user guide tells. The model fits on the GPU, so this shows what
+default. With ProTrain the lines change that docs/clients.md shows. The model fits on the GPU, so this shows what
 ProTrain costs or gains where nobody needs it, and a remark says so where a plan keeps less on the GPU. Each training
 has a process of its own for each GPU.
 """

@@ -90,9 +90,9 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A way to use ProTrain that the user guide describes."""
+    """A way to use ProTrain that docs/clients.md describes."""
 
     train: Callable[[Run], None]
     packages: tuple[str, ...]  # that must be installed
-    lines: str  # that a user adds or changes for ProTrain, as in the user guide
+    lines: str  # that a user adds or changes for ProTrain, as on that page
     sequences: int = 1  # of a row of the batch that pass through the trained model

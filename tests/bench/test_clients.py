@@ -139,8 +139,8 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         assert message in capsys.readouterr().err
 
 
-def test_the_lines_that_users_add_are_those_of_the_user_guide() -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "user-guide.md").read_text()
+def test_the_lines_that_users_add_are_those_of_its_page() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
     for client in CLIENTS.values():
         imported = client.lines.splitlines()[0]
         assert imported == "import protrain" or imported in guide

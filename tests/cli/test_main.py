@@ -258,7 +258,7 @@ def test_the_options_of_a_resumed_run_are_listed(capsys: pytest.CaptureFixture[s
     help_text = " ".join(run(capsys, "train", "--help")[1].split())
     listed = help_text.partition("that never change the weights: ")[2].partition(" --seed")[0]
     assert sorted(listed.replace(" ", "").split(",")) == sorted(MAY_DIFFER.values())
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "user-guide.md").read_text()
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text()
     listed = guide.partition("`--resume` takes the options of the run.")[2].partition("\n\n")[0]
     assert sorted(re.findall(r"`(--[\w-]+)`", listed)) == sorted(MAY_DIFFER.values())
 
