@@ -65,7 +65,8 @@ def work(kind: type[_Job], measure: Callable[[_Job, torch.device, Path], Outcome
     job = kind.load(args.job)
     out = file_of(args.out, local_rank())
     device = own_device()
-    faulthandler.dump_traceback_later(max(1.0, job.until - time.time()))  # where it stands is told if it does not end
+    # The stacks in its log say where a worker stood that did not end in time.
+    faulthandler.dump_traceback_later(max(1.0, job.until - time.time()))
     try:
         outcome = measure(job, device, out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result

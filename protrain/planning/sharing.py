@@ -59,7 +59,7 @@ def first_late(waiting: Sequence[Waiting], now_ms: float, host_free_ms: float, h
     if index is None:
         return None
     taken = waiting[index]
-    # As if the states went to the GPU first. In truth they share the link with weights that are updated meanwhile.
+    # The states are taken to go to the GPU first. In truth they share the link with weights updated meanwhile.
     back_ms, link_ms, end_ms = now_ms + taken.device_ms, now_ms + taken.states_ms, max(now_ms, host_free_ms)
     updated = [(back_ms, taken)]
     for update in (*waiting[:index], *waiting[index + 1 :]):
