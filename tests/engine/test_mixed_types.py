@@ -34,7 +34,7 @@ class Mixed(nn.Module):
 
 
 def rows() -> list[Tensor]:
-    return list(torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(1)))
+    return list(torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float32))
 
 
 @pytest.mark.parametrize("at", ["wrap", "the first call"])

