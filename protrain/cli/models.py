@@ -234,7 +234,7 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
 def refuse_unshifted(loaded: LoadedModel) -> None:
     """ValueError if the loss compares the output at a token with the label there, where that of the next one is due.
 
-    That is so for decoders of models that translate and the like, whose class has a loss of its own.
+    Decoders of models that translate, and the like, have such a loss in their own class.
     """
     kind = type(loaded.model)
     if loaded.folder is not None and not _SHIFTS.search(inspect.getsource(kind.forward)):

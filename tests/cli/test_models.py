@@ -132,7 +132,9 @@ _DECODERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", _DECODERS)
-def test_a_loss_that_compares_a_token_with_itself_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_loss_that_compares_a_token_with_itself_is_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = getattr(transformers, f"{kind}Config")(**_DECODERS[kind], is_decoder=True)
     config.save_pretrained(tmp_path)
     with torch.random.fork_rng(devices=[]):
@@ -144,6 +146,10 @@ def test_a_loss_that_compares_a_token_with_itself_is_refused(kind: str, tmp_path
     loaded = load_model(str(tmp_path), from_scratch=True)
     with pytest.raises(ValueError, match="compares each token with itself") if unshifted else nullcontext():
         refuse_unshifted(loaded)
+    if unshifted:
+        run = ["--from-scratch", "--device", "cpu", "--steps", "1", "--folder", str(tmp_path / "run")]
+        assert main(["train", "--model", str(tmp_path), *run]) == 2
+        assert "compares each token with itself" in capsys.readouterr().err
 
 
 def test_a_quantized_model_is_refused_by_its_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import protrain
 from protrain import beginning
+from protrain.common.errors import MisuseError
 from protrain.common.quantities import format_bytes
 from protrain.distributed.watch import Watch
 from tests.distributed.pool import on_ranks
@@ -278,6 +280,20 @@ def test_the_group_of_a_mesh() -> None:
     losses = on_ranks(2, train_in_mesh, True)
     assert losses == on_ranks(2, train_in_mesh, False)
     assert losses[0] != losses[1]
+
+
+def put_into_ddp(rank: int) -> str:
+    wrapped, _ = wrap(Model())
+    try:
+        DistributedDataParallel(wrapped)
+    except MisuseError as error:
+        return str(error)
+    return ""
+
+
+def test_another_wrapper_around_the_model_is_told_to_go() -> None:
+    for error in on_ranks(2, put_into_ddp):
+        assert "DistributedDataParallel reads it too: do without that" in error
 
 
 def refused(rank: int, what: str) -> str:
