@@ -27,7 +27,7 @@ from protrain.profiler.blocks import find_blocks
 from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import ALONE, MISSING, Together
-from protrain.profiler.trace import profile
+from protrain.profiler.trace import profile_together
 from protrain_cache import keeps_measurements
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
@@ -50,7 +50,7 @@ def cached_profile(
     times depend on what else the machine is doing at that moment.
     """
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
-    make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, together=together, **how)
+    make = partial(profile_together, model, example_batch, together, show=show, device_bytes=device_bytes, **how)
     if device.type == "cpu" or not keeps_measurements():
         together.largest(MISSING, 1.0)
         return make()

@@ -53,7 +53,6 @@ def profile(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
-    together: Together = ALONE,
 ) -> ModelProfile:
     """Trace one training step of ``model`` on ``example_batch``.
 
@@ -69,12 +68,35 @@ def profile(
         show: called with a line on what is being done, as a trace may take minutes on a CPU.
         device_bytes: the size of the device. Weights may keep half of it from one use to the next. The default is
             what is free.
-        together: the ranks that profile together. The default is this one alone.
 
     Raises:
         ValueError: there is no such device, the batch is no mapping or tuple, nothing is trainable, a module is a
             ScriptModule, or the model changes its parameters in place in forward.
     """
+    return profile_together(
+        model,
+        example_batch,
+        ALONE,
+        optimizer=optimizer,
+        device=device,
+        dtype=dtype,
+        show=show,
+        device_bytes=device_bytes,
+    )
+
+
+def profile_together(
+    model: nn.Module,
+    example_batch: Any,
+    together: Together,
+    *,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    show: Callable[[str], None] | None,
+    device_bytes: int | None,
+) -> ModelProfile:
+    """``profile`` of one of the ranks that profile ``together``."""
     batches.check(example_batch)
     refuse_scripted(model)
     target = torch.device("meta") if str(device) == "meta" else own_device(device)

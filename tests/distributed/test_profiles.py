@@ -75,11 +75,11 @@ def profile_with_a_full_rank(rank: int) -> tuple[str, float]:
         n_profiles += 1
         if rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return trace.profile(*args, **options)
+        return trace.profile_together(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(beginning, "cached_profile", cache.cached_profile)
-        patch.setattr(cache, "profile", profile)
+        patch.setattr(cache, "profile_together", profile)
         torch.manual_seed(0)
         model, optimizer = wrap(Centred(together=False))
     assert n_profiles == 1
