@@ -64,7 +64,7 @@ def discard_unfinished(folder: Path) -> None:
 def sample(run: Run) -> str:
     """A held-out prompt and the model's continuation. It is the same for the same weights and seed."""
     source = run.tokens.held_out if len(run.tokens.held_out) else run.tokens.train
-    positions = getattr(run.loaded.config, "max_position_embeddings", None) or run.sequence
+    positions = run.loaded.positions or run.sequence
     length = min(prompt_tokens(source), len(source), run.sequence)
     prompt = torch.from_numpy(source.tokens[:length].astype("int64"))[None].to(run.device)
     run.model.eval()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,13 @@ from protrain.common.errors import PlanError
 from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
+# The names that families of transformers have for the number of tokens that they can tell apart by position.
+_POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
 
 # In the forward of a class of transformers: its common losses, or a shift of its own.
 _SHIFTS = re.compile(r"self\.loss_function|labels\[(\.\.\.|:), 1:|shift_labels")
+_DOCSTRING = re.compile(r'""".*?"""', re.DOTALL)  # which may show how labels are shifted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +43,18 @@ class LoadedModel:
 
     @property
     def config(self) -> Any:
-        """The transformers configuration."""
-        return self.model.config
+        """The transformers configuration, of a model that sees pictures too that of its text."""
+        return _text_config(self.model)
+
+    @property
+    def positions(self) -> int | None:
+        """The number of tokens that the model has positions for. None: it computes them, or has none."""
+        return _positions(self.model)
+
+    @cached_property
+    def first_position(self) -> int:
+        """The position of a row's first token."""
+        return _first_position(self.model)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """The arguments of the model for ``batch``.
@@ -50,7 +64,7 @@ class LoadedModel:
         """
         taken = inspect.signature(type(self.model).forward).parameters
         if "position_ids" in batch and {"position_ids", "use_cache"} <= taken.keys():
-            return {**batch, "use_cache": False}
+            return {**batch, "position_ids": batch["position_ids"] + self.first_position, "use_cache": False}
         return {name: value for name, value in batch.items() if name != "position_ids"}
 
 
@@ -109,8 +123,7 @@ def fit_positions(loaded: LoadedModel, sequence: int) -> None:
     Raises:
         ValueError: the model has fewer positions.
     """
-    config = loaded.config
-    positions = getattr(config, "max_position_embeddings", None)
+    config, positions = loaded.config, loaded.positions
     if positions is None or sequence <= positions:
         return
     rotary = getattr(config, "rope_parameters", None) or {}
@@ -145,8 +158,14 @@ def attention_flops_per_token(config: Any, sequence: int) -> int:
     Each of Q K^T and A V takes 2 operations per channel and visible token, of which there are sequence / 2 on average.
     Backward takes twice as many as forward.
     """
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 3 * 2 * 2 * config.num_hidden_layers * config.num_attention_heads * head * sequence // 2
+    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    return 3 * 2 * 2 * sum(_attention_channels(layer) for layer in layers) * sequence // 2
+
+
+def _attention_channels(layer: Any) -> int:
+    """The channels of all heads of a layer of this configuration. Recurrent models, such as Mamba, have none."""
+    heads = getattr(layer, "num_attention_heads", None) or 0
+    return heads and heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
 
 
 def _folder_of(name: str) -> Path:
@@ -177,10 +196,29 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
         said = _why_not(config, error, transformers)
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
     _refuse_untrainable(folder, config, model)
-    positions = getattr(config, "max_position_embeddings", None) or 1024
-    if positions < 2:  # each token is learnt from the tokens before it
+    positions = _positions(model)
+    if positions is not None and positions < 2:  # each token is learnt from the tokens before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
-    return LoadedModel(model=model, folder=folder, sequence=min(1024, positions), learning_rate=3e-5)
+    return LoadedModel(model=model, folder=folder, sequence=min(1024, positions or 1024), learning_rate=3e-5)
+
+
+def _text_config(model: Any) -> Any:
+    return model.config.get_text_config(decoder=True)
+
+
+def _positions(model: nn.Module) -> int | None:
+    config = _text_config(model)
+    found = [number for name in _POSITIONS if (number := getattr(config, name, None)) is not None]
+    if not found or found[0] == -1:  # XLNet says so that there is no limit
+        return None
+    return int(found[0]) - _first_position(model)
+
+
+def _first_position(model: nn.Module) -> int:
+    """0, but where padding has a position of its own, as in RoBERTa, the one behind it."""
+    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
+    paddings = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
+    return next((padding + 1 for padding in paddings if padding is not None), 0)
 
 
 def _why_not(config: Any, error: Exception, transformers: Any) -> str:
@@ -237,7 +275,8 @@ def refuse_unshifted(loaded: LoadedModel) -> None:
     Decoders of models that translate, and the like, have such a loss in their own class.
     """
     kind = type(loaded.model)
-    if loaded.folder is not None and not _SHIFTS.search(inspect.getsource(kind.forward)):
+    forward = _DOCSTRING.sub("", inspect.getsource(kind.forward))
+    if loaded.folder is not None and not _SHIFTS.search(forward):
         raise ValueError(
             f"{loaded.folder}: the loss of {kind.__name__} compares each token with itself and not with the next one, "
             "so the model would learn to copy; wrap such a model in a loop of your own, which shifts the labels"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,78 @@ def test_trained_and_scaled_positions_end(scaled: bool, tmp_path: Path) -> None:
         loaded = load_model(str(tmp_path))
     with pytest.raises(ValueError, match=f"longer than the {positions} positions"):
         fit_positions(loaded, positions + 1)
+
+
+_LAYERS = {
+    **{"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+_SEEN = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "bloom": {"vocab_size": 256, "hidden_size": 16, "n_layer": 1, "n_head": 1},
+    "mpt": {"vocab_size": 256, "d_model": 16, "n_layers": 1, "n_heads": 2, "max_seq_len": 48},
+    "roberta": {**_LAYERS, "max_position_embeddings": 50, "is_decoder": True, "pad_token_id": 1},
+    "mamba": {"vocab_size": 256, "hidden_size": 16, "state_size": 4, "num_hidden_layers": 1},
+    "gemma3": {
+        "text_config": {**_LAYERS, "head_dim": 8, "max_position_embeddings": 48},
+        "vision_config": {**_SEEN, "image_size": 32, "patch_size": 8},
+        "mm_tokens_per_image": 4,
+    },
+    "gemma4": {  # whose layers have heads of two sizes
+        "text_config": {
+            **{**_LAYERS, "head_dim": 8, "global_head_dim": 16, "max_position_embeddings": 48, "sliding_window": 8},
+            **{"layer_types": ["sliding_attention", "full_attention"]},
+            **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 256},
+        }
+    },
+}
+
+
+@pytest.fixture
+def of_family(tmp_path: Path) -> Callable[[str], Path]:
+    """Makes the folder of a tiny model."""
+
+    def made(name: str) -> Path:
+        try:
+            config = transformers.AutoConfig.for_model(name, **_FAMILIES[name])
+        except ValueError:
+            pytest.skip(f"this version of transformers has no {name}")
+        config.save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return made
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_a_model_trains_on_as_many_tokens_as_it_has_positions(name: str, of_family: Callable[[str], Path]) -> None:
+    loaded = load_model(str(of_family(name)), from_scratch=True)
+    ends = name not in ("bloom", "mamba")
+    assert loaded.sequence == (48 if ends else 1024)
+    fit_positions(loaded, loaded.sequence)
+    with pytest.raises(ValueError, match="--sequence 1025 is longer than the 48 positions") if ends else nullcontext():
+        fit_positions(loaded, 1025)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(loaded.model.config).eval()
+    places = torch.arange(loaded.sequence)[None]
+    text = {"input_ids": places % 200 + 3, "labels": places % 200 + 3}
+    loss = model(**loaded.arguments(text)).loss
+    assert torch.equal(model(**loaded.arguments({**text, "position_ids": places})).loss, loss)  # a sequence of one row
+
+
+@pytest.mark.parametrize(
+    ("name", "channels"), {"bloom": 16, "mpt": 16, "roberta": 32, "mamba": 0, "gemma3": 32, "gemma4": 16 + 32}.items()
+)
+def test_the_rate_of_a_run_counts_the_attention_that_its_family_has(
+    name: str, channels: int, of_family: Callable[[str], Path], tmp_path: Path
+) -> None:
+    (tmp_path / "text.txt").write_text("a line of text, and another one\n" * 300)
+    options = ["--from-scratch", "--device", "cpu", "--steps", "3", "--batch", "1", "--sequence", "40", "--no-model"]
+    places = ["--data", str(tmp_path / "text.txt"), "--folder", str(tmp_path / "run")]
+    assert main(["train", "--model", str(of_family(name)), *options, *places]) == 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    of_parameters, of_attention = 6 * summary["parameters"], 12 * channels * 40 // 2
+    assert summary["model_tflops"] / summary["parameter_tflops"] == pytest.approx(1 + of_attention / of_parameters)
 
 
 @pytest.fixture
@@ -124,6 +197,11 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Bart": {**_SMALL, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 1, "decoder_ffn_dim": 16},
     "MBart": {**_SMALL, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 1, "decoder_ffn_dim": 16},
     "XLM": {**_SMALL, "emb_dim": 16, "n_layers": 1, "n_heads": 1},
+    "XLNet": {"vocab_size": 256, "d_model": 16, "d_inner": 16, "n_layer": 1, "n_head": 1},  # it has -1 positions
+    "ProphetNet": {
+        **{**_SMALL, "hidden_size": 16, "num_decoder_layers": 1, "num_decoder_attention_heads": 1},
+        **{"decoder_ffn_dim": 16, "add_cross_attention": False, "is_encoder_decoder": False},
+    },
     "GPT2": {"vocab_size": 256, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 1},
     "XGLM": {**_SMALL, "d_model": 16, "num_layers": 1, "attention_heads": 1, "ffn_dim": 16},
     "Bert": {**_SMALL, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1},
@@ -142,7 +220,7 @@ def test_a_loss_that_compares_a_token_with_itself_is_refused(
     ids = torch.arange(4)[None]
     first = torch.where(ids == 0, 7, -100)  # no token comes before the first, so its label is none to be learnt
     unshifted = bool(model(input_ids=ids, labels=first).loss > 0)
-    assert unshifted == (kind in ("Bart", "MBart", "XLM"))
+    assert unshifted == (kind in ("Bart", "MBart", "XLM", "XLNet", "ProphetNet"))
     loaded = load_model(str(tmp_path), from_scratch=True)
     with pytest.raises(ValueError, match="compares each token with itself") if unshifted else nullcontext():
         refuse_unshifted(loaded)
