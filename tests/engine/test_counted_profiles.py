@@ -18,6 +18,7 @@ from protrain.common.errors import PlanError
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.compilation import CompiledForward
 from protrain.forwards import change_forwards
+from protrain.profiler.trace import profile_together
 from tests.engine.harness import Batch, Loop, adamw, assert_same, plain_run, states
 from tests.engine.refusing import refused
 
@@ -159,7 +160,7 @@ def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
     batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(beginning, "cached_profile", protrain.profile)
+    monkeypatch.setattr(beginning, "cached_profile", profile_together)
     with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
         protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
     smaller: Any = (batch[0][:2000],)
