@@ -19,13 +19,15 @@ class Codec:
     first: int | None = None  # the token with which the tokenizer begins a text, if it does
     separator: int | None = 0  # the token after every document
     vocabulary: int = 256  # all token ids are smaller
+    needed: int = 256  # embeddings that a model must have; text may be without the tokens that were added later
+    embeddings: int | None = None  # that the model has; None if it has one for every token
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The type of ids on the disk."""
         return np.dtype(np.uint16 if self.vocabulary <= 2**16 else np.uint32)
 
-    def encode(self, text: bytes) -> list[int] | NDArray[np.uint8]:
+    def encode(self, text: bytes) -> NDArray[np.uint8] | NDArray[np.int64]:
         """The ids of UTF-8 text."""
         return np.frombuffer(text, np.uint8)
 
@@ -36,6 +38,18 @@ class Codec:
         for first, end in spans:
             counted[len(text[:first].encode()) : len(text[:end].encode())] = True
         return ids, counted
+
+    def checked(self, ids: list[int]) -> NDArray[np.int64]:
+        """``ids`` of the tokenizer. ValueError if the model has no embedding for one of them."""
+        array = np.array(ids, np.int64)
+        if self.embeddings is not None and array.max(initial=0) >= self.embeddings:
+            wrong = int(array[array >= self.embeddings][0])
+            raise ValueError(
+                f"token {wrong} ({self.tokenizer.convert_ids_to_tokens(wrong)!r}) has no embedding, as --model has "
+                f"{self.embeddings}: take it out of the data, or save the model anew after "
+                f"model.resize_token_embeddings({self.vocabulary}), which then learns it"
+            )
+        return array
 
     def decode(self, tokens: list[int]) -> str:
         """The text of ``tokens``, without those of a model that stand for no text."""
@@ -49,12 +63,14 @@ class TokenizerCodec(Codec):
         self.tokenizer = tokenizer
         self.first = tokenizer.bos_token_id if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else None
         self.separator = tokenizer.eos_token_id
-        self.vocabulary = len(tokenizer)
+        ids, added = tokenizer.get_vocab(), tokenizer.get_added_vocab()
+        always = (number for number in (self.first, self.separator) if number is not None)
+        self.vocabulary = 1 + max(ids.values())
+        self.needed = 1 + max((*always, *(number for token, number in ids.items() if token not in added)))
 
     @override
-    def encode(self, text: bytes) -> list[int] | NDArray[np.uint8]:
-        ids: list[int] = self.tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"]
-        return ids
+    def encode(self, text: bytes) -> NDArray[np.int64]:
+        return self.checked(self.tokenizer(text.decode(), add_special_tokens=False, verbose=False)["input_ids"])
 
     @override
     def encode_spans(self, text: str, spans: Spans) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -65,7 +81,7 @@ class TokenizerCodec(Codec):
                 "be told from questions: give --loss-on all"
             )
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=not whole, verbose=False)
-        ids = np.array(found["input_ids"], np.int64)
+        ids = self.checked(found["input_ids"])
         if whole:
             return ids, np.full(len(ids), bool(spans))
         counted = np.zeros(len(ids), np.bool_)

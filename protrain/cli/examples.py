@@ -111,7 +111,7 @@ class ExampleMaker:
             if given:
                 asked = self._apply(messages[: len(given)], tools, tokenize=False)
                 counted[: len(self.codec.encode(asked.encode()))] = False
-            return np.array(found["input_ids"], np.int64), counted
+            return self.codec.checked(found["input_ids"]), counted
         text = self._apply(messages, tools, tokenize=False)
         spans = [(0, len(text))] if self.all_tokens else self._answers(text, messages, len(given), tools)
         return self.codec.encode_spans(text, spans)

@@ -64,8 +64,9 @@ def discard_unfinished(folder: Path) -> None:
 def sample(run: Run) -> str:
     """A held-out prompt and the model's continuation. It is the same for the same weights and seed."""
     source = run.tokens.held_out if len(run.tokens.held_out) else run.tokens.train
-    positions = run.loaded.positions or run.sequence
-    length = min(prompt_tokens(source), len(source), run.sequence)
+    positions = run.loaded.positions or run.sequence + run.job.sample_tokens
+    room = positions - min(run.job.sample_tokens, positions // 2)  # as a prompt may take all positions
+    length = min(prompt_tokens(source), len(source), run.sequence, room)
     prompt = torch.from_numpy(source.tokens[:length].astype("int64"))[None].to(run.device)
     run.model.eval()
     with torch.no_grad(), torch.random.fork_rng():

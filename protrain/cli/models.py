@@ -106,10 +106,16 @@ def load_model(name: str, *, layers: int | None = None, from_scratch: bool = Fal
             "random ones"
         )
     codec = read_codec(folder)
-    if codec.vocabulary > loaded.config.vocab_size:
+    codec.embeddings = loaded.config.vocab_size
+    if codec.needed > codec.embeddings:
         raise ValueError(
-            f"{folder} has {loaded.config.vocab_size} embeddings and its tokens need {codec.vocabulary}"
-            + (": it has no tokenizer, so text is read as bytes" if codec.tokenizer is None else "")
+            f"{folder} has {codec.embeddings} embeddings and its tokens need {codec.needed}: "
+            + (
+                "it has no tokenizer, so text is read as bytes"
+                if codec.tokenizer is None
+                else "put the tokenizer into it that the model was saved with, or save the model anew after "
+                f"model.resize_token_embeddings({codec.vocabulary})"
+            )
         )
     return replace(loaded, weights=None if from_scratch else folder, codec=codec)
 

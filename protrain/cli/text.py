@@ -59,10 +59,11 @@ def _write(
     separator: NDArray[Any] = np.array([] if codec.separator is None else [codec.separator], dtype)
     with open(tokens_file(folder, "train"), "wb+") as train, open(tokens_file(folder, "held_out"), "wb") as evaluation:
         for document in documents:
-            start = train.tell()
+            start, line = train.tell(), 1
             for number, piece in enumerate(_pieces(document)):
                 text = piece if number else piece.removeprefix(codecs.BOM_UTF8)  # a sign of the encoding, and no text
-                tokens = np.asarray(codec.encode(text)).astype(dtype)
+                tokens = _encoded(codec, text, document, line).astype(dtype)
+                line += piece.count(b"\n")
                 counts += np.bincount(tokens, minlength=codec.vocabulary)
                 crc32 = zlib.crc32(tokens.tobytes(), crc32)
                 train.write(tokens.tobytes())
@@ -79,6 +80,23 @@ def _write(
             train.truncate(kept)
             train.seek(kept)
     return counts, crc32
+
+
+def _encoded(codec: Codec, text: bytes, document: Path, line: int) -> NDArray[Any]:
+    """The tokens of ``text``, which begins in that ``line`` of ``document``. Errors name the line."""
+    try:
+        return codec.encode(text)
+    except ValueError as error:
+        raise ValueError(f"--data: {document}, line {line + _lines_before_error(codec, text)}: {error}") from None
+
+
+def _lines_before_error(codec: Codec, text: bytes) -> int:
+    for number, line in enumerate(text.split(b"\n")):
+        try:
+            codec.encode(line)
+        except ValueError:
+            return number
+    return 0  # a token that goes over several lines
 
 
 def _refuse_other_encodings(documents: list[Path]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from protrain.cli.codec import Codec, TokenizerCodec
 from protrain.cli.data import Tokens, check_length, evaluation_batches, training_batch
@@ -48,7 +49,6 @@ def test_the_byte_order_mark_of_a_file_is_no_text(tmp_path: Path) -> None:
     bytes_of_all = tokenize(paths, Codec(), tmp_path / "bytes", held_out=0.0).train.tokens
     assert bytes_of_all.tolist() == [*b"to be", 0, *"\ufeffbe".encode(), 0]  # a second mark is a character
     codec = words_codec()
-    codec.vocabulary = 70001
     assert tokenize(paths[:1], codec, tmp_path / "words", held_out=0.0).train.tokens.tolist() == [1, 2, 70000]
     with pytest.raises(ValueError, match=r"c\.txt holds no text"):
         tokenize(paths[2:], Codec(), tmp_path / "none", held_out=0.0)
@@ -69,7 +69,6 @@ def test_a_checksum_sees_one_changed_letter(tmp_path: Path) -> None:
 
 def test_a_tokenizer_gives_the_tokens_and_the_separator(tmp_path: Path) -> None:
     codec = words_codec()
-    codec.vocabulary = 70001
     source = tmp_path / "text.txt"
     source.write_text("to be or\n")
     tokens = tokenize([source], codec, tmp_path / "data", held_out=0.0)
@@ -161,9 +160,9 @@ def test_a_line_of_any_length_is_read_in_pieces_that_cut_no_character(character:
     pieces: list[bytes] = []
 
     class Collecting(Codec):
-        def encode(self, text: bytes) -> list[int]:
+        def encode(self, text: bytes) -> NDArray[np.uint8]:
             pieces.append(text)
-            return [1]
+            return np.ones(1, np.uint8)
 
     tokenize([tmp_path / "text.txt"], Collecting(), tmp_path / "data", held_out=0.0)
     assert max(map(len, pieces)) <= 512 * 1024

@@ -294,7 +294,7 @@ def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pyt
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words))
     tokenizer.save_pretrained(folder)  # it has more tokens than the model has embeddings
     assert planned() == whole
-    with pytest.raises(ValueError, match=f"^{folder} has 256 embeddings and its tokens need 300$"):
+    with pytest.raises(ValueError, match=f"^{folder} has 256 embeddings and its tokens need 300: put the tokenizer"):
         load_model(str(folder))
     for file in folder.iterdir():
         if file.name != "config.json":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,79 @@ def test_a_full_disk_is_named_and_gets_its_bytes_back(name: str, tmp_path: Path)
         tokenize([tmp_path / "text.txt"], Codec(), folder, held_out=0.5)
     assert "make room there, or give another --folder" in str(error.value)
     assert list(folder.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def with_a_late_token(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with 256 embeddings whose tokenizer was given one more token."""
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"word{number}": number for number in range(256)}, unk_token="word0")
+    )
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="word1")
+    tokenizer.add_tokens(["<late>"])
+    tokenizer.chat_template = (
+        "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+        "{% endgeneration %}{% else %}{{ message.content }}{% endif %} {% endfor %}"
+    )
+    folder = tmp_path_factory.mktemp("late")
+    tokenizer.save_pretrained(folder)
+    transformers.LlamaConfig(
+        **{"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 1, "max_position_embeddings": 16},
+    ).save_pretrained(folder)
+    return folder
+
+
+def _lines(kind: str, asked: str) -> str:
+    answer = "word2 word3 word4 " * 40
+    if kind == "text":
+        return f"{asked} {answer}\n"
+    if kind == "rows":
+        return json.dumps({"prompt": f"{asked} ", "completion": answer}) + "\n"
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+@pytest.mark.parametrize("kind", ["text", "rows", "conversations"])
+def test_a_token_without_an_embedding_is_named_with_its_line(
+    kind: str, with_a_late_token: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / ("data.txt" if kind == "text" else "data.jsonl")
+    command = ["train", "--model", str(with_a_late_token), "--from-scratch", "--device", "cpu", "--data", str(data)]
+    command += ["--steps", "1", "--folder", str(tmp_path / "run"), "--no-model"]
+    data.write_text(_lines(kind, "word5") * 2 + _lines(kind, "<late>") + _lines(kind, "word5"))
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert f"{data}, line 3: token 256 ('<late>') has no embedding, as --model has 256: take it out" in said
+    assert "model.resize_token_embeddings(257)" in said
+    data.write_text(_lines(kind, "word5") * 4)
+    assert main(command) == 0
+
+
+def test_a_token_that_every_text_has_needs_an_embedding(
+    with_a_late_token: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(with_a_late_token, model)
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<late>"}))
+    assert main(["train", "--model", str(model), "--from-scratch", "--folder", str(tmp_path / "run")]) == 2
+    assert f"{model} has 256 embeddings and its tokens need 257: put the tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tokens", [7, 200])
+def test_the_prompt_of_a_sample_leaves_room_for_what_follows(
+    tokens: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        **{"vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1},
+        **{"num_attention_heads": 1, "max_position_embeddings": 16},
+    ).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("a line that is longer than all positions of the model\n" * 20)
+    command = ["train", "--model", str(tmp_path / "model"), "--from-scratch", "--device", "cpu", "--steps", "1"]
+    command += ["--data", str(tmp_path / "text.txt"), "--folder", str(tmp_path / "run"), "--no-model"]
+    assert main([*command, "--sample-tokens", str(tokens)]) == 0
+    assert (tmp_path / "run" / "summary.json").exists()
