@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -47,16 +47,16 @@ class Machine:
     method: int
 
     @classmethod
-    def of(cls, device: torch.device) -> Machine:
-        """This machine with ``device``, in the run that this process belongs to."""
-        processes = announced_processes()
+    def of(cls, device: torch.device, *, processes: int | None = None) -> Machine:
+        """This machine with ``device``, in a run of so many ``processes`` here. None: the run of this process."""
+        world_size = announced_processes() if processes is None else processes
         return cls(
             name=device_name(device),
             driver=driver_version(device),
             torch_version=torch.__version__,
-            world_size=processes,
-            n_nodes=nodes_of(processes),
-            nccl_p2p=_told_nccl() if processes > 1 else "",
+            world_size=world_size,
+            n_nodes=nodes_of(world_size) if processes is None else 1,
+            nccl_p2p=_told_nccl() if world_size > 1 else "",
             processor=processor_name(),
             cpu_threads=usable_cores(),
             method=_METHOD,
@@ -95,8 +95,7 @@ def cached(device: torch.device) -> HardwareProfile | None:
     """
     if not keeps_measurements():
         return None
-    own = Machine.of(device)
-    for machine in dict.fromkeys((own, replace(own, world_size=1, n_nodes=1, nccl_p2p=""))):
+    for machine in dict.fromkeys((Machine.of(device), Machine.of(device, processes=1))):
         try:
             profile = HardwareProfile.load(machine.path)
         except ValueError:
