@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from protrain.forward.meta_autocast import cast_in_graph
 from protrain.forward.replacing import replace_attributes
 
 # The modules of torch.compile take longer to import than the rest of torch, so functions import them when they compile.
@@ -91,12 +92,18 @@ def graphs_alone() -> Any:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    return aot_autograd(
+    split = aot_autograd(
         fw_compiler=_marked,
         bw_compiler=_marked,
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
+
+    def run(graph: Any, inputs: Any) -> Any:
+        cast_in_graph(graph)
+        return split(graph, inputs)
+
+    return run
 
 
 def inside_graph() -> bool:

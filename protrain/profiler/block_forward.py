@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _pop_mode_temporarily
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
+from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.forward.module_state import BlockModules
 from protrain.profiler.attention_calls import AttentionCall
 from protrain.profiler.operations import Operations
 from protrain.profiler.restored_model import snapshot
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.storages import allocated_bytes, memory_in, storage_key, storages_in
+from protrain.profiler.weight_uses import Uses
 
 
 @dataclass
@@ -70,12 +72,21 @@ def measure_block(
     use.attention += computed.attention
     use.collective |= computed.collective
     known = graphs_compiled()
-    with _pop_mode_temporarily():
+    with without_own_modes():
         _measure(use, forward, args, kwargs, block, weights, count=False)
     if graphs_compiled() != known:
         # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
         gc.collect()
     return forward
+
+
+@contextmanager
+def without_own_modes() -> Iterator[None]:
+    """Take away the function modes of a step, which the compiler would trace around every operator."""
+    with ExitStack() as stack:
+        while isinstance(_get_current_function_mode(), Uses | AutocastOnMeta):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
 
 
 def _measure(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.dispatch import RuntimeMode
-from protrain.profiler.meta_autocast import AutocastOnMeta
+from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.profiler.storages import storage_key, storages_in
 
 _USUAL = F.scaled_dot_product_attention
@@ -29,7 +29,7 @@ _USUAL = F.scaled_dot_product_attention
 def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) -> Iterator[None]:
     """Inside, meta tensors run fused attention and answer ``bool(tensor)``, truly where that follows from ``known``.
 
-    Unless they are ``compiled``, they are cast as torch.autocast casts tensors of a GPU.
+    They are cast as torch.autocast casts tensors of a GPU.
 
     Attention is replaced in torch.nn.functional and in modules that have imported it from there by its name, in
     backward too. With ``compiled`` the compiler takes this one operator as it is.
@@ -40,8 +40,7 @@ def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) 
     for names in (vars(F), *importers):
         names[_USUAL.__name__] = replacement
     try:
-        # the compiler would trace a function mode around every operator
-        with _Values(known or KnownIntegers()), nullcontext() if compiled else AutocastOnMeta():
+        with _Values(known or KnownIntegers()), AutocastOnMeta():
             yield
     finally:
         for names in (vars(F), *importers):

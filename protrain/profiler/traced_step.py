@@ -25,20 +25,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import _pop_mode_temporarily
 
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward, eager_of
+from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.forward.module_state import BlockModules, ModulesBefore
 from protrain.forward.replacing import replace_attributes
-from protrain.profiler.block_forward import BlockUse, measure_block
+from protrain.profiler.block_forward import BlockUse, measure_block, without_own_modes
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.failed_module import module_in
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
-from protrain.profiler.meta_autocast import AutocastOnMeta
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.segments import Call, Segment, StepState, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
@@ -307,9 +306,7 @@ class Step:
             if self._measure:
                 self._before.append(checkpointed_call.modules)
                 self._open.held_until = self._given.add(len(self.segments), inputs)
-            # the compiler would trace the function mode of a step that measures around every operator
-            compiled = self._measure and traced is not eager_of(forward)
-            with _pop_mode_temporarily() if compiled else nullcontext():
+            with nullcontext() if traced is eager_of(forward) else without_own_modes():
                 output = checkpointed_call.run(args, kwargs)
             self._watch(call, inputs, tensors_in(output))
             self._switch(None)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import protrain
+from protrain.forwards import change_forwards
 from protrain.profiler.meta_device import as_if_on_gpu
 
 WIDTH, ROWS = 32, 64
@@ -18,29 +20,47 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 
 Call = Callable[[Tensor, Tensor], Tensor]
 # Each is given a matrix in bf16 and one in fp32.
-CALLS: dict[str, tuple[torch.dtype, Call]] = {
-    "linear": (NARROW, F.linear),
-    "matmul": (NARROW, torch.matmul),
-    "@": (NARROW, lambda x, y: y @ x),
-    "einsum": (NARROW, lambda x, y: torch.einsum("ij,jk->ik", x, y)),
-    "convolution": (NARROW, lambda x, y: F.conv1d(y[None], x[..., None])),
-    "attention": (NARROW, lambda x, y: F.scaled_dot_product_attention(y[None, None], y[None, None], y[None, None])),
-    "layer norm": (WIDE, lambda x, y: F.layer_norm(x, [8], x[0], x[0])),
-    "softmax": (WIDE, lambda x, y: x.softmax(-1)),
-    "cross entropy": (WIDE, lambda x, y: F.cross_entropy(x, x.argmax(-1))),
-    "power": (WIDE, lambda x, y: x**2),
-    "sum": (WIDE, lambda x, y: x.sum(0)),
-    "by terms": (WIDE, lambda x, y: torch.addcmul(x, y, x)),
-    "sum of two": (WIDE, lambda x, y: x + y),
-    "relu": (NARROW, lambda x, y: F.relu(x)),
+CALLS: dict[str, Call] = {
+    "linear": F.linear,
+    "matmul": torch.matmul,
+    "@": lambda x, y: y @ x,
+    "einsum": lambda x, y: torch.einsum("ij,jk->ik", x, y),
+    "convolution": lambda x, y: F.conv1d(y.unsqueeze(0), x.unsqueeze(2)),
+    "attention": lambda x, y: F.scaled_dot_product_attention(
+        y.view(1, 1, 8, 8), y.view(1, 1, 8, 8), y.view(1, 1, 8, 8)
+    ),
+    "layer norm": lambda x, y: F.layer_norm(x, [8], x.select(0, 0), x.select(0, 0)),
+    "rms norm": lambda x, y: F.rms_norm(x, [8], x.select(0, 0)),
+    "softmax": lambda x, y: x.softmax(-1),
+    "larger": lambda x, y: F.interpolate(x.unsqueeze(0), scale_factor=2.0),
+    "products": lambda x, y: torch.linalg.vecdot(x, x),
+    "cross entropy": lambda x, y: F.cross_entropy(x, x.argmax(-1)),
+    "power": lambda x, y: x**2,
+    "sum": lambda x, y: x.sum(0),
+    "by terms": lambda x, y: torch.addcmul(x, y, x),
+    "sum of two": lambda x, y: x + y,
+    "relu": lambda x, y: F.relu(x),
 }
 
 
+@pytest.fixture
+def on_gpu() -> Iterator[None]:
+    """torch.autocast for the tensors of a GPU, whether there is one or not."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", NARROW)
+    yield
+    torch.set_autocast_enabled("cuda", before[0])
+    torch.set_autocast_dtype("cuda", before[1])
+
+
 @pytest.mark.parametrize("name", CALLS)
-def test_the_type_of_a_result(name: str) -> None:
-    expected, call = CALLS[name]
-    x, y = (torch.empty(16, 8, dtype=dtype, device="meta")[:8] for dtype in (NARROW, WIDE))
-    with as_if_on_gpu(), torch.autocast(*CPU_AUTOCAST):
+def test_the_type_of_a_result_is_that_on_a_gpu(name: str, on_gpu: None) -> None:
+    call = CALLS[name]
+    with FakeTensorMode():
+        expected = call(*(torch.empty(8, 8, dtype=dtype, device="cuda") for dtype in (NARROW, WIDE))).dtype
+    with as_if_on_gpu():
+        x, y = (torch.empty(8, 8, dtype=dtype, device="meta") for dtype in (NARROW, WIDE))
         assert call(x, y).dtype == expected
 
 
@@ -64,6 +84,21 @@ class Rows(nn.Module):
             for block in self.blocks:
                 x = block(x)
             return x
+
+
+def test_what_compiled_blocks_save_is_counted_in_its_type() -> None:
+    def saved_bytes(under: bool) -> list[int]:
+        model = Rows()
+        undo = change_forwards(model, torch.device("cpu"), compile=True, chunked_loss=False, on_meta=True)
+        with torch.autocast(*CPU_AUTOCAST, enabled=under):
+            profile = protrain.profile(model, (torch.randn(ROWS, WIDTH),), device="meta", dtype=torch.float32)
+        undo()
+        return [block.saved_bytes for block in profile.blocks]
+
+    elements, statistics = ROWS * WIDTH, 2 * ROWS * 4
+    assert saved_bytes(under=False) == [4 * elements + statistics] * 3
+    # What the norm returns is saved in bf16, as is the cast weight. The compiler makes other casts anew in backward.
+    assert saved_bytes(under=True) == [2 * elements + statistics + 2 * WIDTH * WIDTH] * 3
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -90,10 +125,13 @@ class Mixed(Rows):
         return torch.bmm(super().forward(x)[None], self.table[None])
 
 
-def test_a_model_that_mixes_types_is_counted_under_autocast() -> None:
-    batch = (torch.randn(ROWS, WIDTH),)
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_model_that_mixes_types_is_counted_under_autocast(compile: bool) -> None:
+    batch, model = (torch.randn(ROWS, WIDTH),), Mixed()
+    undo = change_forwards(model, torch.device("cpu"), compile=compile, chunked_loss=False, on_meta=True)
     with torch.autocast(*CPU_AUTOCAST):
-        assert len(protrain.profile(Mixed(), batch, device="meta", dtype=torch.bfloat16).blocks) == 3
+        assert len(protrain.profile(model, batch, device="meta", dtype=torch.bfloat16).blocks) == 3
+    undo()
     if torch.__version__ < "2.12":
         return  # where the meta device multiplies two types
     with pytest.raises(RuntimeError, match="but found") as caught:
