@@ -20,8 +20,8 @@ class Sharing(NamedTuple):
     """What the engine must know to share updates: predictions, until it has measured the rates itself."""
 
     needed_ms: tuple[float, ...]  # by chunk: from the norm until its upload must begin, if forward waits for none
-    upload_ms: tuple[float, ...]  # by chunk: how long its weight takes the link
-    states_ms: tuple[float, ...]  # by chunk: how long what goes to the GPU for an update there takes the link
+    upload_ms: tuple[float, ...]  # by chunk: how long its weight takes the link while the host updates others
+    states_ms: tuple[float, ...]  # by chunk: the same of what goes to the GPU for an update there
     host_gparams: float  # 1e9 parameters a second
     device_gparams: float  # beside the host
     host_kept: float  # the share of its rate that the host keeps while the GPU updates a chunk in host memory

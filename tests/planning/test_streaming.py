@@ -221,6 +221,17 @@ def test_help_makes_no_step_longer_when_nothing_contends() -> None:
     assert helped > n_steps // 10
 
 
+@pytest.mark.parametrize(("kept", "helped"), [(1.0, ["update 3", "update 6"]), (0.6, []), (0.4, [])])
+def test_a_link_that_the_host_slows_down_carries_no_states(kept: float, helped: list[str]) -> None:
+    """The link takes 32 ms for a weight and 224 for states. Help would cost 6% and 17% where it keeps 0.6 and 0.4."""
+    contention = (Contention(activities=("h2d", "host_adam"), shares=(kept, 1.0)),)
+    hardware = replace(SLOW, h2d_gbps=0.08, d2h_gbps=0.08, bidirectional_gbps=0.16, contention=contention)
+    with_help, alone = (model_of(make_profile(COMPUTE, 6.0, n=7), hardware, stream=stream) for stream in (True, False))
+    timeline = with_help.timeline(MODES, placed(1, 6))
+    assert names(timeline, STREAM) == helped
+    assert timeline.step_ms <= alone.step_ms(MODES, placed(1, 6)) * (0.9 if helped else 1.0)
+
+
 def test_on_a_cpu_whoever_updates_takes_as_long() -> None:
     profile = replace(make_profile(3.0, 6.0), device="cpu")
     hardware = replace(SLOW, device_type="cpu")

@@ -30,7 +30,7 @@ from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
 from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
-from protrain.planning.timeline import HOST, STREAM, Timeline
+from protrain.planning.timeline import HOST, STREAM, UP, Timeline
 
 _KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks about similar plans soon after each other
 
@@ -46,7 +46,7 @@ class RuntimeModel(Durations):
     ) -> None:
         super().__init__(memory, hardware, only_adds=only_adds)
         self._slowdowns = Slowdowns(self._rates)
-        self._host_kept, self._device_kept = self._kept_beside(HOST, STREAM), self._kept_beside(STREAM, HOST)
+        self._device_kept = self._kept_beside(STREAM, HOST)
         # The forwards and backwards before the last one of a step: see [Note: several batches].
         self._n_before = 0 if only_adds else memory.profile.accumulation - 1
         self._before = RuntimeModel(memory, hardware, only_adds=True) if self._n_before else None
@@ -130,10 +130,8 @@ class RuntimeModel(Durations):
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(last),
-            states_ms=self._states,
-            host_kept=self._host_kept,
             device_kept=self._device_kept,
-            needed_ms=self.sharing(n_persist).needed_ms,
+            sharing=self.sharing(n_persist),
             awaited_updates=awaited_updates,
         )
 
@@ -171,13 +169,14 @@ class RuntimeModel(Durations):
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
         staging = staging_bytes(self._layout.usual_shard_elements)
         host_gparams, device_gparams = self._update_gparams
+        link_kept = self._kept_beside(UP, HOST)
         return Sharing(
             needed_ms=needed_ms,
-            upload_ms=tuple(self._upload),
-            states_ms=tuple(self._states),
+            upload_ms=tuple(ms / link_kept for ms in self._upload),
+            states_ms=tuple(ms / link_kept for ms in self._states),
             host_gparams=host_gparams,
             device_gparams=device_gparams * self._device_kept,
-            host_kept=self._host_kept,
+            host_kept=self._kept_beside(HOST, STREAM),
             staging_bytes=staging,
         )
 

@@ -297,14 +297,14 @@ def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[
     host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
     if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
         return ()
-    chunks = [chunk for chunk, _ in updates]
+    sharing, chunks = step.sharing, [chunk for chunk, _ in updates]
     waiting = [
         Waiting(
             host_ms=ms,
             device_ms=step.streamed_ms.get(chunk, inf) / step.device_kept,
-            needed_ms=step.needed_ms[chunk],
-            upload_ms=step.upload_ms[chunk],
-            states_ms=step.states_ms[chunk],
+            needed_ms=sharing.needed_ms[chunk],
+            upload_ms=sharing.upload_ms[chunk],
+            states_ms=sharing.states_ms[chunk],
         )
         for chunk, ms in updates
     ]
@@ -314,7 +314,7 @@ def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[
             host_free_ms += waiting.pop(0).host_ms
             del chunks[0]
             continue
-        index = first_late(waiting, gpu_free_ms, host_free_ms, step.host_kept)
+        index = first_late(waiting, gpu_free_ms, host_free_ms, sharing.host_kept)
         if index is None:
             gpu_free_ms = host_free_ms  # when the GPU looks again
         else:
@@ -325,7 +325,7 @@ def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[
 
 def _is_late(step: Step, updates: Updates, host_free_ms: float) -> bool:
     """Whether the host alone would be late with any of ``updates``."""
-    end_ms, needed_ms = host_free_ms, step.needed_ms
+    end_ms, needed_ms = host_free_ms, step.sharing.needed_ms
     for chunk, duration in updates:
         end_ms += duration
         if end_ms > needed_ms[chunk]:

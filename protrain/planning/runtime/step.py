@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.update_queue import UpdateQueue
+from protrain.planning.sharing import Sharing
 
 # The simulation unpacks Work, Gradient and Fetch in its inner loop. They are plain tuples because unpacking a named
 # tuple field by field takes three times as long.
@@ -61,8 +62,6 @@ class Step(NamedTuple):
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
-    states_ms: Sequence[float]  # by chunk: how long what goes to the GPU for that takes the link
-    host_kept: float  # the share of its rate that the host keeps meanwhile
     device_kept: float  # the share of its rate that such an update keeps beside the host
-    needed_ms: Sequence[float]  # by chunk: from the norm until its upload must begin, if forward waits for none
+    sharing: Sharing  # what the engine chooses these chunks by
     awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for
