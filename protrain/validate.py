@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
 from protrain.common.parameters import DTYPES, is_managed, split_up
+from protrain.common.warned import warn_user
 from protrain.distributed.devices import own_device
 from protrain.engine.states.empty import check_recorded
 from protrain.engine.states.weight_files import check_weights
@@ -108,7 +108,7 @@ def check_arguments(
         with naming(file):
             check_plan(given, model, optimizer, kind)
     if weights is not None:
-        check_weights(model, Path(weights), stacklevel=3)  # the caller of wrap
+        check_weights(model, Path(weights))
     return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
 
 
@@ -181,10 +181,9 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
         raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
-        warnings.warn(
+        warn_user(
             f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
-            f"have no .grad. One of them is {forgotten[0]}. Another optimizer cannot train them: give this one a group",
-            stacklevel=4,  # the caller of wrap
+            f"have no .grad. One of them is {forgotten[0]}. Another optimizer cannot train them: give this one a group"
         )
 
 

@@ -151,7 +151,7 @@ def wrap(
             when = "none" if example_batch is None else "given"
             ranks.agree("way to train", [*way.same_on_all_ranks(), f"example_batch={when}"])
             ranks.use(target)
-        switch_off_checkpointing(checkpointing_switches(model), stacklevel=2)
+        switch_off_checkpointing(checkpointing_switches(model), warn=True)
         if target.type == "cuda":
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}

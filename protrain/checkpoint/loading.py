@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from protrain.checkpoint.tensor_files import open_tensors
 from protrain.checkpoint.unmanaged_tensors import compare_names, match_saved
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed
+from protrain.common.warned import warn_user
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -137,10 +137,9 @@ def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, 
     """The random states that the save has of this rank, checked. None, and a warning, if it has none."""
     states = [manifest["random"], *manifest.get(OTHER_RANDOMS, [])]
     if ranks.rank >= len(states):
-        warnings.warn(
+        warn_user(
             f"{save} was made by {len(states)} processes, so it has no random states of rank {ranks.rank}, which keeps "
-            "its own",
-            stacklevel=3,
+            "its own"
         )
         return None
     state: dict[str, Any] = states[ranks.rank]

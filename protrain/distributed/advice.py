@@ -14,6 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import named_tensors
+from protrain.common.warned import warn_user
 from protrain.distributed.ranks import Ranks
 from protrain.distributed.watch import WAITING
 
@@ -62,7 +63,7 @@ def warn_of_copies(model: nn.Module, ranks: Ranks, *, host_bytes: int, is_limit:
     if is_limit and total > host_bytes:
         raise ValueError(f"{said}, more than host_memory={format_bytes(host_bytes)}: {remedy}")
     if ranks.rank == 0 and total > _NOTEWORTHY * host_bytes:
-        warnings.warn(f"{said}, until protrain.wrap has moved it: {remedy}", stacklevel=3)
+        warn_user(f"{said}, until protrain.wrap has moved it: {remedy}")
 
 
 def warn_of_little_memory(
@@ -87,11 +88,10 @@ def warn_of_little_memory(
     tables = (
         f", beside which the system takes up to {format_bytes(needed * beside)} for pinned memory" if beside else ""
     )
-    warnings.warn(
+    warn_user(
         f"the plan takes {format_bytes(needed)} of this machine's host memory{tables}, and {format_bytes(free)} are "
         "free: the system may kill a process in training. Unless the machine gets more, pass host_memory="
-        f"'{int(free / (1 + beside) / 1024**2)}MiB' or less",
-        stacklevel=5,
+        f"'{int(free / (1 + beside) / 1024**2)}MiB' or less"
     )
 
 
@@ -131,7 +131,7 @@ def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
         ),
     ):
         if (same := _alike(values)) is not None:
-            warnings.warn(f"ranks {same[0]} and {same[1]} {what}", stacklevel=4)
+            warn_user(f"ranks {same[0]} and {same[1]} {what}")
 
 
 def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -19,6 +18,7 @@ from torch import nn
 
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
+from protrain.common.warned import warn_user
 from protrain.distributed.joining import refuse_others
 from protrain.distributed.processes import announced_processes
 from protrain.engine.engine import Engine
@@ -118,10 +118,9 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
         before = unit.calls
         output = engine.run_around(unit, original, args, kwargs)
         if replaced and unit.calls == before and unit.mode is not BlockMode.NONE and torch.is_grad_enabled():
-            warnings.warn(
+            warn_user(
                 f"the forward of {unit.label} was replaced after protrain.wrap, so all tensors that it saves stay on "
-                "the device, and the plan has no memory for them: replace it before protrain.wrap",
-                stacklevel=2,
+                "the device, and the plan has no memory for them: replace it before protrain.wrap"
             )
         return output
 
@@ -197,7 +196,7 @@ class _Root:
         args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)
         recompute = False
         if torch.is_grad_enabled():
-            switch_off_checkpointing(self._switches, stacklevel=3)
+            switch_off_checkpointing(self._switches, warn=True)
             self._compare_autocast()
             kwargs = {**self._extra, **kwargs}
             recompute = self._planned.must_recompute(args, kwargs)
@@ -223,10 +222,9 @@ class _Root:
             remedy = (
                 f"Pass dtype={str(current).removeprefix('torch.')!r} to protrain.wrap and leave mixed precision off"
             )
-        warnings.warn(
+        warn_user(
             f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: {needs}, and the plan "
-            f"has no memory for them. {remedy}",
-            stacklevel=3,
+            f"has no memory for them. {remedy}"
         )
 
 

@@ -9,7 +9,6 @@ results. If that does not suffice, the batch is refused before its forward.
 from __future__ import annotations
 
 import math
-import warnings
 from typing import Any
 
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.quantities import format_bytes
+from protrain.common.warned import warn_user
 from protrain.engine.states.arena import EngineMemory
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -73,10 +73,9 @@ class PlannedBatch:
             )
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn_user(
                 f"{what}: every block is recomputed for it, which may take longer than a plan for such batches; "
-                f"{_REMEDY}",
-                stacklevel=8,  # the call of the model
+                f"{_REMEDY}"
             )
         return True
 

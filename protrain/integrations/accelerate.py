@@ -16,8 +16,8 @@ from accelerate import Accelerator
 from torch import nn
 
 import protrain.wrapping
+from protrain.common.warned import warned_at_user
 from protrain.integrations.mixed_precision import first_dtype, mix_precision, refuse_precision
-from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 
 Model = TypeVar("Model", bound=nn.Module)

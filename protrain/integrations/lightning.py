@@ -22,10 +22,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
+from protrain.common.warned import warned_at_user
 from protrain.distributed.processes import local_processes
 from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import first_rank_saves
-from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 

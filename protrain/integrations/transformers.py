@@ -25,6 +25,7 @@ from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
+from protrain.common.warned import warned_at_user
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
@@ -36,7 +37,6 @@ from protrain.integrations.mixed_precision import (
     refuse_precision,
 )
 from protrain.integrations.text_lengths import TextLengths
-from protrain.integrations.warned import warned_at_user
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap

@@ -10,7 +10,6 @@ should be checkpointed as a whole.
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from protrain.common.parameters import is_managed
+from protrain.common.warned import warn_user
 
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 
@@ -68,19 +68,18 @@ def checkpointing_switches(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(path, module) for path, module in model.named_modules() if hasattr(module, "gradient_checkpointing")]
 
 
-def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]], *, stacklevel: int | None = None) -> None:
+def switch_off_checkpointing(switches: Iterable[tuple[str, nn.Module]], *, warn: bool = False) -> None:
     """Turn off the modules' own gradient checkpointing, because the plan decides what is recomputed.
 
-    With a ``stacklevel``, counted from the caller as in ``warnings.warn``, it warns if a switch was on.
+    With ``warn`` it warns if a switch was on.
     """
     on = [(path, module) for path, module in switches if module.gradient_checkpointing is True]
     for _, module in on:
         vars(module)["gradient_checkpointing"] = False
-    if on and stacklevel is not None:
-        warnings.warn(
+    if on and warn:
+        warn_user(
             f"gradient checkpointing of {on[0][0] or 'the model'} was switched off: ProTrain's plan decides what is "
-            "recomputed, with the same results",
-            stacklevel=stacklevel + 1,
+            "recomputed, with the same results"
         )
 
 

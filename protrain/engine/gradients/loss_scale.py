@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from protrain.common.warned import warn_user
 
 _INITIAL = 2.0**16
 _SMALLEST, _LARGEST = 2.0**-24, 2.0**24
@@ -36,10 +37,9 @@ class LossScale:
         """Note whether this step's gradients are finite. Returns whether to apply them."""
         if not finite:
             if self.scale == _SMALLEST:
-                warnings.warn(
+                warn_user(
                     f"{self.skipped + 1} steps were skipped: gradients are not finite in float16 however small the "
-                    "loss is scaled; look at the loss, or train in bfloat16",
-                    stacklevel=4,
+                    "loss is scaled; look at the loss, or train in bfloat16"
                 )
             self.scale = max(self.scale / 2, _SMALLEST)
             self.finite_steps = 0

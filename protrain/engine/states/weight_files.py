@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from protrain.common.adapters import adapter_names, base_name, copied_names, within_peft
 from protrain.common.parameters import is_managed
+from protrain.common.warned import warn_user
 from protrain.engine.states.construction import Record, is_empty, read_records, record_of
 from protrain.engine.states.conversions import Conversions
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
@@ -155,7 +155,7 @@ def _has_values(parameter: nn.Parameter) -> bool:
     return is_empty(parameter) or not (parameter.is_meta or has_moved(parameter))
 
 
-def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
+def check_weights(model: nn.Module, folder: Path) -> None:
     """Check ``folder`` before it is loaded, and warn of tensors in it that the model has no place for.
 
     Raises:
@@ -174,10 +174,9 @@ def check_weights(model: nn.Module, folder: Path, *, stacklevel: int) -> None:
                     )
     if found.unused:
         several = f"{len(found.unused)} tensors" if len(found.unused) > 1 else "a tensor"
-        warnings.warn(
+        warn_user(
             f"weights: {folder} holds {several} that {type(model).__name__} has no place for: "
-            f"{_listed(found.unused)}. Left out; for them to count, build the model that they were saved from",
-            stacklevel=stacklevel + 1,
+            f"{_listed(found.unused)}. Left out; for them to count, build the model that they were saved from"
         )
 
 

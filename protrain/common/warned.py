@@ -1,4 +1,4 @@
-"""Lets warnings of ProTrain name the line of the user's code, where a training library stands between the two."""
+"""Lets warnings of ProTrain name the line of the user's code, where torch or a trainer stands between the two."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from types import FrameType
 from typing import Any
 
 _LIBRARIES = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "sentence_transformers", "torch")
+_COMMAND = "protrain.cli."
 _PACKAGES = frozenset({"protrain", "transformers", "trl", *_LIBRARIES})
+
+
+def warn_user(message: str) -> None:
+    """Warn at the line where the user's code has called torch, this library or one that trains with it."""
+    frame = _user_frame(sys._getframe(1)) or sys._getframe(1)
+    warnings.warn_explicit(message, UserWarning, *_place(frame))
 
 
 @contextmanager
@@ -31,17 +38,29 @@ def warned_at_user() -> Iterator[None]:
         for one in caught:
             place: tuple[Any, ...] = one.filename, one.lineno
             if frame is not None and Path(one.filename).is_relative_to(ours):
-                registry = frame.f_globals.setdefault("__warningregistry__", {})
-                place = frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry
+                place = _place(frame)
             warnings.warn_explicit(one.message, one.category, *place)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """``frame`` or the nearest of its callers that belongs to none of the libraries. None if all of them do."""
-    while frame is not None and _package(frame) in _PACKAGES | {"contextlib"}:
+    """``frame`` or the nearest of its callers that belongs to none of the libraries. None if all of them do.
+
+    The command line uses the library as a user does.
+    """
+    while frame is not None and _package(frame) in _PACKAGES | {"contextlib"} and not _name(frame).startswith(_COMMAND):
         frame = frame.f_back
     return frame
 
 
+def _place(frame: FrameType) -> tuple[Any, ...]:
+    """What ``warnings.warn_explicit`` is told of the line in ``frame``."""
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    return frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__"), registry
+
+
 def _package(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return _name(frame).partition(".")[0]
+
+
+def _name(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
