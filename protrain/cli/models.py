@@ -59,8 +59,8 @@ class LoadedModel:
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """The arguments of the model for ``batch``.
 
-        From the positions of packed rows transformers knows where rows begin, and no token attends to another row. It
-        looks at them only without a cache. A model without positions sees the rows as one text.
+        From the positions of packed rows most models of transformers know where rows begin, and then no token attends
+        to another row. They look at them only without a cache. Other models see the rows as one text.
         """
         taken = inspect.signature(type(self.model).forward).parameters
         if "position_ids" in batch and {"position_ids", "use_cache"} <= taken.keys():
