@@ -28,6 +28,7 @@ from protrain.cli.loggers import logger
 from protrain.cli.metrics import MetricsFile, steps_reached
 from protrain.cli.models import LoadedModel, fit_positions, load_model, refuse_huge_batch, refuse_unshifted
 from protrain.cli.options import need
+from protrain.cli.rows_apart import what_joins_rows
 from protrain.cli.run_files import CHECKPOINTS, DATA_FOLDER, JOB_FILE, PLAN_FILE, SUMMARY_FILE, UNFINISHED_DATA
 from protrain.cli.trained import adamw, choose_trained, loaded_in_4bit, shape_in_4bit
 from protrain.cli.training_run import Run
@@ -98,6 +99,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
+    if ranks.rank == 0 and tokens.train.marks is not None and (reason := what_joins_rows(loaded, sequence=sequence)):
+        warnings.warn(
+            f"--data: {type(loaded.model).__name__} sees the rows of a sequence as one text, as {reason}; only a row "
+            "as long as --sequence has one for itself",
+            stacklevel=2,
+        )
     if saved is not None and saved["data_crc32"] != tokens.crc32:
         raise ValueError(f"the data changed since {folder} was saved; restore it, or start another --folder")
 

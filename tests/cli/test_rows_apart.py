@@ -1,0 +1,58 @@
+"""Rows in one sequence: in which models they see each other, and whether the command says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.families.decoders import families
+from protrain.cli.main import main
+from protrain.cli.models import LoadedModel
+from protrain.cli.rows_apart import what_joins_rows
+
+transformers = pytest.importorskip("transformers")
+LENGTH = 12
+NAMES = ["gpt2", "opt", "bloom", "llama", "gemma3_text", "mixtral", "gpt_oss", "qwen3_next", "lfm2", "minimax", "rwkv"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_said_of_a_family_is_what_it_does(name: str) -> None:
+    (family,) = [each for each in families() if each.name == name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = family.make().eval()
+        first, other, second = torch.randint(10, 96, (3, 1, LENGTH))
+    loaded = LoadedModel(model=model, folder=None, sequence=2 * LENGTH, learning_rate=0.1)
+
+    def says_of_second(before: Tensor) -> Tensor:
+        ids = torch.cat([before, second], dim=1)
+        places = torch.arange(LENGTH).repeat(2)[None]
+        with torch.no_grad():
+            logits: Tensor = model(**loaded.arguments({"input_ids": ids, "position_ids": places})).logits
+        return logits[:, LENGTH:]
+
+    difference = (says_of_second(first) - says_of_second(other)).abs().max()
+    model.to("meta")
+    assert (what_joins_rows(loaded, sequence=2 * LENGTH) is not None) == (
+        difference > 1e-5
+    )  # experts add in an order that differs
+
+
+@pytest.mark.parametrize("name", ["opt", "llama"])
+def test_train_warns_of_it(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (family,) = [each for each in families() if each.name == name]
+    config: Any = family.make().config
+    config.update({"vocab_size": 256, "bos_token_id": None})
+    config.save_pretrained(tmp_path / "model")
+    row = json.dumps({"prompt": "say ", "completion": "a few words"})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 20)
+    command = ["train", "--model", str(tmp_path / "model"), "--from-scratch", "--device", "cpu", "--steps", "1"]
+    command += ["--data", str(tmp_path / "rows.jsonl"), "--folder", str(tmp_path / "run"), "--no-model"]
+    assert main(command) == 0
+    said = "OPTForCausalLM sees the rows of a sequence as one text, as it makes no mask of their positions"
+    assert (said in capsys.readouterr().err) == (name == "opt")
