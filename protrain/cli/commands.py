@@ -113,11 +113,12 @@ def _add_plan(add_parser: AddParser) -> None:
     )
     add_options(
         parser,
-        *("batch", "sequence", "data", "accumulation", "dtype", "moment_dtype", "lora", "load_in_4bit", "freeze"),
-        *("compile", "chunked_loss", "step_during_backward"),
+        *("batch", "sequence", "data", "packing", "accumulation", "dtype", "moment_dtype"),
+        *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
         sequence="tokens in a sequence (default: of the model)",
         data="the data that is to be trained on: if it is rows and no text, the plan has room for the attention mask "
         "that packed rows need",
+        packing="whether several rows of --data share a sequence, and need that mask (default: they do)",
         accumulation="batches in a step, on each GPU (default: 1)",
         step_during_backward="plan for updates inside backward, which take less host memory and exclude clipping",
     )
@@ -200,7 +201,7 @@ def _add_train(add_parser: AddParser) -> None:
         metavar="FILE",
         help="a YAML file of options, like 'learning-rate: 1e-4' and 'compile: false'; options given here win",
     )
-    add_options(what, "model", "from_scratch", "data", "column", "chat_template", "loss_on")
+    add_options(what, "model", "from_scratch", "data", "column", "chat_template", "loss_on", "packing")
     what.add_argument(
         "--folder", type=writable_folder, metavar="FOLDER", help="where the run is kept (default: runs/MODEL-TIME)"
     )

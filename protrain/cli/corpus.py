@@ -18,7 +18,7 @@ from protrain.cli.examples import Example, ExampleMaker, example_of
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import ProgressLine
 from protrain.cli.models import LoadedModel
-from protrain.cli.packing import PackedWriter
+from protrain.cli.packing import RowWriter
 from protrain.cli.rows import read_rows
 from protrain.cli.run_files import UNFINISHED_DATA
 from protrain.cli.sources import find_source, size_bytes
@@ -45,9 +45,9 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
         return received
     source = find_source(job.data, exclude=folder)
     if source.kind == "text":
-        for given, name in ((job.column, "--column"), (job.chat_template, "--chat-template")):
-            if given is not None:
-                raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
+        given = {"--column": job.column, "--chat-template": job.chat_template, "--no-packing": not job.packing}
+        for name in (name for name, value in given.items() if value):
+            raise ValueError(f"{name} is for rows of data, and --data is read as plain text: leave it out")
     size = size_bytes(source.paths)
     unit, name = (2**20, "MiB") if size >= 2**20 else (2**10, "KiB")
     total = -(-size // unit)
@@ -73,6 +73,7 @@ def read_corpus(job: TrainJob, loaded: LoadedModel, folder: Path, ranks: Ranks, 
                 target,
                 held_out=job.held_out,
                 sequence=sequence,
+                packing=job.packing,
                 processes=min(usable_cores(), _MOST_PROCESSES) if size > _LARGE_BYTES else 1,
                 progress=progress,
             )
@@ -87,13 +88,15 @@ def tokenize_rows(
     *,
     held_out: float,
     sequence: int,
+    packing: bool = True,
     processes: int = 1,
     progress: Callable[[float], None] = lambda count: None,
 ) -> Tokens:
-    """Write the rows of ``paths`` as packed token arrays to ``folder`` and map them into memory.
+    """Write the rows of ``paths`` as token arrays to ``folder`` and map them into memory.
 
-    Rows are evenly spread over what is trained on and the share ``held_out``. The number of ``processes`` that make
-    tokens changes nothing of the result. ``progress`` is told the bytes that each row took.
+    Without ``packing`` each row has a sequence of its own, filled up with padding. Rows are evenly spread over what is
+    trained on and the share ``held_out``. The number of ``processes`` that make tokens changes nothing of the result.
+    ``progress`` is told the bytes that each row took.
 
     Raises:
         ValueError: A row cannot be read or has wrong types, or there is none with a token that the loss counts.
@@ -104,7 +107,7 @@ def tokenize_rows(
     crc32 = rows = empty = longer = 0
     with writing(folder), ExitStack() as opened:
         train, evaluation = (
-            opened.enter_context(PackedWriter(folder, part, codec.dtype, sequence=sequence))
+            opened.enter_context(RowWriter(folder, part, codec.dtype, sequence=sequence, packing=packing))
             for part in ("train", "held_out")
         )
         for ids, counted in _examples(paths, examples, processes, progress):
@@ -134,7 +137,7 @@ def tokenize_rows(
     ):
         if count:
             warnings.warn(f"--data: {count} of {rows} rows {what}", stacklevel=2)
-    return map_tokens(folder, codec.dtype, True, entropy(counts), crc32)
+    return map_tokens(folder, codec.dtype, True, packing, entropy(counts), crc32)
 
 
 def _examples(

@@ -1,9 +1,9 @@
 """The tokens of a run on the disk, and batches of them that depend only on the seed and the step.
 
-Text is one long array of tokens, of which a batch takes windows anywhere. Rows of data are packed into sequences, of
-which every pass takes each once. With the tokens of rows goes an array of marks, which says where rows begin and what
-the loss counts. As a batch follows from the seed, the step and its number alone, resuming needs no position in the
-data, and every step can be drawn again.
+Text is one long array of tokens, of which a batch takes windows anywhere. Rows of data are packed into sequences, or
+have one each, and every pass takes each sequence once. With the tokens of rows goes an array of marks, which says where
+rows begin and what the loss counts. As a batch follows from the seed, the step and its number alone, resuming needs no
+position in the data, and every step can be drawn again.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Batch = dict[str, torch.Tensor]  # the arguments of the model: input_ids and labels, and position_ids of rows
+Batch = dict[str, torch.Tensor]  # the arguments of the model: input_ids and labels, and position_ids of packed rows
 IGNORED = -100  # the label that losses of transformers leave out
 
 # Bits of a mark.
 COUNTED = 1  # the loss counts this token
-BEGINS = 2  # a row begins with this token, or the padding after the last row
+BEGINS = 2  # a row begins with this token, or the padding after packed rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Tokens that are either trained on or held out."""
 
-    tokens: NDArray[np.uint32] | NDArray[np.uint16]  # [n]; of rows, one packed sequence after another
+    tokens: NDArray[np.uint32] | NDArray[np.uint16]  # [n]; of rows, one sequence after another
     marks: NDArray[np.uint8] | None  # [n], of rows; None for text
+    packed: bool  # whether a sequence may hold several rows
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,8 +50,9 @@ class Tokens:
     crc32: int  # of all tokens; a resumed run compares it to see that its data is the same
 
     def __reduce__(self) -> Any:
-        marked = self.train.marks is not None
-        return map_tokens, (self.folder, self.train.tokens.dtype, marked, self.unigram_entropy, self.crc32)
+        train = self.train
+        what = self.folder, train.tokens.dtype, train.marks is not None, train.packed
+        return map_tokens, (*what, self.unigram_entropy, self.crc32)
 
 
 def tokens_file(folder: Path, part: str) -> Path:
@@ -63,12 +65,15 @@ def marks_file(folder: Path, part: str) -> Path:
     return folder / f"{part}.marks.bin"
 
 
-def map_tokens(folder: Path, dtype: np.dtype[Any], marked: bool, unigram_entropy: float, crc32: int) -> Tokens:
-    """The tokens in the files of ``folder``, with marks if they are ``marked``."""
+def map_tokens(
+    folder: Path, dtype: np.dtype[Any], marked: bool, packed: bool, unigram_entropy: float, crc32: int
+) -> Tokens:
+    """The tokens in the files of ``folder``, with marks if they are ``marked``, as those of rows are."""
     train, held_out = (
         Part(
             tokens=mapped(tokens_file(folder, part), dtype),
             marks=mapped(marks_file(folder, part), np.dtype(np.uint8)) if marked else None,
+            packed=packed,
         )
         for part in ("train", "held_out")
     )
@@ -151,10 +156,10 @@ def example_batch(part: Part, *, seed: int, batch: int, sequence: int) -> Batch:
 
 
 def stand_in(sequence: int, *, rows: bool) -> Part:
-    """One sequence of text, or of two ``rows``, for a plan that is made without the data."""
+    """One sequence of text, or of two packed ``rows``, for a plan that is made without the data."""
     tokens, marks = np.zeros(sequence, np.uint16), np.full(sequence, COUNTED, np.uint8)
     marks[[0, sequence // 2]] = BEGINS
-    return Part(tokens=tokens, marks=marks if rows else None)
+    return Part(tokens=tokens, marks=marks if rows else None, packed=rows)
 
 
 def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int) -> Iterator[Batch]:
@@ -192,13 +197,15 @@ def _order(sequences: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def _rows(part: Part, chosen: NDArray[np.int64], sequence: int) -> Batch:
-    """The packed sequences ``chosen``. Positions count from the begin of each row."""
+    """The sequences ``chosen``. Positions of packed rows count from the begin of each row."""
     assert part.marks is not None
     ids, marks = (_windows(array, chosen * sequence, sequence) for array in (part.tokens, part.marks))
+    batch = {"input_ids": ids, "labels": torch.where(marks & COUNTED != 0, ids, IGNORED)}
+    if not part.packed:
+        return batch
     places = torch.arange(sequence)
     begins = torch.where(marks & BEGINS != 0, places, 0).cummax(dim=1).values
-    labels = torch.where(marks & COUNTED != 0, ids, IGNORED)
-    return {"input_ids": ids, "labels": labels, "position_ids": places - begins}
+    return {**batch, "position_ids": places - begins}
 
 
 def _text(part: Part, *, seed: int, step: int, micro_batch: int, batch: int, sequence: int) -> Batch:

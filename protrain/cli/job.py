@@ -89,6 +89,11 @@ class TrainJob(Record):
         "whether the loss counts only answers, in conversations and after prompts, or all tokens (default: answers)",
         choices=("answers", "all"),
     )
+    packing: bool = _option(
+        True,
+        "several rows in a sequence, or each row in one of its own, filled up with padding (default: several)",
+        action=argparse.BooleanOptionalAction,
+    )
     seed: int = _whole(0, "the seed of random weights, batches and the sample", 0, 2**64 - 1)
     lora: str | None = _option(
         None,

@@ -1,8 +1,8 @@
-"""Writes rows of tokens to the disk, packed into sequences of one length.
+"""Writes rows of tokens to the disk, in sequences of one length.
 
-Rows are first written as they come. Then each goes, the longest first, into the sequence with the least room that still
-holds it (best fit, decreasing). Only rows longer than a sequence are cut. The same rows are always packed alike, and of
-a row nothing but its length is held in memory.
+Rows are first written as they come. Without packing each is a sequence of its own then. With packing each goes, the
+longest first, into the sequence with the least room that still holds it (best fit, decreasing). Only rows longer than a
+sequence are cut. The same rows are always packed alike, and of a row nothing but its length is held in memory.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from numpy.typing import NDArray
 from protrain.cli.data import BEGINS, COUNTED, mapped, marks_file, tokens_file
 
 
-class PackedWriter:
+class RowWriter:
     """Writes the rows of one part of a corpus."""
 
-    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], *, sequence: int) -> None:
+    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any], *, sequence: int, packing: bool) -> None:
+        self._packing = packing
         self._loose = [(folder / f"{part}.loose.bin", dtype), (folder / f"{part}.marks.loose.bin", np.dtype(np.uint8))]
-        self._packed = tokens_file(folder, part), marks_file(folder, part)
+        self._written = tokens_file(folder, part), marks_file(folder, part)
         self._sequence = sequence
         self._lengths = array("q")
         self._files = ExitStack()
         self._tokens, self._marks = (self._files.enter_context(path.open("wb")) for path, _ in self._loose)
 
-    def __enter__(self) -> PackedWriter:
+    def __enter__(self) -> RowWriter:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -49,17 +50,18 @@ class PackedWriter:
                 self._lengths.append(len(marks))
 
     def finish(self, padding: int) -> None:
-        """Write the packed sequences, filled up with the token ``padding``."""
+        """Write the sequences, filled up with the token ``padding``."""
         self._files.close()
         lengths = np.array(self._lengths, np.int64)
-        belongs = pack(lengths, self._sequence)
+        belongs = pack(lengths, self._sequence) if self._packing else np.arange(len(lengths))
         order = np.argsort(belongs, kind="stable")
         starts = (np.cumsum(lengths) - lengths)[order]
         ends = starts + lengths[order]
         sequences = np.split(np.arange(len(order)), np.cumsum(np.bincount(belongs))[:-1]) if len(order) else []
-        for (loose, dtype), packed, fill in zip(self._loose, self._packed, ((padding,), (BEGINS, 0)), strict=True):
+        padding_marks = (BEGINS, 0) if self._packing else (0,)
+        for (loose, dtype), path, fill in zip(self._loose, self._written, ((padding,), padding_marks), strict=True):
             source = mapped(loose, dtype)
-            with open(packed, "wb") as file:
+            with path.open("wb") as file:
                 for rows in sequences:
                     filled = np.concatenate([source[starts[row] : ends[row]] for row in rows])
                     rest = np.full(self._sequence - len(filled), fill[-1], dtype)

@@ -48,7 +48,7 @@ class PlannedStep:
             freeze=tuple(args.freeze),
             batch=args.batch,
             sequence=args.sequence,
-            rows=args.data is not None and find_source(args.data).kind == "rows",
+            rows=args.packing and args.data is not None and find_source(args.data).kind == "rows",
             device_type=device_type,
             dtype=args.dtype or default_dtype(device_type),
             compile=choose_compile(args.compile, device_type),

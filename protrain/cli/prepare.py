@@ -99,10 +99,10 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
-    if ranks.rank == 0 and tokens.train.marks is not None and (reason := what_joins_rows(loaded, sequence=sequence)):
+    if ranks.rank == 0 and tokens.train.packed and (reason := what_joins_rows(loaded, sequence=sequence)):
         warnings.warn(
-            f"--data: {type(loaded.model).__name__} sees the rows of a sequence as one text, as {reason}; only a row "
-            "as long as --sequence has one for itself",
+            f"--data: {type(loaded.model).__name__} sees the rows of a sequence as one text, as {reason}; "
+            "--no-packing gives each row a sequence of its own",
             stacklevel=2,
         )
     if saved is not None and saved["data_crc32"] != tokens.crc32:

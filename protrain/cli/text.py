@@ -46,7 +46,7 @@ def tokenize(
     if not counts.any():
         where = documents[0] if len(documents) == 1 else documents[0].parent
         raise ValueError(f"--data: {where} holds no text: it is empty")
-    return map_tokens(folder, codec.dtype, False, entropy(counts), crc32)
+    return map_tokens(folder, codec.dtype, False, False, entropy(counts), crc32)
 
 
 def _write(

@@ -43,7 +43,7 @@ def make_tokens(
     *,
     held_out: float = 0.0,
     sequence: int = SEQUENCE,
-    all_tokens: bool = False,
+    packing: bool = True,
     processes: int = 1,
     codec: Codec | None = None,
 ) -> Tokens:
@@ -51,8 +51,8 @@ def make_tokens(
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps({"prompt": prompt, "completion": answer}) + "\n" for prompt, answer in rows))
     examples = ExampleMaker(codec=codec or Codec(), column=None, all_tokens=False)
-    target = folder / f"data-{processes}"
-    return tokenize_rows([file], examples, target, held_out=held_out, sequence=sequence, processes=processes)
+    options: dict[str, Any] = {"sequence": sequence, "packing": packing, "processes": processes}
+    return tokenize_rows([file], examples, folder / f"data-{processes}", held_out=held_out, **options)
 
 
 def some_rows(count: int) -> list[tuple[str, str]]:
@@ -227,8 +227,36 @@ def models() -> dict[str, Callable[[], Any]]:
     }
 
 
+def unpacked(batch: Batch) -> list[tuple[str, str]]:
+    """The row in each sequence of ``batch``, as prompt and completion, by labels."""
+    found = []
+    assert set(batch) == {"input_ids", "labels"}, "positions are those of any text"
+    for ids, labels in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True):
+        counted = [at for at, label in enumerate(labels) if label != -100]
+        asked, end = counted[0], counted[-1] + 1
+        assert counted == list(range(asked, end)), "all of an answer counts, with the separator"
+        assert ids[end - 1 :] == [0] * (len(ids) - end + 1), "the rest is padding"
+        found.append((bytes(ids[:asked]).decode(), bytes(ids[asked : end - 1]).decode()))
+    return found
+
+
+def test_without_packing_each_row_has_a_sequence_of_its_own(tmp_path: Path) -> None:
+    rows = some_rows(20)
+    tokens = make_tokens(tmp_path, rows, held_out=0.25, packing=False)
+    seen = [row for batch in batches(tokens, 15, batch=1) for row in unpacked(batch)]
+    held_out = [
+        row for batch in evaluation_batches(tokens, batch=4, sequence=SEQUENCE, count=9) for row in unpacked(batch)
+    ]
+    assert len(held_out) == 5
+    assert sorted(seen + held_out) == sorted(rows)
+    assert seen != [row for row in rows if row not in held_out], "they come in an order of their own"
+    sent: Tokens = pickle.loads(pickle.dumps(tokens))
+    assert batches(sent, 1, batch=2)[0].keys() == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
-def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path: Path) -> None:
+def test_no_row_sees_another_where_the_model_takes_positions(name: str, packing: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = models()[name]().eval()
     loaded = LoadedModel(
@@ -239,19 +267,19 @@ def test_no_row_sees_another_where_the_model_takes_positions(name: str, tmp_path
         learning_rate=0.1,
         codec=Codec(),
     )
-    tokens = make_tokens(tmp_path, some_rows(12))
-    batch = example_batch(tokens.train, seed=0, batch=2, sequence=SEQUENCE)
-    rows = split(batch)
+    tokens = make_tokens(tmp_path, some_rows(12), packing=packing)
+    batch = example_batch(tokens.train, seed=0, batch=2 if packing else 4, sequence=SEQUENCE)
+    rows = split(batch) if packing else unpacked(batch)
     assert len(rows) > 2
-    packed = model(**loaded.arguments(batch)).loss * counted_in(batch)
+    together = model(**loaded.arguments(batch)).loss * counted_in(batch)
     alone = torch.zeros(())
     for prompt, answer in rows:
         ids = torch.tensor([list(f"{prompt}{answer}\0".encode())])
         labels = ids.clone()
         labels[:, : len(prompt)] = -100
         alone += model(input_ids=ids, labels=labels).loss * counted_in({"labels": labels})
-    close = packed.item() == pytest.approx(alone.item(), rel=1e-5)
-    assert close == (name != "bloom"), "Bloom's forward takes no positions"
+    close = together.item() == pytest.approx(alone.item(), rel=1e-5)
+    assert close == (name != "bloom" or not packing), "Bloom's forward takes no positions"
 
 
 def test_a_plan_without_the_rows_is_the_plan_for_them(tmp_path: Path) -> None:
@@ -281,6 +309,8 @@ def test_plan_takes_the_data_of_the_training(tmp_path: Path, capsys: pytest.Capt
         found[name] = json.loads(capsys.readouterr().out)
     more = found["rows.jsonl"]["plan"]["device_bytes"] - found["text.txt"]["plan"]["device_bytes"]
     assert more >= 8 * 256 * 256, "a mask"
+    assert main([*command, "--data", str(tmp_path / "rows.jsonl"), "--no-packing"]) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == found["text.txt"]["plan"]
     assert main([*command, "--data", str(tmp_path / "nothing")]) == 2
     assert "--data: " in capsys.readouterr().err
 

@@ -148,3 +148,6 @@ def test_options_that_need_rows_are_refused_for_text(
     said = capsys.readouterr().err.splitlines()
     refused = "--chat-template is for rows of data, and --data is read as plain text: leave it out"
     assert said[-1] == f"protrain train: {refused}"
+    command = ["train", "--model", "tiny", "--data", str(tmp_path / "text.txt"), "--folder", str(tmp_path / "other")]
+    assert main([*command, "--no-packing"]) == 2
+    assert "--no-packing is for rows of data, and --data is read as plain text" in capsys.readouterr().err
