@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import warnings
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -16,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain.common.errors import MisuseError
+from protrain.common.warned import warn_user
 from protrain.distributed.processes import announced_processes
 from protrain.distributed.ranks import Communicators, Ranks
 from protrain.distributed.watch import WARN_S
@@ -103,9 +103,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
             if is_master or monotonic() > end_s:
                 raise
             whose = "the launcher" if launcher_has_it else "rank 0"
-            warnings.warn(
-                f"rank {rank} has waited {WARN_S:.0f} s for {whose} to open {host}, port {port}", stacklevel=4
-            )
+            warn_user(f"rank {rank} has waited {WARN_S:.0f} s for {whose} to open {host}, port {port}")
 
 
 def _end_group(ranks: Ranks) -> None:

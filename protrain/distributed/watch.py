@@ -34,7 +34,6 @@ import math
 import os
 import sys
 import threading
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
+from protrain.common.warned import warn_user
 from protrain.distributed.endings import give_up, leave_alone, never_free, see_to_the_end
 from protrain.distributed.links import Links
 from protrain.distributed.notes import REMEDY, by_number, first_difference, said
@@ -214,7 +214,7 @@ class Watch:
                 if not warned and waited_s > warn_s:
                     warned, where = True, whereabouts(self._peers, self._number)
                     text = f"{self._absence(waited_s)}, and goes on waiting. {where}{absent}".rstrip(". ")
-                    warnings.warn(text, stacklevel=4)
+                    warn_user(text)
         finally:
             self._waits_since = math.inf
 

@@ -10,7 +10,6 @@ where the Trainer creates it, from its own parameter groups, and what ranks must
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -25,7 +24,7 @@ from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
-from protrain.common.warned import warned_at_user
+from protrain.common.warned import warn_user, warned_at_user
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
@@ -179,13 +178,11 @@ class ProTrainMixin(_Base):
         guessed = texts.guessed and not collated
         if largest is None or guessed or not all(_holds(largest, call) for call in known):
             basis = "the first batch" if largest is None else "the rows that seem longest"
-            with warned_at_user():
-                warnings.warn(
-                    f"nobody knows how long rows will be, so the plan is made for {basis}, and a much longer "
-                    "batch may be refused in the middle of the training for want of memory: pass "
-                    'protrain={"example_batch": batch}, arguments of the model that are as long as any will be',
-                    stacklevel=2,
-                )
+            warn_user(
+                f"nobody knows how long rows will be, so the plan is made for {basis}, and a much longer batch may be "
+                'refused in the middle of the training for want of memory: pass protrain={"example_batch": batch}, '
+                "arguments of the model that are as long as any will be"
+            )
         return largest
 
     def _truncated_rows(self) -> list[dict[str, Any]]:
@@ -357,9 +354,8 @@ def _check(args: Any) -> None:
             f"for each (torchrun --nproc-per-node {args.n_gpu}), or set CUDA_VISIBLE_DEVICES to one of them"
         )
     if args.torch_compile and (args.torch_compile_mode or args.torch_compile_backend != "inductor"):
-        warnings.warn(
-            "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default",
-            stacklevel=2,
+        warn_user(
+            "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default"
         )
 
 
