@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import warnings
 from collections.abc import Callable
@@ -141,9 +142,9 @@ def train_apart(rank: int, what: str) -> str:
 def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
     first, other = on_ranks(2, train_apart, "clip", timeout_s=150)
     assert first == other
-    assert first.startswith(
-        "step 2: rank 1 came to step() after clipping, while rank 0 came to step() without clipping"
-    )
+    # The ranks of all tests are the same processes, and one may have caught an error in a test before, which is named.
+    others = r"rank 1 came to step\(\) after clipping( \(after .*\))?, while rank 0 came to step\(\) without clipping"
+    assert re.match(rf"step 2: {others}\. ", first)
 
 
 def test_hyperparameters_of_one_rank_alone_are_named() -> None:
