@@ -123,9 +123,9 @@ class Ranks:
             raise
 
     @property
-    def trail(self) -> object:
+    def trail(self) -> tuple[int, int]:
         """Stands for all that this rank has done with the others: the same on all ranks that are in step."""
-        return self._watch.trail if self.several else None
+        return self._watch.trail
 
     @property
     def is_out_of_step(self) -> bool:
@@ -136,12 +136,13 @@ class Ranks:
         """Whether the process of ``rank`` has ended."""
         return self._watch.is_gone(rank)
 
-    def refuse_out_of_step(self, trails: Sequence[object]) -> None:
+    def refuse_out_of_step(self, trails: Sequence[Sequence[int]]) -> None:
         """MisuseError on every rank if their ``trails`` differ, which all of them know."""
         if any(trail != trails[0] for trail in trails):
             notes = self.all_values(self._watch.notes)
             difference = first_difference({rank: by_number(each) for rank, each in enumerate(notes)})
             self._watch.refuse(difference or "the ranks have been out of step for long: start them anew")
+        self._watch.agreed(trails[0][0])
 
     # -- on the device -------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,6 @@ or dies, the others would wait for it in a collective for as long as their proce
 
 The watch begins as soon as a rank has found the store in which all ranks meet, before it waits for any of them.
 
-While nothing is wrong, a thread sends at most what a pause of more than a second brings about.
-
 [Note: an error that is caught] A rank that raises an exception may catch it and go on, and so may all others, if all
 raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, or waits for it in a
 collective of the script, and for some seconds nothing new has come from the one that raised, unless the other has
@@ -154,6 +152,10 @@ class Watch:
         """The last notes: number, what, bytes, and the error that was caught before."""
         return list(self._notes)
 
+    def agreed(self, number: int) -> None:
+        """All ranks have the same notes up to this ``number``: neither those nor errors before them part the ranks."""
+        self._notes = deque((each for each in self._notes if each[0] > number), maxlen=_KEPT)
+
     def wait(self, work: dist.Work, *, timeout_s: float = math.inf, absent: str = "") -> None:
         """Wait for ``work`` of the last note. MisuseError if the ranks are out of step, or others do not come.
 
@@ -213,8 +215,7 @@ class Watch:
                     self._raise()
                 if not warned and waited_s > warn_s:
                     warned, where = True, whereabouts(self._peers, self._number)
-                    text = f"{self._absence(waited_s)}, and goes on waiting. {where}{absent}".rstrip(". ")
-                    warn_user(text)
+                    warn_user(f"{self._absence(waited_s)}, and goes on waiting. {where}{absent}".rstrip(". "))
         finally:
             self._waits_since = math.inf
 
@@ -279,8 +280,7 @@ class Watch:
     def _explain(self, error: RuntimeError) -> None:
         """Note at ``error`` what others have told: torch itself only knows that a rank is gone from a collective."""
         self.hear()
-        reason = self._decided
-        note = f"The ranks are out of step: {reason}" if reason is not None else first_raised(self._peers)
+        note = f"The ranks are out of step: {self._decided}" if self._decided is not None else first_raised(self._peers)
         if note is not None and note not in getattr(error, "__notes__", []):
             error.add_note(note)
 
