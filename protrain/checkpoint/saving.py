@@ -29,10 +29,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError
 from protrain.common.folder_use import used_alone
 from protrain.common.quantities import format_bytes
+from protrain.common.warned import user_line
 from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
@@ -142,9 +142,8 @@ def async_save(
     save = _begin(root, model, optimizer, scheduler, extra, keep, base)
     aside = Aside(ranks, ranks.of_first(f"async_save {uuid4()}"))
     thread = ThreadPoolExecutor(1, "protrain async_save")
-    saved = thread.submit(_finish, save, _given_up(parts), aside)
+    saved = thread.submit(_finish_beside, save, _given_up(parts), aside, user_line())
     thread.shutdown(wait=False)
-    saved.add_done_callback(_warn_of_failure)
     _beside[optimizer] = save.root.resolve(), saved
     return saved
 
@@ -178,12 +177,6 @@ def _given_up(parts: list[tuple[str, Part]]) -> Iterable[tuple[str, Part]]:
     parts.reverse()
     while parts:
         yield parts.pop()
-
-
-def _warn_of_failure(saved: Future[Path]) -> None:
-    error = saved.exception()
-    if error is not None:
-        warnings.warn(f"an async_save has failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
 @dataclass
@@ -271,6 +264,16 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
             if first:
                 _delete_all_but(list_saves(save.root), save.keep)
         return target
+
+
+def _finish_beside(save: _Save, parts: Iterable[tuple[str, Part]], aside: Aside, warn: Callable[[str], None]) -> Path:
+    """Do what ``_finish`` does, in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
+    try:
+        return _finish(save, parts, aside)
+    except Exception as error:
+        with suppress(UserWarning):  # a script may turn warnings into errors, and the result is this error
+            warn(f"an async_save has failed: {type(error).__name__}: {error}")
+        raise
 
 
 def _manifest(

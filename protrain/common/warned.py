@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,8 +17,12 @@ _PACKAGES = frozenset({"protrain", "transformers", "trl", *_LIBRARIES})
 
 def warn_user(message: str) -> None:
     """Warn at the line where the user's code has called torch, this library or one that trains with it."""
-    frame = _user_frame(sys._getframe(1)) or sys._getframe(1)
-    warnings.warn_explicit(message, UserWarning, *_place(frame))
+    _warns_at(sys._getframe(1))(message)
+
+
+def user_line() -> Callable[[str], None]:
+    """A function that warns at the line where the user's code is now, whenever and in whatever thread it is called."""
+    return _warns_at(sys._getframe(1))
 
 
 @contextmanager
@@ -40,6 +44,12 @@ def warned_at_user() -> Iterator[None]:
             if frame is not None and Path(one.filename).is_relative_to(ours):
                 place = _place(frame)
             warnings.warn_explicit(one.message, one.category, *place)
+
+
+def _warns_at(frame: FrameType) -> Callable[[str], None]:
+    """A function that warns at the line of the user's code that has come to ``frame``, or else at that of ``frame``."""
+    place = _place(_user_frame(frame) or frame)
+    return lambda message: warnings.warn_explicit(message, UserWarning, *place)
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

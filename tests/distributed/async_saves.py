@@ -73,8 +73,8 @@ def save_twice(rank: int, size: int, folder: str) -> list[str]:
     return [save.name for save in list_saves(folder)]
 
 
-def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[str], list[str]]:
-    """Save with a disk that is full for the last rank. Returns the error, the warnings, and what is in the folder."""
+def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[tuple[str, str]], list[str]]:
+    """Save with a disk that is full for the last rank. Returns the error, each warning and its file, and the saves."""
     training = Training(rank, size, FIRST)
     training.save(folder)
     training.train(range(1))
@@ -93,7 +93,7 @@ def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[str], lis
             saving.wait_for_async_saves(training.optimizer, Path(folder))
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     dist.barrier()  # the first rank has removed what there was of the save
-    return text, [str(warning.message) for warning in warned], sorted(os.listdir(folder))
+    return text, [(str(each.message), each.filename) for each in warned], sorted(os.listdir(folder))
 
 
 def save_and_wait_to_be_killed(rank: int, size: int, folder: str) -> None:
