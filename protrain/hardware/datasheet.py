@@ -1,12 +1,13 @@
 """What makers promise: peak rates from datasheets, for comparison with measured rates.
 
-Sources: NVIDIA's datasheets of H100 (SXM, PCIe), H200, B200, A100 (40 GB, 80 GB; SXM, PCIe) and L40S, its whitepapers
-of GA102, Ada and RTX Blackwell, AWS's page of G5 instances for A10G, and AMD's datasheet of MI300X. Matmul is dense
-bf16 with fp32 accumulation, without sparsity.
+Sources: NVIDIA's datasheets of H100 (SXM, PCIe), H200, GH200, B200, A100 (40 GB, 80 GB; SXM, PCIe) and L40S, its
+whitepapers of GA102, Ada and RTX Blackwell, AWS's page of G5 instances for A10G, and AMD's datasheet of MI300X. Matmul
+is dense bf16 with fp32 accumulation, without sparsity.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -24,6 +25,8 @@ _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
     (("H100", "PCIe"), Datasheet(matmul_tflops=756, fp32_tflops=51, memory_gbps=2000)),
     (("H100", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=3900)),
     (("H100",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=3350)),
+    (("GH200", "144G"), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4900)),
+    (("GH200",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4000)),
     (("H200", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=4800)),
     (("H200",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4800)),
     (("A100", "40GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1555)),
@@ -38,12 +41,22 @@ _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
     (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, fp32_tflops=40, memory_gbps=1008)),
     (("RTX 3090",), Datasheet(matmul_tflops=71, fp32_tflops=35.6, memory_gbps=936)),
 )
+# Names of parts of a card (MIG slices, and virtual GPUs such as "A100-10C") and of slower cards. The name of the whole
+# or faster card is in them.
+_LESS = re.compile(r"\bMIG\b|-\d+[ABCQ]$|\bLAPTOP\b|\bMAX-Q\b|\bD\b")
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
+
+
+def is_less(name: str) -> bool:
+    """Whether the driver calls a part of a card ``name``, or one that is slower than the card whose name is in it."""
+    return _LESS.search(name.upper()) is not None
 
 
 def of_card(name: str) -> Datasheet | None:
     """The datasheet of the card that the driver calls ``name``, or None where it is not known."""
     upper = name.upper()
+    if is_less(name):
+        return None
     return next((sheet for words, sheet in _CARDS if all(word.upper() in upper for word in words)), None)
 
 

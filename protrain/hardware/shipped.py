@@ -7,18 +7,20 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
+from protrain.hardware.datasheet import is_less, of_card
 from protrain.hardware.profile import HardwareProfile
 
-# From what the name of a GPU contains to its profile. docs/new-gpu.md says where their figures come from.
+# From what the name of a GPU contains to its profile; the first that fits counts, and a GH200 has the GPU of an H100.
+# docs/new-gpu.md says where the figures come from.
 _BY_GPU = {
-    **{"H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "A10G": "a10g", "L40S": "l40s"},
+    **{"GH200": "h100", "H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "A10G": "a10g", "L40S": "l40s"},
     **{"RTX 3090": "rtx3090", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "MI300X": "mi300x"},
 }
 
 
 def shipped_names() -> list[str]:
     """The names that ``load`` takes without a file."""
-    return sorted(_BY_GPU.values())
+    return sorted(set(_BY_GPU.values()))
 
 
 def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
@@ -59,5 +61,23 @@ def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwarePro
 
 
 def of_gpu(gpu_name: str) -> HardwareProfile | None:
-    """The shipped profile of the GPU that the driver calls ``gpu_name``, or None."""
-    return next((load(name) for part, name in _BY_GPU.items() if part in gpu_name), None)
+    """The shipped profile of the GPU that the driver calls ``gpu_name``, or None.
+
+    A card of another form, such as an H100 PCIe, has the rates of its GPU and memory in proportion to the datasheets.
+    """
+    name = None if is_less(gpu_name) else next((name for part, name in _BY_GPU.items() if part in gpu_name), None)
+    if name is None:
+        return None
+    profile = load(name)
+    here, there = of_card(gpu_name), of_card(profile.name)
+    assert here is not None, "every shipped profile has a datasheet"
+    assert there is not None, "every shipped profile has a datasheet"
+    memory = here.memory_gbps / there.memory_gbps
+    return replace(
+        profile,
+        matmul_tflops=profile.matmul_tflops * here.matmul_tflops / there.matmul_tflops,
+        device_copy_gbps=profile.device_copy_gbps * memory,
+        device_adam_gparams=profile.device_adam_gparams * memory,
+        flatten_gbps=None if profile.flatten_gbps is None else profile.flatten_gbps * memory,
+        pack_gbps=None if profile.pack_gbps is None else profile.pack_gbps * memory,
+    )

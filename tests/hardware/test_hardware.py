@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from protrain.hardware import memory
+from protrain.hardware.datasheet import of_card
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.memory import available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import load, of_machine, shipped_names
+from protrain.hardware.shipped import load, of_gpu, of_machine, shipped_names
 
 GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
@@ -68,6 +69,42 @@ def test_collectives_of_shipped_profiles_are_measured_or_follow_from_datasheets(
     assert a100.known("flatten_gbps") == "assumed"
     for profile in (h100, h200, a100, rtx3090):
         assert profile.known("network_gbps") == "composed"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100D-10C", "NVIDIA L40S-12Q", "NVIDIA GeForce RTX 4090 D"),
+        *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 Laptop GPU", "Tesla T4", "NVIDIA H20"),
+    ],
+)
+def test_a_part_of_a_card_or_a_slower_one_has_not_the_rates_of_the_whole(name: str) -> None:
+    assert of_gpu(name) is None
+    assert of_card(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shipped", "computing", "memory"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100", 1.0, 1.0),
+        ("NVIDIA H100 PCIe", "h100", 756 / 989, 2000 / 3350),
+        ("NVIDIA GH200 480GB", "h100", 1.0, 4000 / 3350),
+        ("NVIDIA GH200 144G HBM3e", "h100", 1.0, 4900 / 3350),
+        ("NVIDIA GB200", "b200", 1.0, 1.0),
+        ("NVIDIA A100-PCIE-40GB", "a100", 1.0, 1555 / 2039),
+        ("NVIDIA GeForce RTX 3090 Ti", "rtx3090", 80 / 71, 1008 / 936),
+    ],
+)
+def test_cards_of_one_name_have_rates_in_proportion_to_their_datasheets(
+    name: str, shipped: str, computing: float, memory: float
+) -> None:
+    found, base = of_gpu(name), load(shipped)
+    assert found is not None
+    assert found.matmul_tflops == pytest.approx(base.matmul_tflops * computing)
+    for rate in ("device_copy_gbps", "device_adam_gparams", "flatten_gbps", "pack_gbps"):
+        had = getattr(base, rate)
+        assert getattr(found, rate) == (None if had is None else pytest.approx(had * memory))
+    assert found.h2d_gbps == base.h2d_gbps
 
 
 def test_a_card_that_is_found_here_is_not_known_to_be_connected_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
