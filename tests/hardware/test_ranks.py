@@ -29,7 +29,7 @@ from tests.distributed.pool import RankError, on_ranks
 pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 CPU = torch.device("cpu")
 SLEEP_S = 0.005
-MIB = 1024**2
+MIB, GIB = 1024**2, 1024**3
 
 
 def figure(name: str, median: float, at: str = "") -> Figure:
@@ -139,6 +139,31 @@ def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[st
     rates = units_per_second({"collective": both, **naps}, duration_s=0.2, counts={"collective": count})
     assert ended == count + 2, "the agreed number, and two that warm up"
     return exchanged, gathered, rates, count
+
+
+def calibrate_unlike_gpus(rank: int, cache: str) -> tuple[HardwareProfile, HardwareProfile | None]:
+    """What is measured on ``rank``, whose GPU has another name and another memory, and the profile that is then found.
+
+    CPUs play the GPUs.
+    """
+    name, memory_bytes = ("Large 1", 16 * GIB) if rank == 0 else ("Small 1", GIB // 10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROTRAIN_CACHE", cache)
+        patch.setattr("protrain.hardware.cache.device_name", lambda device: name)
+        sized = replace(assume(CPU), device_bytes=memory_bytes)
+        patch.setattr("protrain.hardware.calibration.run.assume", lambda device: sized)
+        return calibrate(CPU, seconds=1.0), cached(CPU)
+
+
+@pytest.mark.slow
+def test_unlike_gpus_are_measured_in_sizes_for_the_least_and_all_find_the_profile(tmp_path: Path) -> None:
+    both = on_ranks(2, calibrate_unlike_gpus, str(tmp_path))
+    assert [profile.name for profile, _ in both] == ["Large 1", "Small 1"]
+    for profile, found in both:
+        assert profile.device_bytes == GIB // 10, "a plan for all of them has to fit the least"
+        assert found == profile
+        assert any("unlike GPUs: Large 1 and Small 1" in warning for warning in profile.warnings)
+    assert both[0][0].figures == both[1][0].figures
 
 
 def test_ranks_exchange_and_gather_as_in_training_and_end_together() -> None:

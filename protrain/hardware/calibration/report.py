@@ -71,6 +71,17 @@ def size_warnings(effort: Effort) -> list[str]:
     ]
 
 
+def kind_warnings(names: Sequence[str]) -> list[str]:
+    """Warns of ranks with unlike GPUs, by their names."""
+    kinds = list(dict.fromkeys(names))
+    if len(kinds) == 1:
+        return []
+    return [
+        f"ranks have unlike GPUs: {' and '.join(kinds)}. All ranks follow one plan, so the least memory and the "
+        "slowest rates count: let CUDA_VISIBLE_DEVICES name GPUs of one kind"
+    ]
+
+
 def link_warnings(loaded: GpuFacts | None) -> list[str]:
     """Warns of a PCI Express link below its width or generation. The facts were read while the card copied."""
     if loaded is None:

@@ -31,6 +31,7 @@ from protrain.hardware.calibration.rates import Products, copy_figures, dram_fig
 from protrain.hardware.calibration.report import (
     clock_warnings,
     host_warnings,
+    kind_warnings,
     link_warnings,
     pinning_warnings,
     rank_warnings,
@@ -88,11 +89,15 @@ def calibrate(
     with ranks.reporting("protrain.calibrate"), contextlib.ExitStack() as stack:
         target = own_device(device)
         refuse_shared_gpu(ranks, target)
-        base = assume(target)
+        machine, own = Machine.of(target), assume(target)
+        names, device_bytes, host_bytes = zip(
+            *ranks.all_values((machine.name, own.device_bytes, own.host_bytes), "the memory of all ranks"), strict=True
+        )
+        # All ranks must measure in the same sizes, and a plan for them has to fit the least memory.
+        base = replace(own, device_bytes=min(device_bytes), host_bytes=min(host_bytes))
         if target.type == "cuda":
             stack.enter_context(torch.cuda.device(target))
             stack.callback(torch.cuda.empty_cache)  # the caller may want all of the card next
-        machine = Machine.of(target)
         threads = max(1, usable_cores() // ranks.on_node)
         before = torch.get_num_threads()
         stack.callback(torch.set_num_threads, before)
@@ -103,10 +108,12 @@ def calibrate(
             device_room_bytes=base.device_bytes,
         )
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
+        measuring.warnings += kind_warnings(names)
         measuring.measure_all(torch_threads=before)
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
         del measuring
-        if save and local_rank() == 0:  # one process of every host, as hosts may not share a home
+        # One process of every host stores it, as hosts may not share a home, and one for each kind of GPU there.
+        if save and machine.name not in names[ranks.rank - local_rank() : ranks.rank]:
             store(profile, machine)
         ranks.all_values(None, "the end of the calibration")  # a rank that looks for the profile now will find it
     return profile
