@@ -21,8 +21,9 @@ def machine_of(args: argparse.Namespace) -> HardwareProfile:
     """The profile of one of the GPUs that ``args`` ask for.
 
     Raises:
-        ValueError: The machine is not known, or it is this one, which has no GPU.
+        ValueError: The machine is not known, or it is this one, which has no GPU, or a network is given for one node.
     """
+    _refuse_unused_network(args, args.nodes)
     if args.hardware is not None:
         return _elsewhere(args, args.hardware, args.gpus, args.nodes)
     return _shared(args, _this_machine(args), args.gpus, args.nodes)
@@ -60,9 +61,15 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
                 f"a JSON file or one of {', '.join(shipped_names())} as the name"
             )
         found[spec[0]] = _elsewhere(args, spec[1], int(spec[2]), int(spec[3] or 1))
+    _refuse_unused_network(args, max(machine.n_nodes for machine in found.values()))
     if len({machine.device_type for machine in found.values()}) > 1:
         raise ValueError("--compare takes machines with GPUs or machines without, not both: the model is profiled once")
     return found
+
+
+def _refuse_unused_network(args: argparse.Namespace, n_nodes: int) -> None:
+    if args.network_gbps is not None and n_nodes == 1:
+        raise ValueError("--network-gbps is of the network between nodes, and there is one node: give --nodes too")
 
 
 def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:

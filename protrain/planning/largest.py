@@ -47,7 +47,7 @@ class Largest(Record):
             ["layers", str(self.layers)],
             ["parameters", f"{self.parameters:,}"],
             ["plan", str(plan)],
-            ["step", f"{format_ms(plan.step_ms)}, {self.tokens_per_s:,.4g} tokens/s"],
+            ["step", f"{format_ms(plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"],
             [
                 per_gpu("memory", plan.world_size),
                 f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}",

@@ -167,6 +167,7 @@ def test_the_search_for_depth_ends_somewhere() -> None:
     found = largest(make_profile, machine(80_000, 80_000), most_layers=12)
     assert (found.layers, found.one_more) == (12, "")
     assert "not tried" in found.table()
+    assert f"{1024e3 / found.plan.step_ms:,.0f} tokens/s" in found.table()
     assert largest(make_profile, machine(80_000, 80_000), most_layers=1).layers == 1
 
 
