@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bench.kernels.peers import close, same_bits
 from bench.kernels.recorder import Recorder
+from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import OURS
 from protrain.engine.states.arena import Arena
 from protrain_kernels import adam_reference, adam_scalars, split
@@ -78,7 +79,8 @@ class States:
         return self._each(lambda tensor: tensor.to(device, copy=True))
 
     def on_host(self, arena: Arena) -> States:
-        """Copies in memory of ``arena``."""
+        """Copies in memory of ``arena``. MemoryError where the host has too little for them."""
+        need_host_bytes(sum(tensor.nbytes for tensor in self.tensors if tensor is not None))
         return self._each(lambda tensor: arena.take(tensor.numel(), tensor.dtype).copy_(tensor))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> States:

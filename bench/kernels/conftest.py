@@ -8,7 +8,7 @@ timed.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
 from bench.kernels.report import can_draw, summary, table, write_results
 from bench.kernels.roofs import Roofs
+from bench.kernels.room import leaving_out_what_does_not_fit
 from bench.kernels.rows import COMPILED, Row, with_speedups
 from bench.kernels.shapes import QUICK
 from bench.kernels.timing import ColdCache, device_timer
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("benchmark") is None:
             item.add_marker(pytest.mark.benchmark(timer=device_timer, disable_gc=True))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call() -> Generator[None, object, object]:
+    with leaving_out_what_does_not_fit():
+        return (yield)
 
 
 def _parameter(item: pytest.Item, name: str) -> object:

@@ -16,6 +16,7 @@ from bench.kernels.activations import saved_activations
 from bench.kernels.peers import same_bytes
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE, PCIE
+from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import EAGER, OURS
 from protrain.common.quantities import format_bytes
 from protrain.engine.states.arena import Arena
@@ -92,6 +93,7 @@ def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
     tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
     arena = Arena(recorder.device)
     packed_bytes = PackPlan(tensors).packed_bytes
+    need_host_bytes(sum(tensor.nbytes for tensor in tensors))
     run = _round_trip(tensors, arena, implementation)
 
     recorder.measure(

@@ -71,6 +71,31 @@ def test_quick_leaves_shapes_and_compilation_out(tmp_path: Path) -> None:
     assert not any(word in line for line in tests for word in ("gpt2-20b", "mistral", "torch.compile"))
 
 
+_LACKS_MEMORY = f"""
+import sys, pytest, torch
+from bench.kernels.tensors import Places
+def lack(*arguments, **named):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB")
+Places.of = lack
+sys.exit(pytest.main([{str(ROOT / "bench" / "kernels")!r}, *{[*ONE, "-rs"]!r}]))
+"""
+
+
+@pytest.mark.slow
+@needs_no_gpu
+@pytest.mark.xdist_group("ranks")
+def test_rows_that_do_not_fit_are_left_out_and_said(tmp_path: Path) -> None:
+    with (tmp_path / "printed.txt").open("w") as printed:
+        status = Forked([sys.executable, "-c", _LACKS_MEMORY], stdout=printed, cwd=ROOT).wait()
+    said = (tmp_path / "printed.txt").read_text()
+    assert (status, "takes more memory than there is: CUDA out of memory. Tried to allocate 9.00 GiB" in said) == (
+        0,
+        True,
+    )
+    assert "skipped" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.slow
 @needs_no_gpu
 @pytest.mark.xdist_group("ranks")
