@@ -5,6 +5,7 @@ torchrun ... -m tests.distributed.restarted FOLDER
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -52,4 +53,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(60)  # long before the test gives up
     main(Path(sys.argv[1]))

@@ -19,15 +19,18 @@ def run(folder: Path, *words: str) -> dict[str, torch.Tensor]:
     """The weights of a training on two ranks, which torchrun starts again if one dies."""
     folder.mkdir()
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    done = subprocess.run(
-        [*torchrun, "-m", "tests.distributed.restarted", str(folder), *words],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with Path(folder, "log").open("w+") as log:
+        command = [*torchrun, "-m", "tests.distributed.restarted", str(folder), *words]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        try:
+            code: int | None = process.wait(180)
+        except subprocess.TimeoutExpired:
+            code = None
+            process.terminate()
+            process.wait()
+        log.seek(0)
+        assert code == 0, log.read()
     found: dict[str, torch.Tensor] = torch.load(folder / "weights.pt")
     return found
 
