@@ -8,7 +8,7 @@ its own and looks for no entry points, hence the import.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,7 +26,7 @@ from torch import nn
 from protrain.common.warned import warned_at_user
 from protrain.distributed.processes import local_processes
 from protrain.engine.states.empty import empty_parameters
-from protrain.engine.weights.state_hooks import first_rank_saves
+from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
@@ -81,6 +82,12 @@ def _unlogged(module: LightningModule) -> Iterator[None]:
         trainer.loggers = loggers
 
 
+def _most_batches(trainer: Trainer) -> int:
+    """The most batches of any step, also where a callback changes their number from epoch to epoch."""
+    schedules = [each for each in trainer.callbacks if isinstance(each, GradientAccumulationScheduler)]
+    return max(trainer.accumulate_grad_batches, *(count for each in schedules for count in each.scheduling.values()), 1)
+
+
 class _Processes(_Base):
     """What both strategies do about processes: start and join them only where there are several."""
 
@@ -100,13 +107,20 @@ class _Processes(_Base):
 
 
 def _step(kind: str) -> Any:
-    """The step ``kind`` of the strategy, which runs it as a call of the wrapped model, if there is one."""
+    """The step ``kind`` of the strategy, which runs it as a call of the wrapped model, if there is one.
+
+    Between steps hooks may read weights on several ranks, too. All ranks call them.
+    """
     name, context = f"{kind}_step", f"{_CONTEXTS.get(kind, kind)}_step_context"
 
     def run(self: ProTrainStrategy, *args: Any, **kwargs: Any) -> Any:
         if self._steps is not None and self.model is self._steps:
-            with getattr(self.precision_plugin, context)():
-                return self._steps(name, *args, **kwargs)
+            self._reads.close()
+            try:
+                with getattr(self.precision_plugin, context)():
+                    return self._steps(name, *args, **kwargs)
+            finally:
+                self._reads.enter_context(reads_of_all(self._steps))
         return getattr(super(ProTrainStrategy, self), name)(*args, **kwargs)
 
     return run
@@ -133,6 +147,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         self._example_batch = example_batch
         self._wrap_arguments = wrap_arguments
         self._steps: _Steps | None = None
+        self._reads = ExitStack()
         self._optimizer: ProTrainOptimizer  # once there are steps
 
     def setup_distributed(self) -> None:
@@ -163,6 +178,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             self.model_to_device()
         else:
             self.model = self._steps
+            self._reads.enter_context(reads_of_all(self._steps))
         self.setup_precision_plugin()
 
     def _wrap(self, trainer: Trainer) -> None:
@@ -187,7 +203,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         found: dict[str, Any] = {
             "device": self.root_device,
             "dtype": _dtype(self.precision_plugin.precision),
-            "accumulation": trainer.accumulate_grad_batches,
+            "accumulation": _most_batches(trainer),
         }
         with empty_parameters():  # conversions of parameters without data are recorded
             self._steps = _Steps(self.precision_plugin.convert_module(module))
@@ -228,6 +244,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         if self._steps is None:
             super().teardown()
             return
+        self._reads.close()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):

@@ -100,12 +100,41 @@ def fit(folder: Path, strategy: Any, *, resume: Path | None = None, devices: int
     return Run(losses, {name: value.clone() for name, value in module.state_dict().items()})
 
 
-def fit_on_rank(rank: int, folder: Path, on_protrain: bool, resume: Path | None) -> Run:
+def fit_on_rank(rank: int, folder: Path, on_protrain: bool, resume: Path | None, **arguments: Any) -> Run:
     size = os.environ["WORLD_SIZE"]  # which Lightning deletes when it has trained
+    strategy = protrain_strategy() if on_protrain else "ddp"
     try:
-        return fit(folder, protrain_strategy() if on_protrain else "ddp", resume=resume, devices=int(size))
+        return fit(folder, strategy, resume=resume, devices=int(size), **arguments)
     finally:
         os.environ["WORLD_SIZE"] = size
+
+
+Callback: Any = lightning.Callback
+
+
+class Norms(Callback):
+    """Reads the norms of all weights between steps, as callbacks do that log them."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def _read(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.norms += [float(weight.detach().norm()) for weight in module.parameters()]
+
+    on_train_start = on_after_backward = on_before_optimizer_step = on_train_batch_end = on_validation_end = _read
+
+
+def norms_on_rank(rank: int, folder: Path, on_protrain: bool) -> tuple[Run, list[float]]:
+    """A run with ``Norms``, and the norms that it has read."""
+    callback = Norms()
+    run = fit_on_rank(rank, folder, on_protrain, None, callbacks=[callback], gradient_clip_val=0.5)
+    return run, callback.norms
+
+
+def fit_with_more_batches_on_rank(rank: int, folder: Path, on_protrain: bool) -> Run:
+    """A run of two epochs, of which the second has steps of three batches."""
+    schedule = lightning.pytorch.callbacks.GradientAccumulationScheduler({1: 3})
+    return fit_on_rank(rank, folder, on_protrain, None, callbacks=[schedule], max_steps=8)
 
 
 def protrain_strategy(memory: str = "0.3MiB", **arguments: Any) -> Any:

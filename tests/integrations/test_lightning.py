@@ -16,9 +16,11 @@ from tests.integrations.lightning_runs import (
     Run,
     fit,
     fit_on_rank,
+    fit_with_more_batches_on_rank,
     lightning,
     loader,
     network,
+    norms_on_rank,
     protrain_fabric,
     protrain_strategy,
     run_fabric,
@@ -93,6 +95,23 @@ def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
     alone = fit(tmp_path / "alone", "auto", resume=tmp_path / "ours" / "end.ckpt")
     for name, value in ours[0].weights.items():
         assert torch.equal(alone.weights[name], value), name
+
+
+@pytest.mark.slow
+def test_callbacks_of_two_processes_read_weights_between_steps(tmp_path: Path) -> None:
+    ours, other = on_ranks(2, norms_on_rank, tmp_path / "ours", True)
+    [plain, norms], _ = on_ranks(2, norms_on_rank, tmp_path / "plain", False)
+    assert ours[1] == other[1]
+    assert len(norms) == len(plain.weights) * (1 + 3 * STEPS + 2)
+    assert ours[1] == pytest.approx(norms, rel=1e-4)
+    assert_close(ours[0], plain)
+
+
+@pytest.mark.slow
+def test_a_later_epoch_has_more_batches_in_a_step(tmp_path: Path) -> None:
+    """Lightning's callback changes the number, of which several processes need to know the largest from the begin."""
+    plain, ours = (on_ranks(2, fit_with_more_batches_on_rank, tmp_path, each)[0] for each in (False, True))
+    assert_close(ours, plain)
 
 
 @pytest.mark.slow
