@@ -18,7 +18,7 @@ from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
 from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.common.warned import warn_user
-from protrain.distributed.devices import own_device
+from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_recorded
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
@@ -86,6 +86,11 @@ def check_arguments(
         batches.check(example_batch)
     target = own_device(device)
     kind = choose_dtype(dtype, target)
+    if kind is torch.bfloat16 and not has_bf16(target):
+        warn_user(
+            f"{torch.cuda.get_device_name(target)} has no units for bfloat16, which torch emulates slowly: pass "
+            "dtype='float16', and call optimizer.backward(loss) in place of loss.backward()"
+        )
     if step_during_backward and kind is torch.float16:
         raise ValueError(
             "step_during_backward=True does not work with float16, whose steps may be skipped: use bfloat16"

@@ -10,6 +10,8 @@ import torch
 from protrain.distributed.processes import announced_processes, local_rank
 from protrain.distributed.ranks import Ranks
 
+_AMPERE = 8  # the major number of its compute capability
+
 
 def own_device(device: torch.device | str | None = None) -> torch.device:
     """The device that ``device`` means in this process. A GPU has its index.
@@ -70,6 +72,12 @@ def _visible() -> str:
     count, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     why = "is not set" if variable is None else f"is {variable!r}"
     return f"this process sees {count} GPU{'s' * (count != 1)} (CUDA_VISIBLE_DEVICES {why})"
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether ``device`` computes in bf16 as it does in fp16. On NVIDIA's cards before Ampere torch emulates bf16."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return not is_nvidia or torch.cuda.get_device_properties(device).major >= _AMPERE
 
 
 def refuse_shared_gpu(ranks: Ranks, device: torch.device) -> None:

@@ -31,15 +31,12 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
         return None
     try:
         import pynvml
-    except ImportError:
-        return None
-    try:
+
         pynvml.nvmlInit()
-    except pynvml.NVMLError:
+    except Exception:  # without the library; an old package of the same name also fails by other errors than its own
         return None
     try:
-        # CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML, so the card is named by its identifier.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        handle = _handle(pynvml, str(torch.cuda.get_device_properties(device).uuid))
         return GpuFacts(
             driver=pynvml.nvmlSystemGetDriverVersion(),
             pcie_generation=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle),
@@ -50,7 +47,7 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
             clock_max_mhz=_ask(pynvml, "nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
             throttled=bool((_ask(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _FAULTS),
         )
-    except pynvml.NVMLError:
+    except Exception:  # the same
         return None
     finally:
         pynvml.nvmlShutdown()
@@ -64,8 +61,16 @@ def driver_version(device: torch.device) -> str:
     return facts.driver if facts else "unknown"
 
 
+def _handle(pynvml: Any, identifier: str) -> Any:
+    """The card or MIG slice with this identifier, as CUDA_VISIBLE_DEVICES renumbers cards for CUDA but not for NVML."""
+    try:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{identifier}")
+    except pynvml.NVMLError:
+        return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{identifier}")
+
+
 def _ask(pynvml: Any, name: str, handle: Any, *more: int) -> int | None:
     try:
         return int(getattr(pynvml, name)(handle, *more)) or None
-    except pynvml.NVMLError:
+    except (pynvml.NVMLError, AttributeError):  # a version of the library may lack a function
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -16,13 +17,40 @@ from torch import nn
 
 import protrain
 from protrain.cli.main import main
-from protrain.distributed.devices import own_device, refuse_shared_gpu
+from protrain.distributed.devices import has_bf16, own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.hardware.detection import detect
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
 
 X = torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "major", "hip", "has"),
+    [
+        *(("cuda", 7, None, False), ("cuda", 8, None, True), ("cuda", 12, None, True)),
+        *(("cuda", 7, "6.4", True), ("cpu", 0, None, True)),
+    ],
+)
+def test_cards_before_ampere_have_no_bf16(
+    monkeypatch: pytest.MonkeyPatch, kind: str, major: int, hip: str | None, has: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(major=major))
+    monkeypatch.setattr("torch.version.hip", hip)
+    assert has_bf16(torch.device(kind)) is has
+
+
+@pytest.mark.parametrize(("dtype", "warns"), [("bfloat16", True), ("float32", False)])
+def test_a_card_without_bf16_is_warned_of(monkeypatch: pytest.MonkeyPatch, dtype: str, warns: bool) -> None:
+    monkeypatch.setattr("protrain.validate.has_bf16", lambda device: False)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    model = nn.Linear(8, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        protrain.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", dtype=dtype, progress=False)
+    said = [str(each.message) for each in caught if "Tesla T4 has no units for bfloat16" in str(each.message)]
+    assert len(said) == warns
 
 
 @contextmanager
@@ -36,7 +64,7 @@ def machine(
         return current
 
     def get_device_properties(device: torch.device) -> Any:
-        return SimpleNamespace(uuid=uuids[device.index])
+        return SimpleNamespace(uuid=uuids[device.index], major=9)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: visible > 0)

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import MethodType
+from typing import cast
 
 import pytest
 import torch
@@ -363,6 +365,17 @@ def test_sizes_go_with_time_and_room() -> None:
     tiny = _effort(seconds=0.001)
     assert (tiny.transfer_bytes, tiny.hidden, tiny.tensor_bytes) == ([1024**2], 128, 1024**2)
     assert padded(tiny.adam_elements) == tiny.adam_elements
+
+
+@pytest.mark.parametrize(("tflops", "width"), [(1.0, 1024), (0.03, 1024), (0.003, 512), (1e-9, 256)])
+def test_products_are_smaller_on_a_slow_device(monkeypatch: pytest.MonkeyPatch, tflops: float, width: int) -> None:
+    def seconds(run: Callable[[], None], device: torch.device, runs: int) -> float:
+        return 2 * cast(Products, cast(MethodType, run).__self__).width ** 3 / tflops / 1e12
+
+    monkeypatch.setattr("protrain.hardware.calibration.rates.batch_s", seconds)
+    products = Products(CPU, _effort())
+    assert products.width == width
+    products.run()
 
 
 @pytest.mark.gpu

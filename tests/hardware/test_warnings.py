@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from protrain.hardware.calibration.report import (
+    bf16_warnings,
     clock_warnings,
     host_warnings,
     link_warnings,
@@ -119,6 +120,27 @@ def test_without_the_library_its_driver_or_the_card_nothing_is_known(
     assert link_warnings(None) == clock_warnings(STEADY, None) == []
 
 
+def test_a_slice_of_a_card_is_found_and_hides_its_link(library: Callable[..., GpuFacts]) -> None:
+    def handle(identifier: str) -> str:
+        if identifier != f"MIG-{UUID}":
+            raise FakeError("no such card")
+        return "slice"
+
+    facts = library(nvmlDeviceGetHandleByUUID=handle, nvmlDeviceGetCurrPcieLinkWidth=_refuse)
+    assert (facts.driver, facts.pcie_width) == ("580.1", None)
+
+
+def test_an_old_library_of_the_same_name_costs_nothing_else(library: Callable[..., GpuFacts | None]) -> None:
+    def take_bytes_alone(identifier: object) -> str:
+        raise TypeError("bytes or integer address expected instead of str instance")
+
+    def fail_to_load() -> None:
+        raise OSError("libnvidia-ml.so.1: cannot open shared object file")
+
+    assert library(nvmlDeviceGetHandleByUUID=take_bytes_alone) is None
+    assert library(nvmlInit=fail_to_load) is None
+
+
 def _rate(median: float, p20: float | None = None, p80: float | None = None) -> Figure:
     return Figure(
         name="matmul", at="", unit="TFLOP/s", median=median, p20=p20 or median, p80=p80 or median, datasheet=None
@@ -163,6 +185,12 @@ def test_a_host_that_others_use_is_told() -> None:
     assert "AdamW on the host ran at 3.65 to 5.37 TFLOP/s: something else uses its cores or memory" in line
     assert host_warnings([quiet, _rate(4.8, 4.6, 5.0)]) == []
     assert len(host_warnings([quiet, _rate(4.0, 3.9, 4.1)])) == 1  # steady, but not the same later
+
+
+def test_a_card_without_bf16_is_told() -> None:
+    (line,) = bf16_warnings(has_bf16=False)
+    assert "no units for bf16" in line
+    assert bf16_warnings(has_bf16=True) == []
 
 
 def test_memory_that_cannot_be_pinned_is_told() -> None:

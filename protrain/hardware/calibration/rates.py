@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import Effort, durations_s, measured
+from protrain.hardware.calibration.timing import Effort, batch_s, durations_s, measured
 from protrain.hardware.profile import Figure
 from protrain_kernels import PackPlan, flatten, padded, tiles
 
 _SETTLED = 0.02  # the relative difference of two windows that agree
 _WINDOW_S = 0.25
 _MOST_WINDOWS = 12
+_LONGEST_PRODUCT_S = 0.1  # of which calibration makes several hundred
+_LEAST_WIDTH = 256
 
 
 class Products:
-    """Square matrix products: bf16 on a GPU, fp32 on a CPU."""
+    """Square matrix products: bf16 on a GPU, fp32 on a CPU. On a slow device they are smaller than usual."""
 
     def __init__(self, device: torch.device, effort: Effort) -> None:
         self.device = device
@@ -32,11 +34,23 @@ class Products:
             self.width = 8192 if effort.size > 0.25 else 4096
         else:
             self.width = 1024 if effort.size > 0.25 else 256
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._make()
+        while self.width > _LEAST_WIDTH and self._takes_long():
+            self.width //= 2
+            self._make()
+
+    def _make(self) -> None:
+        """Make the matrices. Those before are given back first."""
+        self._left = self._right = self._out = torch.empty(0)
+        dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         self._left, self._right = (
-            random_tensor(self.width**2, dtype, device).view(self.width, self.width) for _ in range(2)
+            random_tensor(self.width**2, dtype, self.device).view(self.width, self.width) for _ in range(2)
         )
         self._out = torch.empty_like(self._left)
+
+    def _takes_long(self) -> bool:
+        self.run()  # loads the kernel
+        return batch_s(self.run, self.device, 1) > _LONGEST_PRODUCT_S
 
     def run(self, count: int = 1) -> None:
         """Queue ``count`` products."""

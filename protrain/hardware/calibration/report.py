@@ -82,6 +82,13 @@ def kind_warnings(names: Sequence[str]) -> list[str]:
     ]
 
 
+def bf16_warnings(*, has_bf16: bool) -> list[str]:
+    """Warns of a card whose matrix products in bf16 are emulated."""
+    if has_bf16:
+        return []
+    return ["the card has no units for bf16, in which products were measured, and torch emulates it: train in float16"]
+
+
 def link_warnings(loaded: GpuFacts | None) -> list[str]:
     """Warns of a PCI Express link below its width or generation. The facts were read while the card copied."""
     if loaded is None:

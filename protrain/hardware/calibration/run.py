@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from protrain.distributed.devices import own_device, refuse_shared_gpu
+from protrain.distributed.devices import has_bf16, own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.distributed.processes import local_rank
 from protrain.distributed.ranks import Ranks
@@ -29,6 +29,7 @@ from protrain.hardware.calibration.optimizers import (
 from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.rates import Products, copy_figures, dram_figures, flatten_figure, pack_figure
 from protrain.hardware.calibration.report import (
+    bf16_warnings,
     clock_warnings,
     host_warnings,
     kind_warnings,
@@ -108,7 +109,7 @@ def calibrate(
             device_room_bytes=base.device_bytes,
         )
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
-        measuring.warnings += kind_warnings(names)
+        measuring.warnings += [*kind_warnings(names), *bf16_warnings(has_bf16=has_bf16(target))]
         measuring.measure_all(torch_threads=before)
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
         del measuring
