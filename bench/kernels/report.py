@@ -14,33 +14,35 @@ from bench.kernels.rows import OURS, Row
 from protrain.common.quantities import format_bytes
 from protrain.hardware.datasheet import of_card
 
+_NOTHING = "-"
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("implementation", lambda row: f"{row.implementation} {row.version}".strip()),
     ("median (p20-p80) ms", lambda row: _times(row)),
     ("GB/s", lambda row: _number(row.gbps, "{:,.0f}")),
-    ("roof", lambda row: _number(row.percent_of_roof, "{:.1f}%")),
-    ("datasheet", lambda row: _number(row.percent_of_datasheet, "{:.1f}%")),
-    ("eager", lambda row: _number(row.speedup_over_eager, "{:.2f}x")),
-    ("compile", lambda row: _number(row.speedup_over_compile, "{:.2f}x")),
-    ("best peer", lambda row: _number(row.speedup_over_best_peer, "{:.2f}x")),
+    ("of roof", lambda row: _number(row.percent_of_roof, "{:.1f}%")),
+    ("of datasheet", lambda row: _number(row.percent_of_datasheet, "{:.1f}%")),
+    ("over eager", lambda row: _number(row.speedup_over_eager, "{:.2f}x")),
+    ("over compile", lambda row: _number(row.speedup_over_compile, "{:.2f}x")),
+    ("over best peer", lambda row: _number(row.speedup_over_best_peer, "{:.2f}x")),
     ("host us", lambda row: _number(row.host_us, "{:.0f}")),
-    ("extra", lambda row: "-" if row.extra_memory_bytes is None else format_bytes(row.extra_memory_bytes)),
+    ("extra memory", lambda row: _NOTHING if row.extra_memory_bytes is None else format_bytes(row.extra_memory_bytes)),
     ("verdict", lambda row: row.verdict),
 )
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text, a paragraph for every operator, shape and type."""
-    cells = [[value(row) for _, value in _COLUMNS] for row in rows]
-    widths = [max(len(text) for text in column) for column in zip(*cells, [name for name, _ in _COLUMNS], strict=True)]
+    """The rows as aligned text, a paragraph for every operator, shape and type. A column without values is left out."""
+    columns = {name: [value(row) for row in rows] for name, value in _COLUMNS}
+    columns = {name: column for name, column in columns.items() if set(column) != {_NOTHING}}
+    widths = [max(map(len, (name, *column))) for name, column in columns.items()]
     lines = []
     group = None
-    for row, texts in zip(rows, cells, strict=True):
+    for row, texts in zip(rows, zip(*columns.values(), strict=True), strict=True):
         if row.group != group:
             group = row.group
             size = f"{format_bytes(row.bytes)} to move, limited by {row.roof}" if row.bytes else NO_ROOF
             lines += ["", f"{row.operator}: {row.shape}, {row.dtype}; {size}"]
-            lines.append("  " + _joined([name for name, _ in _COLUMNS], widths))
+            lines.append("  " + _joined(list(columns), widths))
         lines.append("  " + _joined(texts, widths))
         if row.note:
             lines.append(f"    {row.note}")
@@ -157,12 +159,12 @@ def _ceilings(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
 
 def _times(row: Row) -> str:
     if row.median_ms is None or row.p20_ms is None or row.p80_ms is None:
-        return "-"
+        return _NOTHING
     return f"{row.median_ms:.4g} ({row.p20_ms:.4g}-{row.p80_ms:.4g})"
 
 
 def _number(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
+    return _NOTHING if value is None else pattern.format(value)
 
 
 def _joined(texts: Sequence[str], widths: Sequence[int]) -> str:

@@ -27,6 +27,15 @@ def test_without_bytes_there_is_no_rate(make_row: MakeRow) -> None:
     assert NO_ROOF in report.table([row])
 
 
+def test_a_table_has_the_columns_that_have_a_value(make_row: MakeRow) -> None:
+    head = report.table(with_speedups([make_row(), make_row(implementation=EAGER, median_ms=9.0)])).splitlines()[1]
+    assert "of roof  of datasheet  over eager  over best peer" in head
+    assert "over compile" not in head
+    untimed = report.table([make_row(median_ms=None, p20_ms=None, p80_ms=None, host_us=None, extra_memory_bytes=None)])
+    assert untimed.splitlines()[1].split() == ["implementation", "verdict"]
+    assert untimed.splitlines()[2].split() == [OURS, "bits", "equal"]
+
+
 def test_gains_are_over_peers_of_the_same_operator_shape_and_type(make_row: MakeRow) -> None:
     ours, *others = with_speedups(
         [
