@@ -72,10 +72,10 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
     here, there = of_card(gpu_name), of_card(profile.name)
     assert here is not None, "every shipped profile has a datasheet"
     assert there is not None, "every shipped profile has a datasheet"
-    memory = here.memory_gbps / there.memory_gbps
+    computing, memory = here.matmul_tflops / there.matmul_tflops, here.memory_gbps / there.memory_gbps
     return replace(
         profile,
-        matmul_tflops=profile.matmul_tflops * here.matmul_tflops / there.matmul_tflops,
+        matmul_tflops=profile.matmul_tflops * computing,
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
         flatten_gbps=None if profile.flatten_gbps is None else profile.flatten_gbps * memory,

@@ -27,6 +27,7 @@ COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
 def test_shipped_profiles_are_plausible(name: str) -> None:
     profile = load(name)
     assert profile.source == "shipped"
+    assert of_gpu(profile.name) == profile, "a card of this name has its rates"
     assert profile.device_type == "cuda"
     assert 16 * GIB < profile.device_bytes < profile.device_copy_gbps * GIB
     assert profile.bidirectional_gbps <= profile.h2d_gbps + profile.d2h_gbps
