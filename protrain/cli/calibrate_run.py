@@ -31,8 +31,11 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     with bar("measuring") as progress:
         measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
-        before = measure(save=False) if args.repeat_check else None
-        hardware = measure()
+        try:
+            before = measure(save=False) if args.repeat_check else None
+            hardware = measure()
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"close what else uses the GPU, as nvidia-smi or rocm-smi lists it: {error}") from None
     if not speaks:
         return
     emit(hardware, args, report(hardware))

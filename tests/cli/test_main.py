@@ -371,6 +371,20 @@ def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.
     assert plan["n_persist"] < plan["n_chunks"]
 
 
+def test_a_gpu_too_full_to_be_measured_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **named: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 32.00 MiB.")
+
+    monkeypatch.setattr("protrain.calibrate", fail)
+    assert main(["calibrate", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "protrain calibrate: close what else uses the GPU, as nvidia-smi or rocm-smi lists it: CUDA out of memory. "
+        "Tried to allocate 32.00 MiB."
+    )
+
+
 @pytest.mark.slow
 def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "machine.json"

@@ -117,7 +117,7 @@ def test_everything_that_a_cpu_has_is_measured(on_cpu: Run) -> None:
         *("host AdamW", "host AdamW, the weight", "host AdamW, moments in bf16", "device AdamW", "flatten", "pack"),
     }
     tried = [figure.at for figure in profile.figures if figure.name == "host AdamW"]
-    counts = [f"{count} threads" for count in thread_counts(usable_cores())]
+    counts = ["1 thread" if count == 1 else f"{count} threads" for count in thread_counts(usable_cores())]
     assert tried == [*counts, "over much memory", "the same later", "and once more"]
     assert all(0 < figure.p20 <= figure.median <= figure.p80 for figure in profile.figures)
     assert profile.streamed_adam_gparams is profile.all_gather_gbps is None

@@ -40,6 +40,9 @@ def test_each_figure_has_its_percent_where_a_datasheet_is_known() -> None:
     assert lines["host DRAM"].endswith("GB/s"), "no promise, no percent"
     assert lines["h2d + host_adam"].endswith("h2d 62%, host_adam 50%")
     assert report(PROFILE).splitlines()[-1] == "warning: something is odd"
+    long = report(replace(PROFILE, warnings=("odd " * 40,))).splitlines()
+    assert max(len(line) for line in long if "odd" in line) <= 80
+    assert "best with 1 thread\n" in report(replace(PROFILE, host_adam_threads=1))
     assert "best with 14 threads" in report(PROFILE)
     assert "driver 580.1, torch 2.13.0" in report(PROFILE)
 

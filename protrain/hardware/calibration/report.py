@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from protrain.common.quantities import format_bytes
-from protrain.common.tables import aligned
+from protrain.common.tables import aligned, wrapped
 from protrain.hardware.calibration.optimizers import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.nvml import GpuFacts
@@ -24,7 +24,7 @@ _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 def report(profile: HardwareProfile) -> str:
     """The printed form of a profile that ``calibrate`` returned."""
     parts = [_machine(profile), _figures(profile.figures), *_contention(profile.contention)]
-    parts += ["", *(f"warning: {line}" for line in profile.warnings)] if profile.warnings else []
+    parts += ["", *(wrapped(f"warning: {line}", indent="  ") for line in profile.warnings)] if profile.warnings else []
     return "\n".join(parts)
 
 
@@ -35,8 +35,13 @@ def _machine(profile: HardwareProfile) -> str:
     return (
         f"{profile.name}{driver}, torch {profile.torch_version}{processes}\n"
         f"{profile.processor}, {profile.cpu_threads} cores; usable memory: {memory}\n"
-        f"AdamW on the host is best with {profile.host_adam_threads} threads\n"
+        f"AdamW on the host is best with {threads_of(profile.host_adam_threads)}\n"
     )
+
+
+def threads_of(count: int | None) -> str:
+    """``count`` threads in words."""
+    return "1 thread" if count == 1 else f"{count} threads"
 
 
 def _figures(figures: Sequence[Figure]) -> str:

@@ -38,6 +38,7 @@ from protrain.hardware.calibration.report import (
     rank_warnings,
     size_warnings,
     thread_warnings,
+    threads_of,
 )
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
@@ -220,7 +221,7 @@ class Calibration:
         with self._stage("host memory", _DRAM_S) as budget_s:
             dram = dram_figures(self.effort.tensor_bytes, budget_s=budget_s)
         by_threads = {
-            count: self._on_host(_WHOLE, [chunk], partial(AdamChunk.update, threads=count), f"{count} threads")
+            count: self._on_host(_WHOLE, [chunk], partial(AdamChunk.update, threads=count), threads_of(count))
             for count in self._thread_counts
         }
         self.figures += [*dram, *by_threads.values()]
