@@ -26,7 +26,7 @@ import protrain
 from protrain.cli.codec import Codec
 from protrain.cli.data import Tokens, evaluation_batches, training_batch
 from protrain.cli.models import load_model
-from protrain.cli.options import whole
+from protrain.cli.options import whole, writable_folder
 from protrain.cli.sources import find_source
 from protrain.cli.summary import device_name, versions
 from protrain.cli.text import tokenize
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=whole(1), default=3)
     parser.add_argument("--learning-rate", type=float, help="at its peak (default: the model's)")
     parser.add_argument("--beta2", type=float, default=0.999)
-    parser.add_argument("--out", type=Path, help="folder for convergence.json and convergence.png")
+    parser.add_argument("--out", type=writable_folder, help="folder for convergence.json and convergence.png")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[dict[str, Any]] = []

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from protrain.checkpoint.manifest import list_saves
+from protrain.cli.options import writable_folder
 
 BUDGETS = ("80MiB", "48MiB", "44MiB")
 
@@ -30,7 +31,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--checkpoint-every", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=writable_folder)
     args = parser.parse_args()
     random.seed(args.seed)
     with tempfile.TemporaryDirectory() as scratch:

@@ -20,7 +20,7 @@ from bench.exactness.worker import Training
 from bench.train.options import Sizes, add_sizes, commit_of_checkout, sizes_of
 from bench.train.ranks import run_ranks
 from bench.train.task import Task, make_tokens
-from protrain.cli.options import Parser, memory, number
+from protrain.cli.options import Parser, memory, number, writable_file
 from protrain.cli.summary import versions
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_sizes(parser, _SIZES)
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine")
     parser.add_argument("--clip", type=number(0), default=1.0, metavar="NORM", help="(default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=None, metavar="FILE", help="for the record")
+    parser.add_argument("--out", type=writable_file, default=None, metavar="FILE", help="for the record")
     args = parser.parse_args(arguments)
     if args.gpus & (args.gpus - 1):
         parser.error("--gpus must be a power of two: the mean over another number of GPUs is not exact")

@@ -14,12 +14,12 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from bench.families.check import SAME, FamilyResult, check_family
 from bench.families.known import FAMILIES
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common.records import Record
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], prog="python -m bench.families")
     parser.add_argument("names", nargs="*", help="families to train (default: all)")
     parser.add_argument(
-        "--out", type=Path, help="folder of families.json, in which the rows of these families are replaced"
+        "--out", type=writable_folder, help="folder of families.json, in which the rows of these families are replaced"
     )
     args = parser.parse_args(argv)
     if unknown := set(args.names) - FAMILIES.keys():

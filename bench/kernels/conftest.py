@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +27,7 @@ from bench.kernels.room import leaving_out_what_does_not_fit
 from bench.kernels.rows import COMPILED, Row, with_speedups
 from bench.kernels.shapes import QUICK
 from bench.kernels.timing import ColdCache, device_timer
+from protrain.cli.options import writable_folder
 
 _ROWS = pytest.StashKey[list[Row]]()
 
@@ -35,7 +35,10 @@ _ROWS = pytest.StashKey[list[Row]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("kernel benchmarks")
     group.addoption(
-        "--out", type=Path, metavar="FOLDER", help="write kernels.json, kernels.csv and roofline pictures to FOLDER"
+        "--out",
+        type=writable_folder,
+        metavar="FOLDER",
+        help="write kernels.json, kernels.csv and roofline pictures to FOLDER",
     )
     group.addoption(
         "--quick",

@@ -30,6 +30,7 @@ from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
 from bench.train.ranks import run_ranks
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 
 FILES = {"accuracy": "planner.json", "regret": "planner-regret.json", "limits": "planner-limits.json"}
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", choices=tuple(FILES), default="accuracy", help="(default: accuracy)")
-    parser.add_argument("--out", type=Path, help="folder for the measurements and a scatter plot")
+    parser.add_argument("--out", type=writable_folder, help="folder for the measurements and a scatter plot")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
     add_link_rate(parser)

@@ -26,6 +26,7 @@ import protrain
 from bench.dram_load import DramLoad
 from bench.planner.cases import Case
 from bench.planner.measure import WARM_UP, Training, profiled
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
@@ -220,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command."""
     arguments = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="bench.planner.ablation", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--out", type=writable_folder, default=Path("."))
     parser.add_argument("--only", default="", help="comma-separated indices of cases")
     parser.add_argument("--host-memory")
     parser.add_argument("--time-limit", type=float, default=float("inf"))

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from bench.planner.output import put_out
 from bench.train.results import Comparison
+from protrain.cli.options import writable_folder
 from protrain.cli.plan_step import PlannedStep
 from protrain.cli.plan_trace import counted
 from protrain.cli.summary import versions
@@ -177,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="SEQUENCES")
     parser.add_argument("--gpus", nargs="+", type=int, default=GPUS, metavar="N")
     parser.add_argument("--measured", type=Path, metavar="FOLDER", help="with records of bench.train")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for the JSON and the picture")
+    parser.add_argument("--out", type=writable_folder, metavar="FOLDER", help="for the JSON and the picture")
     args = parser.parse_args(arguments)
     table = Table(
         command=f"python -m bench.planner.batches {shlex.join(arguments)}",

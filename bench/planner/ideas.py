@@ -33,7 +33,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 
@@ -42,6 +41,7 @@ from bench.planner.chunk_order import ChunkOrder, chunks_in
 from bench.planner.measure import WARM_UP
 from bench.planner.output import put_out, write_out
 from bench.swap.training import Case, Measured, Training, profiled
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.common.records import Record
@@ -280,7 +280,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.planner.ideas", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--out", type=writable_folder, help=f"folder for {FILE}")
     parser.add_argument("--only", default="", help="comma-separated indices of comparisons (default: all)")
     parser.add_argument("--rounds", type=int, default=2, help="turns of each plan (default: 2)")
     parser.add_argument("--steps", type=int, default=2, help="timed steps of a turn, after one more (default: 2)")

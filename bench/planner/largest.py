@@ -16,13 +16,13 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 
 import torch
 
 import protrain
 from bench.planner.output import put_out
 from protrain.cli.models import load_model
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import versions
 from protrain.cli.trained import adamw
 from protrain.common.errors import PlanError
@@ -160,7 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.planner.largest", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {' or '.join(FILES.values())}")
+    parser.add_argument("--out", type=writable_folder, help=f"folder for {' or '.join(FILES.values())}")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=1024, help="tokens; the paper's is the default")
     parser.add_argument("--moment-dtype", choices=tuple(FILES), default="float32", help="(default: float32)")

@@ -24,7 +24,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import protrain
 from bench.planner.output import put_out
 from protrain.cli.models import load_model
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common import batch as batches
 from protrain.common.quantities import format_bytes
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=1024)
     parser.add_argument("--device", choices=("meta", "cuda"), default="meta", help="(default: meta)")
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--out", type=writable_folder, help=f"folder for {FILE}")
     args = parser.parse_args(arguments)
     device = torch.device(args.device)
     depth, rows = measure(args.model, layers=args.layers, batch=args.batch, sequence=args.sequence, device=device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from protrain.cli.options import writable_folder
 from protrain.common.records import Record
 
 
@@ -26,7 +27,7 @@ def repeating(
 ) -> argparse.Namespace:
     """The arguments ``out`` and ``repeat`` of a command that repeats ``what`` for each case."""
     parser = argparse.ArgumentParser(prog=prog, description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help=f"folder for {file}")
+    parser.add_argument("--out", type=writable_folder, help=f"folder for {file}")
     parser.add_argument("--repeat", type=int, default=default, help=f"{what} of each (default: {default})")
     args = parser.parse_args(arguments)
     if args.repeat < 1:

@@ -14,11 +14,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from bench.planner.largest import ASSUMPTIONS, MACHINES, Machine, profile_of
 from bench.planner.output import put_out
 from protrain.cli.models import load_model
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import versions
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.planner.servers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--out", type=writable_folder, help=f"folder for {FILE}")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SHAPE")
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES, metavar="SEQUENCES")
     args = parser.parse_args(arguments)

@@ -39,6 +39,7 @@ from bench.planner.measure import Training, build, profiled
 from bench.planner.slow_host_record import Floor, Host, Row, SlowHost, Tried
 from bench.train.task import Task
 from bench.train.trainers import floor_under
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common.errors import BudgetError, PlanError
 from protrain.forward.compilation import graphs_compiled
@@ -242,7 +243,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="bench.planner.slow_host", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("."), help=f"folder for {FILE} (default: this one)")
+    parser.add_argument("--out", type=writable_folder, default=Path("."), help=f"folder for {FILE} (default: this one)")
     parser.add_argument("--steps", type=int, default=10, help="timed steps on a settled host (default: 10)")
     parser.add_argument(
         "--switch-every", type=int, default=50, help="steps after which the load is switched; 0: not (default: 50)"

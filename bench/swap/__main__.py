@@ -28,6 +28,7 @@ from bench.planner.output import put_out, write_out
 from bench.swap.copies import COPIES, CopiesRow, measure_copies
 from bench.swap.limits import LIMITS, TINY_LIMITED, LimitRow, measure_limits
 from bench.swap.training import TINY
+from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
@@ -72,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="bench.swap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help=f"folder for {FILE}")
+    parser.add_argument("--out", type=writable_folder, help=f"folder for {FILE}")
     parser.add_argument("--part", choices=("copies", "limits"), help="(default: both)")
     parser.add_argument("--rounds", type=int, default=6, help="turns of either way of copying (default: 6)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, of a turn or of a limited plan (default: 4)")

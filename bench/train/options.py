@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from protrain.cli.options import Parser, memory, number, whole
+from protrain.cli.options import Parser, memory, number, whole, writable_folder
 
 
 class Sizes(NamedTuple):
@@ -46,7 +46,7 @@ def add_limits(parser: Parser) -> None:
     parser.add_argument(
         "--contestant-limit", type=number(1), default=300.0, metavar="SECONDS", help="for each (default: 300)"
     )
-    parser.add_argument("--out", type=Path, default=None, metavar="FOLDER", help="for the record")
+    parser.add_argument("--out", type=writable_folder, default=None, metavar="FOLDER", help="for the record")
 
 
 def sizes_of(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:

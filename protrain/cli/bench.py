@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import protrain
-from protrain.cli.options import Parser
+from protrain.cli.options import Parser, writable_folder
 from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
 
 _LOOK_S = 0.1  # the time between two looks for a signal
@@ -123,7 +123,7 @@ def add_bench(add_parser: Callable[..., Parser]) -> None:
             epilog=benchmark.epilog,
             usage=f"protrain bench {benchmark.name} [--out FOLDER] [--json] [OPTIONS]",
         )
-        own.add_argument("--out", metavar="FOLDER", help="write JSON, CSV and pictures to FOLDER")
+        own.add_argument("--out", type=writable_folder, metavar="FOLDER", help="write JSON, CSV and pictures to FOLDER")
         own.add_argument(
             "--json", action="store_true", help="print JSON on standard output and everything else on standard error"
         )
@@ -141,7 +141,7 @@ def run(args: argparse.Namespace) -> None:
     place = find_benchmark(benchmark)
     with stop_requests() as requests, tempfile.TemporaryDirectory() as scratch:
         folder = args.out or (scratch if args.json else None)
-        out = [] if folder is None else ["--out", folder]
+        out = [] if folder is None else ["--out", str(folder)]
         words = [word.format(place=place) for word in benchmark.words]
         paths = [str(place.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
         process = subprocess.Popen(

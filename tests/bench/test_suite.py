@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -133,6 +134,39 @@ def test_a_bad_option_of_pytest_is_the_users_to_mend(starts: Starts) -> None:
         main(["bench", "kernels", "--no-such-option"])
     assert stop.value.code == 2
     assert commands[0][-1] == "--no-such-option"
+
+
+@pytest.mark.parametrize("name", ["kernels", "planner", "train"])
+def test_a_folder_of_results_that_is_a_file_is_refused_before_anything_runs(
+    name: str, starts: Starts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = starts(0)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", name, "--out", str(tmp_path / "file")])
+    assert (stop.value.code, commands) == (2, [])
+    assert f"--out: {tmp_path / 'file'} is a file: give a folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@needs_no_gpu
+@pytest.mark.xdist_group("ranks")
+def test_pytest_refuses_such_a_folder_too(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    status, printed = _pytest(*ONE, "--out", str(tmp_path / "file"), folder=tmp_path)
+    assert (status, "is a file: give a folder" in printed) == (pytest.ExitCode.USAGE_ERROR, True)
+
+
+@pytest.mark.parametrize("module", ["planner", "planner.largest", "train", "swap", "families"])
+def test_no_benchmark_runs_for_results_that_cannot_be_written(
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(sys, "argv", [module, "--out", str(tmp_path / "file")])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module(f"bench.{module}", run_name="__main__")
+    assert stop.value.code == 2
+    assert "is a file: give a folder" in capsys.readouterr().err
 
 
 def test_options_reach_the_benchmark_in_order(starts: Starts) -> None:
