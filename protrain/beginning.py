@@ -28,6 +28,7 @@ from protrain.engine.states.arena import ActivationBytes
 from protrain.engine.states.empty import fill_buffers
 from protrain.engine.states.materialise import start_as_first
 from protrain.forwards import change_forwards
+from protrain.hardware.cache import why_not_cached
 from protrain.hardware.detection import detect
 from protrain.hardware.memory import available_host_bytes
 from protrain.hardware.profile import HardwareProfile
@@ -104,7 +105,7 @@ def begin_training(
     fill_buffers(model, target)
     start_as_first(model, ranks)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
-        note(_NOT_CALIBRATED)
+        note(f"{_NOT_CALIBRATED}{(why := why_not_cached(target)) and '; '}{why}")
     with ExitStack() as changes:
         model_profile = _profile(model, batch, optimizer, way, changes, ranks, device_bytes=hardware.device_bytes)
         model_profile = largest_of_all(ranks, model_profile)

@@ -10,6 +10,7 @@ import re
 from dataclasses import replace
 
 from protrain.cli.defaults import device_type_of
+from protrain.common.progress import note
 from protrain.common.quantities import parse_memory
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine, shipped_names
@@ -38,6 +39,8 @@ def _this_machine(args: argparse.Namespace) -> HardwareProfile:
     """
     import torch
 
+    from protrain.distributed.devices import own_device
+    from protrain.hardware.cache import why_not_cached
     from protrain.hardware.detection import detect
 
     if args.device is None and not torch.cuda.is_available():
@@ -45,7 +48,11 @@ def _this_machine(args: argparse.Namespace) -> HardwareProfile:
             "this machine has no GPU to plan for: name another with --hardware, for example --hardware rtx4090, or "
             "give --device cpu for a simulated device"
         )
-    return detect(args.device or "cuda", device_memory=args.device_memory, host_memory=args.host_memory)
+    device = own_device(args.device or "cuda")
+    found = detect(device, device_memory=args.device_memory, host_memory=args.host_memory)
+    if found.source != "measured" and (why := why_not_cached(device)):
+        note(f"{why}; `protrain calibrate` measures this machine anew")
+    return found
 
 
 def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:

@@ -66,8 +66,17 @@ class Machine:
     def path(self) -> Path:
         """The file of the machine's profile."""
         digest = hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+        return cache_folder() / "hardware" / f"{self._stem}-{digest}.json"
+
+    def siblings(self) -> list[Path]:
+        """The files of machines with such a GPU and as many processes, this one or another, the newest first."""
+        found = self.path.parent.glob(f"{self._stem}-{'?' * 12}.json")
+        return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+
+    @property
+    def _stem(self) -> str:
         slug = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
-        return cache_folder() / "hardware" / f"{slug}-x{self.world_size}-{digest}.json"
+        return f"{slug}-x{self.world_size}"
 
     def fits(self, profile: HardwareProfile) -> bool:
         """Whether ``profile`` was measured on this machine."""
@@ -103,6 +112,23 @@ def cached(device: torch.device) -> HardwareProfile | None:
         if machine.fits(profile):
             return profile
     return None
+
+
+def why_not_cached(device: torch.device) -> str:
+    """Why the newest profile that is kept of such a GPU does not count here: a sentence, or "" where none is kept."""
+    here = Machine.of(device)
+    kept = here.siblings() if keeps_measurements() else []
+    if not kept:
+        return ""
+    try:
+        profile = HardwareProfile.load(kept[0])
+    except ValueError as error:
+        return f"the last calibration cannot be used: {error}"
+    values = [(field, getattr(profile, field), value) for field, value in vars(here).items()]
+    changes = [f"{field} was {before!r} and is {now!r}" for field, before, now in values if before != now]
+    return (
+        f"the last calibration, {kept[0]}, is of another machine or software: {', '.join(changes)}" if changes else ""
+    )
 
 
 def store(profile: HardwareProfile, machine: Machine) -> None:

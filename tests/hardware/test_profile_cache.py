@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.hardware.cache import Machine, cached, store
+from protrain.cli.main import main
+from protrain.hardware.cache import Machine, cached, store, why_not_cached
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.profile import HardwareProfile
@@ -121,6 +123,28 @@ def test_a_file_that_cannot_be_read_counts_as_absent() -> None:
     assert cached(CPU) is None
     here.path.write_text("{")
     assert detect("cpu").source == "detected"
+
+
+def test_it_is_said_why_the_last_calibration_does_not_count(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert why_not_cached(CPU) == ""
+    here = Machine.of(CPU)
+    old = replace(here, torch_version="2.0.1", driver="470.57")
+    store(_measured(old), old)
+    said = (
+        f"{old.path}, is of another machine or software: driver was '470.57' and is 'none', torch_version was '2.0.1'"
+    )
+    assert said in why_not_cached(CPU)
+    assert main(["plan", "tiny", "--device", "cpu", "--batch", "1", "--sequence", "16"]) == 0
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert "rates assumed" in captured.out
+    here.path.write_text("{")
+    os.utime(old.path, (0, 0))
+    assert f"cannot be used: {here.path} is not a hardware profile" in why_not_cached(CPU)
+    monkeypatch.setenv("PROTRAIN_CACHE", "0")
+    assert why_not_cached(CPU) == ""
 
 
 def test_a_profile_of_the_earlier_form_loads() -> None:
