@@ -242,7 +242,7 @@ class Ranks:
         """
         if self.several:
             self._watch.note(what)
-            remedy = f"Call {what} in every process, and let rank 0 alone print or write what it returns"
+            remedy = f"Call {what} in every process: only what is done with its result may stand under `if rank == 0`"
             trails = torch.zeros(self.size, 2, dtype=torch.int64)
             trails[self.rank] = torch.tensor(self._watch.trail)
             work = dist.all_reduce(trails, group=self._control, async_op=True)

@@ -225,7 +225,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         """The weights for a checkpoint: all of them on the first rank, which writes it."""
         module = self.lightning_module
         assert module is not None
-        with first_rank_saves(module):
+        with first_rank_saves(module, what="save_checkpoint() of Lightning's Trainer"):
             return module.state_dict() if self.is_global_zero else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -302,7 +302,7 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The weights for a checkpoint: all of them on the first rank, which writes it."""
-        with first_rank_saves(module):
+        with first_rank_saves(module, what="fabric.save()"):
             return module.state_dict() if self.is_global_zero else {}
 
     def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -318,7 +318,7 @@ class ProTrainMixin(_Base):
         card = getattr(self.model, "model_card_data", None)
         if card is not None and self.args.world_size > 1:
             card.generate_widget_examples = False  # of which sentence-transformers computes embeddings on one rank
-        with first_rank_saves(self.model):
+        with first_rank_saves(self.model, what="save_model()"):
             if self.args.should_save:
                 super()._save(output_dir, state_dict=state_dict)
 

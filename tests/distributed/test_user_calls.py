@@ -53,7 +53,7 @@ def call_alone(rank: int, call: str, folder: str) -> tuple[list[str], str]:
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_of_one_rank_alone(call: str, tmp_path: Path) -> None:
     (said, error), (nothing, other) = on_ranks(2, call_alone, call, str(tmp_path / "saves"), timeout_s=150)
-    remedy = f"Call {call} in every process, and let rank 0 alone print or write what it returns"
+    remedy = f"Call {call} in every process: only what is done with its result may stand under `if rank == 0`"
     assert len(said) == 1
     waits = rf"rank 0 has waited \d s for rank 1 in {re.escape(call)} \(collective \d+\)"
     # So short a wait warns before the others tell where they stand now, so what they told last may come between.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ class Average(TrainerCallback):
 
 
 class FirstAlone(TrainerCallback):
-    """Reads a weight on the first rank only."""
+    """Does something on the first rank only."""
 
-    def on_step_end(self, _: Any, state: Any, *__: Any, model: Any, **___: Any) -> None:
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
         if state.is_world_process_zero:
-            next(iter(model.parameters())).sum().item()
+            self.act()
 
 
 def averages(kind: str, folder: Path, *, on_protrain: bool) -> dict[str, Tensor]:
@@ -52,13 +56,17 @@ def averages_on_rank(rank: int, kind: str, folder: Path, on_protrain: bool) -> d
     return averages(kind, folder, on_protrain=on_protrain)
 
 
-def error_of_first_alone(rank: int, folder: Path) -> str:
-    """The error of a training with a callback that reads on the first rank only."""
+def error_of_first_alone(rank: int, what: str, folder: Path) -> str:
+    """The error of a training with a callback that reads a weight or saves the model on the first rank only."""
     arguments: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no"}
     # The Trainer would wait for the first rank in collectives of its own, which end when that rank's process ends.
     arguments |= {"average_tokens_across_devices": False, "logging_steps": 100}
     trainer = make("Trainer", folder, on_protrain=True, **arguments)
-    trainer.add_callback(FirstAlone())
+    acts: dict[str, Callable[[], object]] = {
+        "a read of model.embed_tokens.weight": lambda: next(iter(trainer.model.parameters())).sum().item(),
+        "save_model()": lambda: trainer.save_model(str(folder / "saved")),
+    }
+    trainer.add_callback(FirstAlone(acts[what]))
     try:
         trainer.train()
     except MisuseError as error:

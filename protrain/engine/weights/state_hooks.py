@@ -229,12 +229,12 @@ def full_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 @contextmanager
-def first_rank_saves(module: nn.Module, *, what: str = "first_rank_saves()") -> Iterator[None]:
+def first_rank_saves(module: nn.Module, *, what: str) -> Iterator[None]:
     """Inside, the first rank alone may call ``state_dict()`` of ``module`` and its parts, as libraries do that save.
 
     With several ranks all of them must enter it. The first one holds a copy of every weight meanwhile, and the others
     one at a time. ``module`` is a wrapped model, a part of one, or a model that is not wrapped. ``what`` names
-    the call in errors.
+    the call of the user in errors.
     """
     if not any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
         yield
