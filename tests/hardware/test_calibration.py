@@ -235,8 +235,10 @@ def test_the_differences_of_two_runs() -> None:
         )
 
     assert differences(profile(10.0, 0.5), profile(10.4, 0.51)) == []
-    assert differences(profile(10.0, 0.5), profile(9.0, 0.5)) == ["h2d, 1 MiB: 10, then 9 (-10.0%)"]
-    assert differences(profile(10.0, 0.5), profile(10.0, 0.6)) == ["share of h2d in h2d + d2h: 0.5, then 0.6 (+20.0%)"]
+    assert differences(profile(10.0, 0.5), profile(9.0, 0.5)) == ["h2d, 1 MiB: 10, then 9 GB/s (-10.0%)"]
+    assert differences(profile(10.0, 0.5), profile(10.0, 0.6)) == [
+        "what h2d keeps in h2d + d2h: 50, then 60 % (+20.0%)"
+    ]
 
 
 def test_a_share_is_that_of_the_most_crowded_group_known() -> None:

@@ -21,7 +21,7 @@ from protrain.hardware.calibration import calibrate
 from protrain.hardware.calibration.contention import groups_on, units_per_second
 from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.rates import Products
-from protrain.hardware.calibration.report import rank_warnings, report
+from protrain.hardware.calibration.report import rank_warnings, report, warnings_of_ranks
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.profile import Contention, Figure, HardwareProfile
 from tests.distributed.pool import RankError, on_ranks
@@ -201,6 +201,12 @@ def test_an_error_of_one_rank_ends_all() -> None:
     assert other is not None
     assert "rank 1 has raised an exception in protrain.calibrate" in other
     assert "the link is broken" in other
+
+
+def test_a_warning_says_whose_it_is_unless_it_is_that_of_all() -> None:
+    of_ranks = [["all", "1 to 2"], ["all", "1 to 3"], ["all", "1 to 2"]]
+    assert warnings_of_ranks(of_ranks) == ["all", "rank 0, 2: 1 to 2", "rank 1: 1 to 3"]
+    assert warnings_of_ranks([["one"]]) == ["one"]
 
 
 def test_the_least_of_every_rate_and_share_counts() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from protrain.common.quantities import format_bytes
@@ -191,21 +192,33 @@ def pinning_warnings(pinned: Iterable[bool]) -> list[str]:
     ]
 
 
+def warnings_of_ranks(of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """The warnings of all ranks. One that not all of them have in the same words says whose it is."""
+    every = list(dict.fromkeys(itertools.chain(*of_ranks)))
+    found = []
+    for line in every:
+        ranks = [rank for rank, lines in enumerate(of_ranks) if line in lines]
+        whose = "" if len(ranks) == len(of_ranks) else f"rank {', '.join(map(str, ranks))}: "
+        found.append(f"{whose}{line}")
+    return found
+
+
 def differences(first: HardwareProfile, again: HardwareProfile) -> list[str]:
     """A line for every figure in which two calibrations of one machine differ by more than 5%."""
-    values = [_values(profile) for profile in (first, again)]
+    before, after = _values(first), _values(again)
     lines = []
-    for title, before in values[0].items():
-        after = values[1].get(title, 0.0)
-        change = abs(after - before) / max(min(before, after), 1e-12)
+    for title, (old, unit) in before.items():
+        new, _ = after.get(title, (0.0, unit))
+        change = abs(new - old) / max(min(old, new), 1e-12)
         if change > _TOLERANCE:
-            lines.append(f"{title}: {before:.4g}, then {after:.4g} ({100 * (after / max(before, 1e-12) - 1):+.1f}%)")
+            lines.append(f"{title}: {old:.4g}, then {new:.4g} {unit} ({100 * (new / max(old, 1e-12) - 1):+.1f}%)")
     return lines
 
 
-def _values(profile: HardwareProfile) -> dict[str, float]:
-    return {figure.title: figure.median for figure in profile.figures} | {
-        f"share of {name} in {' + '.join(group.activities)}": share
+def _values(profile: HardwareProfile) -> dict[str, tuple[float, str]]:
+    """Every figure with its unit, by what it is called."""
+    return {figure.title: (figure.median, figure.unit) for figure in profile.figures} | {
+        f"what {name} keeps in {' + '.join(group.activities)}": (100 * share, "%")
         for group in profile.contention
         for name, share in zip(group.activities, group.shares, strict=True)
     }

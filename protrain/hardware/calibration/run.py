@@ -39,6 +39,7 @@ from protrain.hardware.calibration.report import (
     size_warnings,
     thread_warnings,
     threads_of,
+    warnings_of_ranks,
 )
 from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
@@ -192,7 +193,7 @@ class Calibration:
         self.figures, self.contention = slowest(of_ranks), most_contended(groups)
         best = self._best().values()
         counts = [figure in best for figure in self.figures]
-        self.warnings = list(dict.fromkeys(itertools.chain(*warnings)))
+        self.warnings = warnings_of_ranks(warnings)
         self.warnings += rank_warnings([list(itertools.compress(figures, counts)) for figures in of_ranks])
 
     def _device_alone(self) -> None:
