@@ -15,6 +15,7 @@ from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
 from bench.kernels.rows import Row
 from bench.kernels.timing import ColdCache, best_threads, host_timer
+from protrain.hardware.calibration.timing import quintiles_of
 
 ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 100
@@ -128,12 +129,12 @@ class Recorder:
             warmup_rounds=_WARMUP_ROUNDS,
         )
         stats = self._benchmark.stats.stats
-        durations = stats.sorted_data
+        p20_s, p80_s = quintiles_of(stats.data)
         return {
             "median_ms": stats.median * 1e3,
-            "p20_ms": durations[int(0.2 * (len(durations) - 1))] * 1e3,
-            "p80_ms": durations[-1 - int(0.2 * (len(durations) - 1))] * 1e3,
-            "rounds": len(durations),
+            "p20_ms": p20_s * 1e3,
+            "p80_ms": p80_s * 1e3,
+            "rounds": len(stats.data),
             "host_us": None if host_s is None else host_s * 1e6,
             "extra_memory_bytes": extra,
         }

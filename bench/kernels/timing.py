@@ -11,7 +11,7 @@ import torch
 
 from protrain.hardware.calibration.optimizers import thread_counts
 
-_FLUSHED_BYTES = 512 * 1024**2  # ten times the largest L2 cache
+_FLUSHED_BYTES = 512 * 1024**2  # ten times the L2 cache of an H100, and twice the largest of the cards here
 _MOST_FLUSHES = 100  # some 20 ms
 
 
