@@ -51,9 +51,12 @@ def detect(
 def assume(device: torch.device) -> HardwareProfile:
     """The profile of ``device``, a GPU or the CPU, and its host without measured rates."""
     available = available_host_bytes()
-    if device.type == "cuda":
-        return replace(_gpu(device), host_bytes=int(available * _HOST_SHARE), cpu_threads=usable_cores())
-    return _cpu(available // 2)
+    if device.type != "cuda":
+        return _cpu(available // 2)
+    gpu = replace(_gpu(device), host_bytes=int(available * _HOST_SHARE), cpu_threads=usable_cores())
+    if torch.cuda.get_device_properties(device).is_integrated:  # its memory is the host's, which would count twice
+        return replace(gpu, device_bytes=min(gpu.device_bytes, gpu.host_bytes // 2), host_bytes=gpu.host_bytes // 2)
+    return gpu
 
 
 def _gpu(device: torch.device) -> HardwareProfile:

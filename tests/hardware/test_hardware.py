@@ -7,6 +7,7 @@ import platform
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,11 +109,36 @@ def test_cards_of_one_name_have_rates_in_proportion_to_their_datasheets(
     assert found.h2d_gbps == base.h2d_gbps
 
 
-def test_a_card_that_is_found_here_is_not_known_to_be_connected_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (70 * GIB, 80 * GIB))
-    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
-    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """``card(name, free_bytes, is_integrated)``: the GPU that is found here."""
+
+    def found(name: str, free_bytes: int = 70 * GIB, *, is_integrated: bool = False) -> None:
+        properties = SimpleNamespace(is_integrated=is_integrated, multi_processor_count=48)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (free_bytes, 80 * GIB))
+        monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+        monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: properties)
+        monkeypatch.setattr("protrain.hardware.detection.available_host_bytes", lambda: 100 * GIB)
+
+    return found
+
+
+def test_memory_that_gpu_and_host_share_counts_once(card: Callable[..., None]) -> None:
+    card("NVIDIA GB10", 95 * GIB, is_integrated=True)
+    shared = assume(torch.device("cuda"))
+    assert (shared.device_bytes, shared.host_bytes) == (45 * GIB, 45 * GIB)
+    card("NVIDIA GB10", 20 * GIB, is_integrated=True)
+    assert 19 * GIB < assume(torch.device("cuda")).device_bytes < 20 * GIB
+    card("NVIDIA H100 80GB HBM3")
+    apart = assume(torch.device("cuda"))
+    assert apart.device_bytes > 69 * GIB
+    assert apart.host_bytes == 90 * GIB
+
+
+def test_a_card_that_is_found_here_is_not_known_to_be_connected_as_elsewhere(card: Callable[..., None]) -> None:
+    card("NVIDIA H100 80GB HBM3")
     found = assume(torch.device("cuda"))
     assert found.matmul_tflops == load("h100").matmul_tflops
     assert [getattr(found, name) for name in (*COLLECTIVES, "network_gbps")] == [None] * 3
