@@ -13,6 +13,7 @@ from protrain.cli.options import emit
 from protrain.cli.signals import stop_requests
 from protrain.common.progress import bar, note
 from protrain.distributed.devices import own_device
+from protrain.distributed.processes import announced_processes
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile
@@ -29,11 +30,14 @@ def run(args: argparse.Namespace) -> None:
 
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
+    kept = cached(device)
+    is_first = kept is None or kept.world_size != announced_processes()
+    save = is_first or seconds >= FULL_SECONDS  # a trial must not spoil the plans of a full calibration
     with bar("measuring") as progress:
         measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
         try:
             before = measure(save=False) if args.repeat_check else None
-            hardware = measure()
+            hardware = measure(save=save)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"close what else uses the GPU, as nvidia-smi or rocm-smi lists it: {error}") from None
     if not speaks:
@@ -41,7 +45,12 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     emit(hardware, args, report(hardware))
     if before is not None:
         note(_repeated(differences(before, hardware)))
-    note(_kept(hardware, device))
+    note(_kept(hardware, device) if save else _NOT_REPLACED)
+
+
+_NOT_REPLACED = (
+    f"the profile was not kept, because there is one already, and in less than {FULL_SECONDS:.0f} s figures are rougher"
+)
 
 
 def _repeated(lines: list[str]) -> str:

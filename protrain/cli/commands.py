@@ -90,7 +90,8 @@ def _add_calibrate(add_parser: AddParser) -> None:
         "--seconds",
         type=number(0, 600, open_ended=True),
         metavar="X",
-        help="how long to measure; less also means smaller sizes and rougher figures (default: 30)",
+        help="how long to measure; less also means smaller sizes and rougher figures, which replace no kept profile "
+        "(default: 30)",
     )
     parser.add_argument(
         "--repeat-check", action="store_true", help="measure twice and print the figures that differ by more than 5%%"

@@ -125,6 +125,30 @@ def test_a_file_that_cannot_be_read_counts_as_absent() -> None:
     assert detect("cpu").source == "detected"
 
 
+def test_a_trial_replaces_no_kept_profile(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    rates = iter((1.0, 2.0, 3.0))
+
+    def measure(device: torch.device, *, save: bool, **_: object) -> HardwareProfile:
+        here = Machine.of(device)
+        profile = replace(_measured(here), host_adam_gparams=next(rates))
+        if save:
+            store(profile, here)
+        return profile
+
+    def kept_rate(seconds: str) -> float:
+        assert main(["calibrate", "--device", "cpu", "--seconds", seconds]) == 0
+        found = cached(CPU)
+        assert found is not None
+        return found.host_adam_gparams
+
+    monkeypatch.setattr("protrain.calibrate", measure)
+    assert kept_rate("5") == 1.0, "without any, a rough one is better"
+    assert "kept in" in capsys.readouterr().err
+    assert kept_rate("5") == 1.0
+    assert "not kept, because there is one already, and in less than 30 s" in capsys.readouterr().err
+    assert kept_rate("30") == 3.0
+
+
 def test_it_is_said_why_the_last_calibration_does_not_count(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
