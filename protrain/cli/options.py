@@ -31,6 +31,7 @@ _ARGUMENTS = {
     )
 } | {"weights": "--model"}  # a model's folder holds the weights
 _WITH_VALUE = re.compile(rf"(?<![\w/.-])({'|'.join(_ARGUMENTS)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*)")
+_NEGATIVE_SIZE = re.compile(r"-\d+(\.\d+)?[A-Za-z]+")
 _ALONE = re.compile(rf"(?<![\w/.-])({'|'.join(name for name in _ARGUMENTS if '_' in name)})(?![\w=.(])")
 
 
@@ -84,6 +85,7 @@ class Parser(argparse.ArgumentParser):
             if not word or (word.startswith("--") and word.endswith("=")):
                 said = shlex.join(args[max(0, at - 1) : at + 1] if not word else [word])
                 self.error(f"{said}: nothing is given, as by a shell variable that is not set")
+        args = None if args is None else _with_negative_sizes(args)
         if "--config" in self._option_string_actions:
             try:
                 args = _with_config(args, self._option_string_actions)
@@ -110,6 +112,17 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def _with_negative_sizes(words: Sequence[str]) -> list[str]:
+    """``words`` with sizes like -8GiB joined to their option, which argparse would take for options of their own."""
+    joined: list[str] = []
+    for word in words:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and _NEGATIVE_SIZE.fullmatch(word):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def _with_config(words: Sequence[str], options: dict[str, argparse.Action]) -> list[str]:

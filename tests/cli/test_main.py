@@ -371,6 +371,12 @@ def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.
     assert plan["n_persist"] < plan["n_chunks"]
 
 
+@pytest.mark.parametrize("option", ["--device-memory", "--host-memory"])
+def test_a_negative_size_is_named(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = run(capsys, "plan", "tiny", "--hardware", "h100", option, "-8GiB")
+    assert (status, f"{option}: must be a number of bytes or text like '24GiB', not '-8GiB'" in err) == (2, True), err
+
+
 def test_a_gpu_too_full_to_be_measured_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
