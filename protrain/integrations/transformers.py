@@ -176,7 +176,7 @@ class ProTrainMixin(_Base):
         known = [call for call in calls if call is not None]
         largest = max(known, key=_elements, default=None)
         guessed = texts.guessed and not collated
-        if largest is None or guessed or not all(_holds(largest, call) for call in known):
+        if first and (largest is None or guessed or not all(_holds(largest, call) for call in known)):
             basis = "the first batch" if largest is None else "the rows that seem longest"
             warn_user(
                 f"nobody knows how long rows will be, so the plan is made for {basis}, and a much longer batch may be "
@@ -353,7 +353,8 @@ def _check(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs, between which the Trainer would copy the model: start one process "
             f"for each (torchrun --nproc-per-node {args.n_gpu}), or set CUDA_VISIBLE_DEVICES to one of them"
         )
-    if args.torch_compile and (args.torch_compile_mode or args.torch_compile_backend != "inductor"):
+    ignored = args.torch_compile and (args.torch_compile_mode or args.torch_compile_backend != "inductor")
+    if ignored and args.process_index == 0:
         warn_user(
             "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default"
         )
