@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 import protrain
@@ -96,6 +97,52 @@ def test_what_one_rank_may_look_at_alone() -> None:
     assert seen == pytest.approx([*norms, model(batch(6)).item()], rel=1e-5)
     assert "between ranks" in text
     assert "world_size=2" in text
+
+
+def penalty(model: Any) -> Tensor:
+    """A term of the loss that is made of weights."""
+    with protrain.full_parameters(model):
+        return 1e-2 * torch.stack([weight.square().sum() for weight in model.parameters()]).sum()
+
+
+def penalised(rank: int) -> dict[str, Tensor]:
+    """The weights after two steps with such a term."""
+    with seeded():
+        model, optimizer = wrap(Model())
+    for step in range(2):
+        (model(batch(2 * step + rank)) + penalty(model)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found: dict[str, Tensor] = model.state_dict()
+    return found
+
+
+def test_a_term_made_of_weights_is_that_of_one_process() -> None:
+    with seeded():
+        model, optimizer = wrap(Model(), accumulation=2)
+    for step in range(2):
+        for rank in range(2):
+            ((model(batch(2 * step + rank)) + penalty(model)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in on_ranks(2, penalised):
+        assert found.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert torch.equal(found[name], value), name
+
+
+def error_of_an_early_term(rank: int) -> str:
+    model, _ = wrap(Model())
+    try:
+        (penalty(model) + model(batch(rank))).backward()
+    except protrain.MisuseError as error:
+        return str(error)
+    return ""
+
+
+def test_a_term_made_of_weights_before_the_forward_is_refused_with_the_remedy() -> None:
+    for error in on_ranks(2, error_of_an_early_term):
+        assert "compute a term of the loss that is made of weights after the forward" in error
 
 
 AVERAGED: dict[str, Callable[[list[Any]], Any]] = {

@@ -231,7 +231,8 @@ def refuse_late(late: Sequence[str]) -> None:
     if name is not None:
         raise MisuseError(
             f"the gradient of {name} came when all ranks had reduced it, or in a unit that the profiled step did not "
-            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained"
+            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained, and compute "
+            "a term of the loss that is made of weights after the forward"
         )
 
 
