@@ -122,14 +122,14 @@ def run_wrapped(rank: int, case: Case, script: Sequence[Action], folder: str) ->
     """The outcome of every action on one rank, and the states at the end."""
     side, trace = Wrapped(case), []
     for place, (action, options) in enumerate(script):
-        calls = float(getattr(side.model, "calls", 0))
+        buffers = [buffer.clone() for buffer in side.model.buffers()]
         torch.manual_seed(_seed(place, rank))
         if action in WITH_A_FOLDER:
             options = {**options, "folder": Path(folder, str(place))}
         try:
             found = action(side, **_of_rank(options, rank))
         except (BudgetError, MisuseError, PlanError, ValueError) as error:
-            ran = between.resume is not action and float(getattr(side.model, "calls", 0)) != calls
+            ran = between.resume is not action and not _same(list(side.model.buffers()), buffers)
             trace.append(("refused", [f"{type(error).__name__}: {error}", ran]))
             side.give_up()
         except RuntimeError as error:

@@ -96,6 +96,8 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         found = [each for each in found if each[0] not in of_one]
         unlike = steps.OF_ONE_PROCESS if case.ranks > 1 else ("weight penalty",)  # which not all ranks refuse
         found = [each for each in found if each[1].get("kind") not in unlike]
+    if case.model == "branching" and case.ranks > 1:  # a rank that does not reach the block fails alone
+        found = [each for each in found if (each[1].get("kind"), each[1].get("block")) != ("weight penalty", 2)]
     if case.ranks > 1:
         found = [each for each in found if each[0] not in _OF_ONE_PROCESS and rng.random() < _share(each[1])]
     if case.late:  # the batch of the first call must be the longest

@@ -74,16 +74,16 @@ class Plain(Side):
         """Remember the training as it is, ``how`` only on the other side. A checkpoint has the masters, too."""
         o = self.optimizer
         copies = [{name: t.clone() for name, t in each.items()} for each in (o.masters, o.exp_avg, o.exp_avg_sq)]
-        buffers = {name: value.clone() for name, value in self.model.named_buffers()}
+        untrained = {name: value.clone() for name, value in self._untrained()}
         groups = [{**group} for group in o.param_groups]
-        self.snapshot = copies, dict(o.steps), buffers, groups, (o.loss_scale, o.skipped_steps), how
+        self.snapshot = copies, dict(o.steps), untrained, groups, (o.loss_scale, o.skipped_steps), how
 
     def go_back(self, *, with_optimizer: bool) -> None:
         """Load what ``keep`` has remembered."""
         o = self.optimizer
-        copies, steps, buffers, groups, scale, how = self.snapshot
-        for name, value in self.model.named_buffers():
-            value.copy_(buffers[name])
+        copies, steps, untrained, groups, scale, how = self.snapshot
+        for name, value in self._untrained():
+            value.copy_(untrained[name])
         self.load_some({name: rounded(copies[0][name], o.dtype) for name in o.trained})
         if with_optimizer or how != "states":
             for values, saved in zip((o.masters, o.exp_avg, o.exp_avg_sq), copies, strict=True):
@@ -93,6 +93,11 @@ class Plain(Side):
             o.loss_scale, o.skipped_steps = scale
             for group, saved in zip(o.param_groups, groups, strict=True):
                 group.update({key: value for key, value in saved.items() if key != "params"})
+
+    def _untrained(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that are never trained, which adapters are merged into, and the buffers."""
+        yield from ((name, self.model.get_parameter(name).data) for name in self._frozen)
+        yield from self.model.named_buffers()
 
     def resume(self, spec: Spec, folder: Path) -> None:
         """Nothing: a training that goes on from a checkpoint is the same one."""

@@ -19,7 +19,7 @@ import protrain
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import Spec, adamw, seeded, wrap_under
 from tests.engine.residual import Model
-from tests.random_scripts.models import DEPTH, MODELS, WIDTH, batch
+from tests.random_scripts.models import DEPTH, MODELS, WIDTH, Adapter, batch
 
 CPU = torch.device("cpu")
 DECAY = 0.75  # of averaged weights
@@ -204,6 +204,8 @@ class Wrapped(Side):
             new.requires_grad_(old.requires_grad)
         for old, new in zip(before.modules(), self.model.modules(), strict=True):
             new.training = old.training
+            if isinstance(old, Adapter):
+                new.used = old.used
         if averages:
             self.averages.load_state_dict(averages)
 
