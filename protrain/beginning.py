@@ -105,7 +105,8 @@ def begin_training(
     fill_buffers(model, target)
     start_as_first(model, ranks)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
-        note(f"{_NOT_CALIBRATED}{(why := why_not_cached(target)) and '; '}{why}")
+        why = why_not_cached(target)
+        note(_NOT_CALIBRATED if why is None else f"{_NOT_CALIBRATED}; {why}")
     with ExitStack() as changes:
         model_profile = _profile(model, batch, optimizer, way, changes, ranks, device_bytes=hardware.device_bytes)
         model_profile = largest_of_all(ranks, model_profile)

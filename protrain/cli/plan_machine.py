@@ -50,7 +50,8 @@ def _this_machine(args: argparse.Namespace) -> HardwareProfile:
         )
     device = own_device(args.device or "cuda")
     found = detect(device, device_memory=args.device_memory, host_memory=args.host_memory)
-    if found.source != "measured" and (why := why_not_cached(device)):
+    why = why_not_cached(device) if found.source != "measured" else None
+    if why is not None:
         note(f"{why}; `protrain calibrate` measures this machine anew")
     return found
 

@@ -114,21 +114,21 @@ def cached(device: torch.device) -> HardwareProfile | None:
     return None
 
 
-def why_not_cached(device: torch.device) -> str:
-    """Why the newest profile that is kept of such a GPU does not count here: a sentence, or "" where none is kept."""
+def why_not_cached(device: torch.device) -> str | None:
+    """Why the newest profile that is kept of such a GPU does not count here: a sentence, or None where none is kept."""
     here = Machine.of(device)
     kept = here.siblings() if keeps_measurements() else []
     if not kept:
-        return ""
+        return None
     try:
         profile = HardwareProfile.load(kept[0])
     except ValueError as error:
         return f"the last calibration cannot be used: {error}"
     values = [(field, getattr(profile, field), value) for field, value in vars(here).items()]
     changes = [f"{field} was {before!r} and is {now!r}" for field, before, now in values if before != now]
-    return (
-        f"the last calibration, {kept[0]}, is of another machine or software: {', '.join(changes)}" if changes else ""
-    )
+    if not changes:
+        return None
+    return f"the last calibration, {kept[0]}, is of another machine or software: {', '.join(changes)}"
 
 
 def store(profile: HardwareProfile, machine: Machine) -> None:

@@ -20,7 +20,8 @@ class Datasheet:
     memory_gbps: float
 
 
-# Every word must be in the name that the driver gives. The first row that fits counts, so special cards come first.
+# Each text must be in the name that the driver gives, as whole words. The first row that fits counts, so special cards
+# come first.
 _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
     (("H100", "PCIe"), Datasheet(matmul_tflops=756, fp32_tflops=51, memory_gbps=2000)),
     (("H100", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=3900)),
@@ -33,6 +34,7 @@ _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
     (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1935)),
     (("A100",), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=2039)),
     (("B200",), Datasheet(matmul_tflops=2250, fp32_tflops=75, memory_gbps=8000)),
+    (("GB200",), Datasheet(matmul_tflops=2250, fp32_tflops=75, memory_gbps=8000)),
     (("MI300X",), Datasheet(matmul_tflops=1307, fp32_tflops=163.4, memory_gbps=5300)),
     (("L40S",), Datasheet(matmul_tflops=362, fp32_tflops=91.6, memory_gbps=864)),
     (("A10G",), Datasheet(matmul_tflops=70, fp32_tflops=31.5, memory_gbps=600)),
@@ -54,10 +56,14 @@ def is_less(name: str) -> bool:
 
 def of_card(name: str) -> Datasheet | None:
     """The datasheet of the card that the driver calls ``name``, or None where it is not known."""
-    upper = name.upper()
     if is_less(name):
         return None
-    return next((sheet for words, sheet in _CARDS if all(word.upper() in upper for word in words)), None)
+    return next((sheet for texts, sheet in _CARDS if all(has_words(name, text) for text in texts)), None)
+
+
+def has_words(name: str, text: str) -> bool:
+    """Whether ``text`` is in the name of a card as whole words. An RTX A1000 is no A100."""
+    return re.search(rf"\b{re.escape(text)}\b", name, re.IGNORECASE) is not None
 
 
 def pcie_gbps(generation: int | None, width: int | None) -> float | None:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from importlib.resources import files
 from typing import Any
 
-from protrain.hardware.datasheet import is_less, of_card
+from protrain.hardware.datasheet import has_words, is_less, of_card
 from protrain.hardware.profile import HardwareProfile
 
-# From what the name of a GPU contains to its profile; the first that fits counts, and a GH200 has the GPU of an H100.
-# docs/new-gpu.md says where the figures come from.
+# From what the name of a GPU contains to its profile. A GH200 has the GPU of an H100. docs/new-gpu.md says where the
+# figures come from.
 _BY_GPU = {
-    **{"GH200": "h100", "H100": "h100", "H200": "h200", "B200": "b200", "A100": "a100", "A10G": "a10g", "L40S": "l40s"},
+    **{"H100": "h100", "GH200": "h100", "H200": "h200", "B200": "b200", "GB200": "b200", "A100": "a100"},
+    **{"A10G": "a10g", "L40S": "l40s"},
     **{"RTX 3090": "rtx3090", "RTX 4090": "rtx4090", "RTX 5090": "rtx5090", "MI300X": "mi300x"},
 }
 
@@ -65,10 +66,10 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
 
     A card of another form, such as an H100 PCIe, has the rates of its GPU and memory in proportion to the datasheets.
     """
-    name = None if is_less(gpu_name) else next((name for part, name in _BY_GPU.items() if part in gpu_name), None)
-    if name is None:
+    names = [] if is_less(gpu_name) else [name for card, name in _BY_GPU.items() if has_words(gpu_name, card)]
+    if not names:
         return None
-    profile = load(name)
+    profile = load(names[0])
     here, there = of_card(gpu_name), of_card(profile.name)
     assert here is not None, "every shipped profile has a datasheet"
     assert there is not None, "every shipped profile has a datasheet"

@@ -78,6 +78,7 @@ def test_collectives_of_shipped_profiles_are_measured_or_follow_from_datasheets(
     [
         *("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100D-10C", "NVIDIA L40S-12Q", "NVIDIA GeForce RTX 4090 D"),
         *("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 5090 Laptop GPU", "Tesla T4", "NVIDIA H20"),
+        "NVIDIA RTX A1000",
     ],
 )
 def test_a_part_of_a_card_or_a_slower_one_has_not_the_rates_of_the_whole(name: str) -> None:
