@@ -33,6 +33,7 @@ class PlanError(ValueError):
     largest_part: str
     remedy: str
     given: bool = False  # whether the caller gave the plan
+    fitting_batch: int = 0  # a smaller one for which a plan seems to fit; 0: none is known
 
     def __post_init__(self) -> None:
         needed, available = format_bytes(self.needed_bytes), format_bytes(self.available_bytes)

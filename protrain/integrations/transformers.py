@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from protrain.common.trees import named_tensors
 from protrain.common.warned import warn_user, warned_at_user
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
+from protrain.integrations.found_batch import smaller_if_it_fits
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
 from protrain.integrations.mixed_precision import (
     cast_reference,
@@ -105,9 +107,10 @@ class ProTrainMixin(_Base):
             }
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            if precision_of(self.args) == "bf16":
-                mix_precision(self.accelerator, self.model, whole)
-            with warned_at_user():
+            finding = smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext()
+            with warned_at_user(), finding:
+                if precision_of(self.args) == "bf16":
+                    mix_precision(self.accelerator, self.model, whole)
                 _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
             self._let_callbacks_read(whole)
             for name in ("no_sync", "zero_grad", "_is_accelerate_prepared"):

@@ -37,8 +37,10 @@ def device_error(
     host = memory.host_bytes(counts, activations)
     remedies = [_SEARCH] if given else []
     batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
-    smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
-    if smaller and not given and host <= hardware.host_bytes:
+    smaller = 0
+    if not given and host <= hardware.host_bytes:
+        smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
+    if smaller:
         remedies.append(f"a batch of {smaller} instead of {batch} fits")
     both = f" with {_host_memory(memory, host)}" if host > hardware.host_bytes else ""
     remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
@@ -51,6 +53,7 @@ def device_error(
         remedy=f"To fit: {'; '.join(remedies)}. {per_gpu('Host memory', hardware.world_size)}: needed "
         f"{format_bytes(host)}, available {format_bytes(hardware.host_bytes)}.",
         given=given,
+        fitting_batch=smaller,
     )
 
 
