@@ -221,9 +221,9 @@ def go_back(side: Any, with_optimizer: bool) -> list[Any]:
 
 def resume(side: Any, spec: Spec, folder: Path) -> list[Any]:
     """A new model, under another plan, goes on from a checkpoint. Hooks do not move along."""
-    unhook(side)
     side.give_up()
     side.resume(spec, folder)
+    unhook(side)  # only now, as a resumption that is refused changes nothing
     return []
 
 
