@@ -148,7 +148,7 @@ def build_engine(
         updates=updates,
         buffers=buffers,
         bindings=bindings,
-        inside=step_during_backward,
+        step_during_backward=step_during_backward,
     )
     engine = Engine(
         managed,

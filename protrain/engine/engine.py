@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from types import FrameType
 from typing import Any
 
@@ -62,9 +63,7 @@ class Engine:
         ledger: Ledger,
     ) -> None:
         profile, memory, units = managed.profile, managed.memory, managed.units
-        self.model = managed.model
-        self.profile = profile
-        self.plan = managed.plan
+        self.model, self.profile, self.plan = managed.model, profile, managed.plan
         self.memory = memory
         self.streams = memory.streams
         self.inputs = Inputs(memory.device, memory.streams)
@@ -79,18 +78,19 @@ class Engine:
         self.bindings = bindings
         self.placeholder = bindings.placeholder
         self._added = AddedParameters(managed.model)
-        self.steps = 0  # how often weights have changed, by optimizer steps and between them
+        self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
-        self.updated_inside = step.updated
-        self.thawed = set[int]()
+        self.updated_inside = step.updated_inside
+        self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
         self._process = os.getpid()
         self._ranks = memory.ranks
         self._visits = visits
-        self._earlier_unit = {profile.calls[at]: profile.calls[at - 1] for at in range(len(profile.calls) - 1, 0, -1)}
+        # By unit, the one that forward calls just before the first call of it: backward reaches that next.
+        self._unit_before = {unit: before for before, unit in reversed([*pairwise(profile.calls)])}
         self.frames = Frames(managed)
         self._current: Unit | None = None  # the unit whose backward runs
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
-        # A weak reference to the callback that autograd calls at the end of backward. It is dead if backward raised.
+        # To the callback that autograd calls at the end of backward. None: there is no backward; dead: it has raised.
         self._backward: weakref.ref[Any] | None = None
 
     # -- forward -------------------------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ class Engine:
 
     def _run_bound(self, unit: Unit, run: Callable[[], Any]) -> Any:
         """What ``run`` returns, which uses the parameters of ``unit`` on the device."""
-        self.bindings.bind(unit, self._visits.order)
+        self.bindings.bind(unit, self._visits.schedule)
         try:
             output = copy_escaping_weights(run(), self.buffers)
         finally:
@@ -150,35 +150,34 @@ class Engine:
         return output
 
     def _begin_unit(self, unit: Unit) -> None:
-        self.bindings.refuse_inside_full_parameters(f"the forward of {unit.label}")
-        self.bindings.end_state_dict(list(self.bindings.in_state_dict))  # left by one that was interrupted
+        self.bindings.begin_use(f"the forward of {unit.label}")
         if self._current is not None:
-            self._leave_other_unit(unit)
+            self._begin_inside_backward(unit)
         self._visits.enter_forward(unit)
 
-    def _leave_other_unit(self, unit: Unit) -> None:
-        """``unit`` runs inside backward, in a checkpoint of the user's own. The unit before must free its buffers."""
+    def _begin_inside_backward(self, unit: Unit) -> None:
+        """``unit`` runs inside a backward, in a checkpoint of the user's own, or after one that raised an error."""
         self.abandon_backward()
         if self._current is not None:
             self._visits.enter_inside_backward(unit)
+            # The current unit must free its buffers for this one, unless it encloses it.
             if self._current.index not in self.profile.units[unit.index].within:
                 self._leave_unit()
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Register the end-of-backward callback on the first backward hook."""
+        """Begin a backward and have autograd tell when it ends, unless one runs already: every hook calls this."""
         if self._backward is not None:
-            if self._backward() is not None:  # a backward is running, this one or one around it
+            if self._backward() is not None:  # this backward, or one around it
                 return
-            self._abandon()
+            self._forget_backward()
             self._visits.go_on_after_error()
         self.step.abandon_backward()
-        self.bindings.refuse_inside_full_parameters("backward()")
-        self.bindings.end_state_dict(list(self.bindings.in_state_dict))
+        self.bindings.begin_use("backward()")
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._backward = weakref.ref(end, self._report_failed) if self._ranks.several else weakref.ref(end)
+        self._backward = weakref.ref(end, self._report_failed if self._ranks.several else None)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._visits.begin_backward()
         self.swaps.begin_backward()
@@ -192,7 +191,7 @@ class Engine:
         """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
         return (
             self._current_frame() is frame
-            and frame.steps == self.steps
+            and frame.weights_version == self.weights_version
             and self._backward is not None
             and self._backward() is not None
         )
@@ -206,17 +205,16 @@ class Engine:
             return
         self._leave_unit()
         self._visits.enter_backward(unit)
-        self.bindings.bind(unit, self._visits.order)
+        self.bindings.bind(unit, self._visits.schedule)
         self._current, self._current_frame = unit, weakref.ref(frame)
         self._visits.prefetch_in_backward(unit)
-        earlier = self._earlier_unit.get(unit.index)
-        if earlier is not None:
-            self.swaps.fetch_ahead(self.units[earlier])
+        before = self._unit_before.get(unit.index)
+        if before is not None:
+            self.swaps.fetch_ahead(self.units[before])
 
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
-        if self._backward is None or self._backward() is None:
-            self.begin_backward()
+        self.begin_backward()
         if self.step.phase is not Phase.BACKWARD:
             try:
                 self.step.begin_backward()
@@ -246,7 +244,7 @@ class Engine:
             return False
         failed = self._backward() is None or torch._C._current_graph_task_id() == -1
         if failed:
-            self._abandon()
+            self._forget_backward()
             self.gradients.abandon()
         return failed
 
@@ -278,7 +276,8 @@ class Engine:
             frame = frame.f_back
         return False
 
-    def _abandon(self) -> None:
+    def _forget_backward(self) -> None:
+        """No backward runs any more, as the last one has raised an error."""
         self._backward = None
         self._unbind_current()
         self.step.abandon_backward()
@@ -296,7 +295,7 @@ class Engine:
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward runs."""
+        """Whether a backward has begun and not ended. One that has raised counts until it is cleaned up."""
         return self._backward is not None
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
@@ -363,7 +362,7 @@ class Engine:
         return changed
 
     def _end_step(self) -> None:
-        self.steps += 1
+        self.weights_version += 1
         self._visits.begin_forward(training=True)
 
     # -- between steps -------------------------------------------------------------------------------------------------
@@ -392,7 +391,7 @@ class Engine:
             chunk.version += 1
             self.streams.compute.place(chunk.updated)
             self.buffers.invalidate(chunk)
-        self.steps += 1
+        self.weights_version += 1
 
 
 def _no_frame() -> None:

@@ -26,7 +26,7 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.state import State
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.in_host_memory import Scale
+from protrain.engine.updates.host_updates import Scale
 from protrain.engine.updates.updates import Updates
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
@@ -55,20 +55,20 @@ class Step:
         updates: Updates,
         buffers: BufferPool,
         bindings: Bindings,
-        inside: bool,
+        step_during_backward: bool,
     ) -> None:
         self.updates = updates
         self._groups = groups
         self.loss_scale = LossScale() if gradients.dtype is torch.float16 else None
         self.clipping = Clipping(gradients, self.loss_scale)
-        self.updated: set[int] = set()  # chunks that backward has updated, until step() is called
+        self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.phase = Phase.EMPTY
         self._scale: Scale | None = None  # on the gradients of the last step
         self._chunks = managed.chunks
         self._gradients = gradients
         self._buffers = buffers
         self._bindings = bindings
-        self._inside = inside  # whether updates are made inside backward
+        self._inside = step_during_backward  # updates are made inside backward, not by step()
         self._zeroed = set[int]()  # parameters to whose gradients zero_grad(set_to_none=False) leaves zeros in torch
         self._ranks = managed.memory.ranks
 
@@ -103,7 +103,7 @@ class Step:
             self._bindings.refuse_edits()  # step() would be too late
         if not self._gradients.no_sync:
             self._groups.check_members()
-            self.updates.backward_begins()
+            self.updates.begin_backward()
         self._go_to(Phase.BACKWARD)
 
     def settings(self) -> Settings:
@@ -122,15 +122,12 @@ class Step:
         if self._gradients.no_sync:
             return
         for chunk in arrived:
-            if not self._inside and not chunk.speculates:
-                continue
-            # Other gradients come later in this backward, or the backward may yet be refused.
-            if not (self._gradients.agree(chunk) if self._inside else self._gradients.has_all(chunk)):
-                continue
-            if not self._inside:
+            if self._inside:
+                # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
+                if self._gradients.agree(chunk) and not self._buffers.in_use(chunk):
+                    self._update_inside(chunk)
+            elif chunk.speculates and self._gradients.has_all(chunk):
                 self.updates.speculate(chunk, self._unscaling())
-            elif not self._buffers.in_use(chunk):
-                self._update_inside(chunk)
 
     def end_backward(self) -> None:
         """The backward is over."""
@@ -138,28 +135,28 @@ class Step:
             self._go_to(Phase.SCALED if self.clipping.has_begun else Phase.READY)
             return
         for chunk in self._chunks:
-            if chunk.index not in self.updated and self._gradients.has_gradients(chunk):
+            if chunk.index not in self.updated_inside and self._gradients.has_gradients(chunk):
                 self._update_inside(chunk)
-        self.updates.backward_ends()
+        self.updates.end_backward()
         self._forget()
-        self._go_to(Phase.UPDATED if self.updated else Phase.EMPTY)
+        self._go_to(Phase.UPDATED if self.updated_inside else Phase.EMPTY)
 
     def abandon_backward(self) -> None:
         """The backward has raised an exception. Gradients that it has brought into chunks stay."""
         if self.phase is Phase.BACKWARD:
             left = Phase.READY if any(self._gradients.present) else Phase.EMPTY
-            self._go_to(Phase.CUT_SHORT if self.updated else left)
+            self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
 
     def _update_inside(self, chunk: Chunk) -> None:
         self.updates.update_inside(chunk)
-        self.updated.add(chunk.index)
+        self.updated_inside.add(chunk.index)
 
     def settle(self) -> None:
         """Wait until all updates are done. MisuseError in a backward that has updated some weights and not the others.
 
         A hook or a signal handler that saves then would save neither the old nor the new model.
         """
-        if self.phase is Phase.BACKWARD and self.updated:
+        if self.phase is Phase.BACKWARD and self.updated_inside:
             raise MisuseError(
                 "with step_during_backward=True this backward has updated a part of the weights, so the model cannot "
                 "be read, saved or written now: do it between steps, and let a signal handler only set a flag for the "
@@ -191,7 +188,7 @@ class Step:
         """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
         self._refuse_inside("clip_grad_norm_()")
         norm = self.clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
-        self._scaled()
+        self._note_factor()
         return norm
 
     def gradient_norm(self, index: int) -> Tensor:
@@ -203,9 +200,10 @@ class Step:
         """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor."""
         self._refuse_inside("to multiply a gradient", index)
         self.clipping.multiply_gradient(index, factor)
-        self._scaled()
+        self._note_factor()
 
-    def _scaled(self) -> None:
+    def _note_factor(self) -> None:
+        """The gradients have a factor now, so that no backward may add to them."""
         if self.phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
             self._go_to(Phase.SCALED)
 
@@ -227,12 +225,7 @@ class Step:
             ValueError: a hyperparameter is invalid.
         """
         if self._inside:
-            if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
-                self.need_gradients("step()")
-                raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
-            self._ranks.note("step()")
-            self.updated.clear()
-            self._go_to(Phase.EMPTY)
+            self._end_updated_inside()
             return True
         self.need_gradients("step()")
         self._refuse_zeros()
@@ -247,6 +240,15 @@ class Step:
         self._scale = None if factor is None else self.updates.publish(factor)
         self.updates.step(self._scale, assumed=unscaling)
         return True
+
+    def _end_updated_inside(self) -> None:
+        """End a step whose updates backward has made. MisuseError if it has made none."""
+        if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
+            self.need_gradients("step()")
+            raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
+        self._ranks.note("step()")
+        self.updated_inside.clear()
+        self._go_to(Phase.EMPTY)
 
     def _refuse_zeros(self) -> None:
         """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
@@ -276,7 +278,7 @@ class Step:
         self._forget()
         ends = self.phase is Phase.CUT_SHORT
         if ends:
-            self.updated.clear()
+            self.updated_inside.clear()
         if self.phase not in (Phase.BACKWARD, Phase.UPDATED):
             self._go_to(Phase.EMPTY)
         return ends

@@ -39,33 +39,33 @@ class Visits:
         self._chunks = managed.chunks
         self._buffers = buffers
         self._step = step
-        self.order = self._training  # the schedule that is followed now
+        self.schedule = self._training  # the one that is followed now
         self.backward_start = len(calls)  # the first visit of backward
 
     def begin_forward(self, *, training: bool) -> None:
-        """A forward of the model begins, or is to come next: fetch the chunks that it needs first."""
-        self.order = self._training if training else self._inference
-        self.order.restart()
+        """A forward of the model begins, or comes next after a step: fetch the chunks that it needs first."""
+        self.schedule = self._training if training else self._inference
+        self.schedule.restart()
         self.prefetch()
 
     def enter_forward(self, unit: Unit) -> None:
         """The forward of ``unit`` begins."""
-        self.order.enter(unit.index)
+        self.schedule.enter(unit.index)
 
     def prefetch(self) -> None:
         """Fetch the chunks of later visits, as far as buffers are free."""
-        self._buffers.prefetch(self._chunks, self.order)
+        self._buffers.prefetch(self._chunks, self.schedule)
 
     def leave_forward(self) -> None:
         """The forward of a unit is over."""
 
     def begin_backward(self) -> None:
         """A backward begins."""
-        self.order = self._training
+        self.schedule = self._training
 
     def enter_backward(self, unit: Unit) -> None:
         """The backward of ``unit`` begins."""
-        self.order.enter(unit.index, start=self.backward_start)
+        self.schedule.enter(unit.index, start=self.backward_start)
 
     def prefetch_in_backward(self, unit: Unit) -> None:
         """``prefetch`` in the backward of ``unit``."""
@@ -73,7 +73,7 @@ class Visits:
 
     def leave_backward(self) -> None:
         """Backward has left a unit: bring the gradients that have arrived into chunks."""
-        self._step.take_gradients(self.order.position)
+        self._step.take_gradients(self.schedule.position)
 
     def enter_inside_backward(self, unit: Unit) -> None:
         """The forward of ``unit`` begins inside backward, in a checkpoint of the user's own."""
@@ -102,25 +102,25 @@ class Lockstep(Visits):
 
     @override
     def begin_forward(self, *, training: bool) -> None:
-        self._end_phase()
+        self._make_up_rest()
         self._ranks.note("a forward" if training else "a forward under torch.no_grad()")
         super().begin_forward(training=training)
 
     @override
     def enter_forward(self, unit: Unit) -> None:
-        skipped = self.order.skipped(unit.index)
+        skipped = self.schedule.skipped(unit.index)
         if skipped is None:
-            self._end_phase()
-            self.order.restart()
+            self._make_up_rest()
+            self.schedule.restart()
             self._ranks.note("a forward")
-            skipped = self.order.skipped(unit.index)
+            skipped = self.schedule.skipped(unit.index)
         if skipped is None:
             self._enter_unscheduled(unit)
             return
         for visit in skipped:
             self._make_up(visit)
-        self._let_go(unit)
-        self.order.enter(unit.index)
+        self._release_left(unit)
+        self.schedule.enter(unit.index)
 
     @override
     def leave_forward(self) -> None:
@@ -129,19 +129,19 @@ class Lockstep(Visits):
     @override
     def begin_backward(self) -> None:
         super().begin_backward()
-        if self.order.position < self.backward_start:
-            self._end_phase()
-        self.order.position = self._reduced = self.backward_start - 1
+        if self.schedule.position < self.backward_start:
+            self._make_up_rest()
+        self.schedule.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
-            self._buffers.acquire_all(self._units[outer].chunks, self.order)
+            self._buffers.acquire_all(self._units[outer].chunks, self.schedule)
             self._held.append(self._units[outer])
 
     @override
     def enter_backward(self, unit: Unit) -> None:
         if unit.index in self._enclosing:
             return  # its chunks are there, and its gradients are reduced after those of the units inside
-        skipped = self.order.skipped(unit.index, start=self.backward_start)
+        skipped = self.schedule.skipped(unit.index, start=self.backward_start)
         if skipped is None:
             raise MisuseError(
                 f"backward reaches {unit.label} once more than in the profiled step, for which several ranks have no "
@@ -160,9 +160,9 @@ class Lockstep(Visits):
 
     @override
     def leave_backward(self) -> None:
-        if self.order.position > self._reduced:
+        if self.schedule.position > self._reduced:
             super().leave_backward()
-            self._reduced = self.order.position
+            self._reduced = self.schedule.position
 
     @override
     def enter_inside_backward(self, unit: Unit) -> None:
@@ -180,7 +180,7 @@ class Lockstep(Visits):
 
     @override
     def end_backward(self) -> None:
-        self._end_phase()
+        self._make_up_rest()
 
     @override
     def abandon(self) -> None:
@@ -200,10 +200,10 @@ class Lockstep(Visits):
 
     def _make_up(self, visit: int) -> None:
         """Do what the other ranks do together in a visit that this rank skips."""
-        self.order.position = visit
-        unit = self._units[self.order.visits[visit]]
-        self._let_go(unit)
-        self._buffers.acquire_all(unit.chunks, self.order)
+        self.schedule.position = visit
+        unit = self._units[self.schedule.visits[visit]]
+        self._release_left(unit)
+        self._buffers.acquire_all(unit.chunks, self.schedule)
         self.prefetch()
         if visit >= self.backward_start:
             self._gather_ahead()
@@ -215,11 +215,11 @@ class Lockstep(Visits):
             self._release(unit)
             self.leave_forward()
 
-    def _end_phase(self) -> None:
-        """Make up for the visits that are left of a forward, or of a backward."""
-        position = self.order.position
+    def _make_up_rest(self) -> None:
+        """Make up for the visits that are left of this forward or backward, and release the units that enclose them."""
+        position = self.schedule.position
         if position >= 0:
-            last = self.backward_start if position < self.backward_start else len(self.order.visits)
+            last = self.backward_start if position < self.backward_start else len(self.schedule.visits)
             for visit in range(position + 1, last):
                 self._make_up(visit)
         while self._held:
@@ -227,14 +227,14 @@ class Lockstep(Visits):
 
     def _gather_ahead(self) -> None:
         """Gather the weights of the next visit."""
-        if self.order.position + 1 < len(self.order.visits):
-            self._buffers.make_whole(self._units[self.order.visits[self.order.position + 1]].chunks)
+        if self.schedule.position + 1 < len(self.schedule.visits):
+            self._buffers.make_whole(self._units[self.schedule.visits[self.schedule.position + 1]].chunks)
 
-    def _let_go(self, unit: Unit) -> None:
-        """Forward goes to ``unit``, so it has left the units that do not enclose that. Backward keeps all."""
-        if self.order.position >= self.backward_start:
+    def _release_left(self, entered: Unit) -> None:
+        """Forward enters a unit: release the units that enclosed others, but not it. Backward keeps them all."""
+        if self.schedule.position >= self.backward_start:
             return
-        for outer in [held for held in self._held if held.index not in self._within[unit.index]]:
+        for outer in [held for held in self._held if held.index not in self._within[entered.index]]:
             self._held.remove(outer)
             self._release(outer)
 

@@ -22,7 +22,7 @@ from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, build, measure
 from bench.planner.results import CaseResult, Results
-from protrain.engine.updates.in_host_memory import Window
+from protrain.engine.updates.host_updates import Window
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import load
 from protrain.planning import MemoryModel, Plan, evaluate, pack

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.updates.in_host_memory import Window
+from protrain.engine.updates.host_updates import Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Loop, Spec, Trainer, default_loss, wrap_under
 from tests.engine.plain_loop import prepare_plain

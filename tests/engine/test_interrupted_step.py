@@ -141,7 +141,7 @@ def test_an_interrupt_at_the_end_of_a_backward_with_updates_inside(
 ) -> None:
     model, optimizer = wrapped(spec, device, step_during_backward=True)
     with monkeypatch.context() as patch:
-        patch.setattr(Updates, "backward_ends", Interrupted(lambda: None, at=1))
+        patch.setattr(Updates, "end_backward", Interrupted(lambda: None, at=1))
         with pytest.raises(KeyboardInterrupt):
             backward(model)
     with pytest.raises(MisuseError, match="before step"):

@@ -23,7 +23,7 @@ from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
-from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates
+from protrain.engine.updates.host_updates import ChunkUpdate, HostUpdates
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain_kernels import adam_scalars

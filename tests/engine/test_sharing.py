@@ -15,7 +15,7 @@ import torch
 
 from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.in_host_memory import HostUpdates, Window
+from protrain.engine.updates.host_updates import HostUpdates, Window
 from protrain.engine.updates.rates import Rate
 from protrain.planning.sharing import Waiting
 from protrain_kernels import adam_scalars

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.in_host_memory import Window
+from protrain.engine.updates.host_updates import Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, wrap_under
 

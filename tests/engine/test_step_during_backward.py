@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import MisuseError
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.in_host_memory import HostUpdates, Window
+from protrain.engine.updates.host_updates import HostUpdates, Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under

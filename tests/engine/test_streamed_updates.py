@@ -25,7 +25,7 @@ import protrain
 from protrain.engine.gradients.host_gradients import host_accumulate
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
-from protrain.engine.updates.in_host_memory import ChunkUpdate, Window
+from protrain.engine.updates.host_updates import ChunkUpdate, Window
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer

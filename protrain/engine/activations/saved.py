@@ -76,7 +76,7 @@ class FrameEngine(Protocol):
     streams: Streams
     ledger: Ledger
     buffers: BufferPool
-    steps: int  # how often weights have changed
+    weights_version: int  # counts changes of weights
     updated_inside: set[int]  # chunks that backward has updated
 
     @property
@@ -96,8 +96,8 @@ class Frame:
     def __init__(self, engine: FrameEngine, unit: Unit) -> None:
         self.engine = engine
         self.unit = unit
-        self.steps = engine.steps  # backward must come before the next step, which changes weights
-        self.updated = engine.updated_inside.copy()  # chunks that backward had updated before this call
+        self.weights_version = engine.weights_version  # backward must come before weights change
+        self.updated_before = engine.updated_inside.copy()  # chunks that backward had updated before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
         self._buffers = engine.buffers.by_address
 
@@ -147,7 +147,7 @@ class Frame:
 
     def enter_backward(self) -> None:
         """Tell the engine that backward has reached this unit."""
-        if self.steps != self.engine.steps:
+        if self.weights_version != self.engine.weights_version:
             raise MisuseError(
                 f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
                 "backward() before that, or run the forward again"
@@ -164,7 +164,7 @@ class Frame:
         if buffer is None:
             return saved
         updated = self.engine.updated_inside
-        if updated and chunk.index in updated - self.updated:
+        if updated and chunk.index in updated - self.updated_before:
             raise MisuseError(
                 f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "
                 "because another backward() came before, or because the weight is detached here and all of its "

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.updates.in_host_memory import ChunkUpdate, Scale
+from protrain.engine.updates.host_updates import ChunkUpdate, Scale
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker
 from protrain.planning.sharing import Sharing, Waiting, first_late

@@ -40,7 +40,7 @@ from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.in_host_memory import ChunkUpdate, HostUpdates, Scale, Speculation, Window
+from protrain.engine.updates.host_updates import ChunkUpdate, HostUpdates, Scale, Speculation, Window
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
@@ -112,7 +112,7 @@ class Updates:
 
     # -- speculative updates -------------------------------------------------------------------------------------------
 
-    def backward_begins(self) -> None:
+    def begin_backward(self) -> None:
         """A backward outside of no_sync() begins."""
         self._backwards += 1
         try:
@@ -197,7 +197,7 @@ class Updates:
         self._inside.append(update)
         self.worker.submit(on_host)
 
-    def backward_ends(self) -> None:
+    def end_backward(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
         norm = self._close_window()
         self._queue(sorted(self._inside, key=lambda update: update.chunk.index), norm)

@@ -48,6 +48,11 @@ class Bindings:
         ]
         self._edited: set[int] = set()  # chunks whose buffers have edited values, which must not be used again
 
+    def begin_use(self, what: str) -> None:
+        """``what`` is about to use parameters. MisuseError if full_parameters has some of them."""
+        self.refuse_inside_full_parameters(what)
+        self.end_state_dict(list(self.in_state_dict))  # one that was interrupted has left them
+
     def bind(self, unit: Unit, schedule: Schedule) -> None:
         """Put the parameters of ``unit`` on the device, and keep them there."""
         self._buffers.acquire_all(unit.chunks, schedule)

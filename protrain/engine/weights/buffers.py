@@ -121,23 +121,23 @@ class BufferPool:
             for n_buffer, elements in zip(n_buffers, buffer_elements, strict=True)
         )
         self.buffers = [*usual, *large]  # that chunks take turns in
-        self._for_large = {False: usual, True: large}
+        self._usual, self._large = usual, large
         for buffer in self.buffers:
             streams.compute.place(buffer.free)
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
         self._all = [*self._by_chunk.values(), *self.buffers]
-        # From here on the table of buffers by chunk may be out of date: see _buffer_of.
+        # From here on an entry of _by_chunk may be out of date: see _buffer_of.
         self.by_address = {storage_address(buffer.memory): buffer for buffer in self._all}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
-        self._last: Mark = streams.mark()  # the last upload that was issued
+        self._last_upload: Mark = streams.mark()  # the last one that was issued is done
         self.fetches = 0  # uploads that were issued
-        self.uploaded_bytes = 0  # of them, from host memory
+        self.uploaded_bytes = 0  # by those from host memory
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
         """The weight of ``chunk`` on the device, where it stays until ``release``. Blocks for its own update only."""
         buffer = self._buffer_of(chunk.index)
         if buffer is None:
-            buffer = self._free_buffer(chunk, schedule, needed_in=0)
+            buffer = self._claim_buffer(chunk, schedule, needed_in=0)
             if buffer is None:
                 names = ", ".join(list(chunk.parameters.values())[:3])
                 raise MisuseError(
@@ -222,7 +222,7 @@ class BufferPool:
             chunk = chunks[index]
             if self._buffer_of(index) is not None:
                 continue
-            buffer = self._free_buffer(chunk, schedule, needed_in=schedule.next_use(index))
+            buffer = self._claim_buffer(chunk, schedule, needed_in=schedule.next_use(index))
             if buffer is None:
                 return
             self._assign(buffer, chunk)
@@ -243,7 +243,7 @@ class BufferPool:
 
     def link_is_idle(self) -> bool:
         """Whether all uploads that were issued are done."""
-        return self._last.reached()
+        return self._last_upload.reached()
 
     def _buffer_of(self, index: int) -> Buffer | None:
         """The buffer that chunk ``index`` is in or will be uploaded to."""
@@ -253,14 +253,14 @@ class BufferPool:
         assert buffer.chunk is not None
         return buffer if buffer.chunk.index == index else None
 
-    def _free_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
-        """A buffer for ``chunk``: an empty one, or the one whose content is needed last.
+    def _claim_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
+        """An empty buffer for ``chunk``. If there is none, the content that is needed last is evicted for it.
 
-        A buffer whose content is needed within ``needed_in`` visits is not taken. Among buffers whose contents are
-        needed at the same time the one with the last chunk is taken, as the runtime model assumes.
+        Content that is needed within ``needed_in`` visits stays. If all content does, there is no buffer: None. Among
+        chunks that are needed at the same time the last one is evicted, as the runtime model assumes.
         """
         victim, latest = None, (needed_in, FAR)
-        for buffer in self._for_large[chunk.large]:
+        for buffer in self._large if chunk.large else self._usual:
             if buffer.state is Residency.EMPTY:
                 return buffer
             assert buffer.chunk is not None
@@ -296,7 +296,7 @@ class BufferPool:
             update.when_done(lambda: self._issue(buffer, update))
 
     def _issue(self, buffer: Buffer, update: Job | None) -> None:
-        """Upload the chunk that waits for ``update``, unless another thread has done so.
+        """Issue the upload of the chunk that waited for ``update``, unless another thread has issued it.
 
         The thread that updates chunks may call this late, when the chunk waits for the update after ``update``.
         """
@@ -308,7 +308,7 @@ class BufferPool:
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         self.fetches += 1
         self.uploaded_bytes += 0 if chunk.persistent else chunk.current_weight.nbytes
-        self._last = buffer.uploaded
+        self._last_upload = buffer.uploaded
         if chunk.persistent:
             self.streams.h2d.wait_for(chunk.updated)
         if self._ranks.several:
@@ -317,7 +317,11 @@ class BufferPool:
         self.streams.h2d.place(chunk.uploaded)
 
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
-        """Make the whole weight of ``chunk`` in its ``buffer``, unless it is there. The main thread calls this."""
+        """Let compute use the whole weight of ``chunk`` in its ``buffer``. The main thread alone calls this.
+
+        The thread waits for an update of the chunk, and issues an upload that nobody has issued. The device waits for
+        the upload. With several ranks it gathers their shards.
+        """
         if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
             self._issue(buffer, buffer.awaited)

@@ -24,7 +24,7 @@ class ParameterEngine(Protocol):
 
     memory: EngineMemory
     placeholder: Tensor  # one NaN element on the device, which expands to any shape
-    steps: int  # how often weights have changed
+    weights_version: int  # counts changes of weights
     all_read: bool  # whether every rank reads the same parameters now, as inside reads_of_all
     buffers: BufferPool
     updated_inside: set[int]  # chunks that the current backward has updated
@@ -36,7 +36,7 @@ class ParameterEngine(Protocol):
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward that brings gradients runs now."""
+        """Whether a backward has begun and not ended."""
 
     def end_interrupted(self) -> None:
         """Clean up after a step that an error has ended. MisuseError in a forked process, which has no states."""
@@ -88,7 +88,7 @@ class Handle:
         return self.engine.gradient_pending(self.index)
 
     @property
-    def updated_inside(self) -> bool:
+    def is_updated_inside(self) -> bool:
         """Whether backward has updated the parameter already, so that its gradient is gone."""
         engine = self.engine
         return engine.members[self.index].chunk.index in engine.updated_inside

@@ -94,7 +94,7 @@ class PresentParameter(nn.Parameter):
             return arriving
         if handle.gradient_pending:
             return GradientProxy.of(handle, self.shape)
-        if handle.updated_inside:
+        if handle.is_updated_inside:
             raise MisuseError(
                 f"the gradient of {handle.name} is gone: with step_during_backward=True its update was made inside "
                 "backward. To clip or read gradients wrap with step_during_backward=False"

@@ -90,7 +90,7 @@ class _FullView(NamedTuple):
     """
 
     full: Tensor
-    steps: int  # how often weights had changed
+    weights_version: int  # of the weights that it shows
     view: Tensor
 
 
@@ -140,18 +140,18 @@ class WeightCopy(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """The parameter of which a copy was made, and the number of steps before that."""
+    """The parameter of which a copy was made, and the version of the weights that the copy has."""
 
     handle: Handle
-    steps: int
+    weights_version: int
 
     @classmethod
     def now(cls, handle: Handle) -> _Source:
-        return cls(handle, handle.engine.steps)
+        return cls(handle, handle.engine.weights_version)
 
     def check(self, what: str) -> None:
         """MisuseError if the weight has changed since."""
-        if self.handle.engine.steps != self.steps:
+        if self.handle.engine.weights_version != self.weights_version:
             raise MisuseError(
                 f"{what} {self.handle.name} after optimizer.step(), or an edit, changed it: read the parameter anew, "
                 "or keep parameter.detach().clone() if old values are needed, and call backward() before step()"
@@ -215,11 +215,11 @@ def _viewed(leaf: Any) -> Any:
         return leaf.protrain_full.detach()
     full, source = leaf.protrain_full, _Source.now(leaf.protrain_handle)
     known = leaf.protrain_view
-    if known is not None and known.full is full and known.steps == source.steps:
+    if known is not None and known.full is full and known.weights_version == source.weights_version:
         return known.view
     view = _Copied.apply(leaf, source, full.detach)
     if source.handle.engine.memory.device.type != "cpu":
-        leaf.protrain_view = _FullView(full, source.steps, view)
+        leaf.protrain_view = _FullView(full, source.weights_version, view)
     return view
 
 

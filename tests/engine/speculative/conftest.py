@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protrain.engine.updates.in_host_memory import Window
+from protrain.engine.updates.host_updates import Window
 from tests.engine.harness import CKPT, NONE, Spec
 
 

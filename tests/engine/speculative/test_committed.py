@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from protrain.engine.states import chunks
-from protrain.engine.updates.in_host_memory import HostUpdates, Window
+from protrain.engine.updates.host_updates import HostUpdates, Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
