@@ -138,7 +138,7 @@ class _Recorder:
         }
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy
-            patches[engine.gradients.on_host, "_offload"] = self._offload
+            patches[engine.gradients.host_gradients, "_offload"] = self._offload
         if engine.memory.ranks.several:
             patches[engine.memory.ranks, "gather"] = partial(self._collective, GATHER)
             patches[engine.memory.ranks, "exchange"] = partial(self._collective, REDUCE)

@@ -19,8 +19,14 @@ from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.gradients.sharded import ShardedGradients
 from protrain.engine.hooks import install
-from protrain.engine.states.allocation import complete_chunks, make_chunks, make_members, planned_states, size_bytes
-from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, aligned
+from protrain.engine.states.allocation import (
+    complete_chunks,
+    make_chunks,
+    make_members,
+    planned_states,
+    state_sizes_bytes,
+)
+from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, whole_pages
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.step import Step
@@ -110,10 +116,11 @@ def build_engine(
     complete_chunks(chunks, layout, plan, memory)
     for chunk in chunks:  # an upload of a shard on the device waits until its values are written
         memory.streams.compute.place(chunk.updated)
+    _, n_large = most_held(profile, layout)[plan.n_persist]
     buffers = BufferPool(
         memory,
         resident=[chunk for chunk in chunks if chunk.resident],
-        n_buffers=(plan.n_buffer, most_held(profile, layout)[layout.first_buffered(plan.n_persist)][1]),
+        n_buffers=(plan.n_buffer, n_large),
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
     managed = ManagedModel(
@@ -125,18 +132,11 @@ def build_engine(
         chunks=chunks,
         members=members,
     )
-    kind = ShardedGradients if ranks.several else Gradients
     worker = HostWorker(threads=host_threads, device=device)
-    gradients = kind(managed, worker=worker)
+    gradients = (ShardedGradients if ranks.several else Gradients)(managed, worker=worker)
     streamer = _streamer(managed, sharing)
-    ledger = Ledger()
-    if device.type != "cuda":
-        staging_bytes = 0 if streamer is None else sharing.staging_bytes
-        ledger = SimulatedLedger(
-            budget_bytes=device_bytes,
-            fixed_bytes=_fixed_bytes(managed, buffers) + staging_bytes,
-            fixed=unmanaged_memory(model),
-        )
+    staging_bytes = 0 if streamer is None else sharing.staging_bytes
+    ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
@@ -174,11 +174,22 @@ def _streamer(managed: ManagedModel, sharing: Sharing) -> Streamer | None:
     return Streamer(memory.streams, sharing, worker)
 
 
+def _ledger(managed: ManagedModel, buffers: BufferPool, *, budget_bytes: int, staging_bytes: int) -> Ledger:
+    """On a CPU a ledger that refuses activations beyond ``budget_bytes``, as the allocator of a GPU does."""
+    if managed.memory.device.type == "cuda":
+        return Ledger()
+    return SimulatedLedger(
+        budget_bytes=budget_bytes,
+        fixed_bytes=_fixed_bytes(managed, buffers) + staging_bytes,
+        fixed=unmanaged_memory(managed.model),
+    )
+
+
 def _fixed_bytes(managed: ManagedModel, buffers: BufferPool) -> int:
     """Simulated device memory that is taken for as long as the engine lives."""
     profile, plan, layout, memory = managed.profile, managed.plan, managed.layout, managed.memory
     states_bytes = (
-        size_bytes(layout.shard_elements(record), planned_states(record, layout, plan, memory.dtype))
+        state_sizes_bytes(layout.shard_elements(record), planned_states(record, layout, plan, memory.dtype))
         for record in layout.chunks[: plan.n_persist]
     )
     buffers_bytes = sum(buffer.memory.nbytes for buffer in buffers.buffers)
@@ -200,7 +211,7 @@ def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
         if mode is BlockMode.CKPT_SWAP
     )
     # A region is whole pages, so each call may need a page more. One page is for the optimizer.
-    return swapped + inputs + aligned(1) * (len(profile.calls) + 1)
+    return swapped + inputs + whole_pages(1) * (len(profile.calls) + 1)
 
 
 def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) -> None:

@@ -62,11 +62,11 @@ class PlannedBatch:
         growth, what = self._growth(args, kwargs)
         if growth == 1:
             return False
-        planned, recomputed = (math.ceil(growth * count) for count in self._memory.activations)
-        if not self._offloads and self._take(planned):
+        planned_bytes, recomputed_bytes = (math.ceil(growth * size_bytes) for size_bytes in self._memory.activations)
+        if not self._offloads and self._take(planned_bytes):
             return False
-        if not self._take(recomputed):
-            more_bytes = recomputed - self._counted_bytes
+        if not self._take(recomputed_bytes):
+            more_bytes = recomputed_bytes - self._counted_bytes
             raise MisuseError(
                 f"{what}: it may need {format_bytes(more_bytes)} more of device memory, and "
                 f"{format_bytes(self._memory.free_device_bytes)} are free; {_REMEDY}"
@@ -79,9 +79,9 @@ class PlannedBatch:
             )
         return True
 
-    def _take(self, count: int) -> bool:
-        """Count ``count`` bytes for activations, of which some are counted already. False if there are not as many."""
-        more_bytes = max(0, count - self._counted_bytes)
+    def _take(self, needed_bytes: int) -> bool:
+        """Count ``needed_bytes`` in all for activations, from now on. False if there are not as many."""
+        more_bytes = max(0, needed_bytes - self._counted_bytes)
         if more_bytes > self._memory.free_device_bytes:
             return False
         self._memory.free_device_bytes -= more_bytes

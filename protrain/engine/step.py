@@ -238,7 +238,7 @@ class Step:
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self._gradients.device)
             factor = inverse if factor is None else factor * inverse
         self._scale = None if factor is None else self.updates.publish(factor)
-        self.updates.step(self._scale, assumed=unscaling)
+        self.updates.step(self._scale, assumed_factor=unscaling)
         return True
 
     def _end_updated_inside(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from protrain.common.errors import PlanError
 from protrain.distributed.ranks import Ranks
 from protrain.engine.gradients.pool import GradientPool, GradientPools
-from protrain.engine.states.arena import aligned
+from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
@@ -241,7 +241,7 @@ def test_chunks_that_wait_for_the_end_of_backward_get_more_buffers(device: torch
     found = trained(model, optimizer)
     assert found[0] == expected[0]
     assert_same(found[1], expected[1])
-    made, rest = divmod(engine.memory.arena.total_bytes - before, aligned(optimizer.plan.chunk_elements * 4))
+    made, rest = divmod(engine.memory.arena.total_bytes - before, whole_pages(optimizer.plan.chunk_elements * 4))
     assert rest == 0
     assert 0 < made <= n_more
 

@@ -181,8 +181,8 @@ def test_large_chunks_have_a_buffer_and_staging_of_their_own(
     assert sorted(sizes)[: plan.n_buffer] == sizes[: plan.n_buffer]
     assert all(size <= plan.chunk_elements for size in sizes[: plan.n_buffer])
     assert sizes[plan.n_buffer :] == [WORDS * 64] * expected[0]
-    assert engine.gradients.on_host._large_staging.numel() == WORDS * 64 * expected[1]
-    assert engine.gradients.on_host._staging.shape[1] <= plan.chunk_elements
+    assert engine.gradients.host_gradients._large_staging.numel() == WORDS * 64 * expected[1]
+    assert engine.gradients.host_gradients._staging.shape[1] <= plan.chunk_elements
     assert optimizer.report().host_bytes <= plan.host_bytes
 
 

@@ -116,7 +116,7 @@ def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
 def test_an_update_that_was_slow_once_ends_the_help_for_some_steps_only(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, forgotten: float
 ) -> None:
-    monkeypatch.setattr("protrain.engine.updates.rates._FORGOTTEN", forgotten)
+    monkeypatch.setattr("protrain.engine.updates.rates._FORGOTTEN_SHARE", forgotten)
     slow_down(monkeypatch, seconds=0.02)
     report = trained_beside_a_late_host(device, monkeypatch, device_gparams=1e-9)
     assert (report.streamed_updates > 0) == (forgotten > 0)

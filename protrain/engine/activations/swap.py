@@ -34,9 +34,9 @@ from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 _SMALLEST_BYTES = 512  # to offload a smaller storage (a random seed, a scalar) frees nothing in the allocator
 
 
-def aligned(count: int) -> int:
-    """``count`` bytes rounded up to the alignment of swapped storages."""
-    return -(-count // SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
+def _swapped_bytes(size_bytes: int) -> int:
+    """The bytes that a swapped storage of ``size_bytes`` occupies: rounded up to the alignment of swapped storages."""
+    return -(-size_bytes // SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
 @dataclass(slots=True)
@@ -153,7 +153,7 @@ class Offload:
     def start(self) -> None:
         """Start to copy all storages to host memory. No tensor may be added afterwards."""
         streams = self._engine.streams
-        total = sum(aligned(storage.size_bytes) for storage in self._storages.values())
+        total = sum(_swapped_bytes(storage.size_bytes) for storage in self._storages.values())
         slot, free = self._engine.swaps.slots.take(total)
         weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
         computed = streams.mark()
@@ -163,7 +163,7 @@ class Offload:
         for storage in self._storages.values():
             assert storage.device is not None
             storage.host = slot[start : start + storage.size_bytes]
-            start += aligned(storage.size_bytes)
+            start += _swapped_bytes(storage.size_bytes)
             streams.offload(storage.host, storage.device, after=computed, done=self._offload_done)
         self._engine.swaps.started(self)
 
@@ -199,7 +199,7 @@ class Offload:
         allocated = streams.mark()
         for storage in missing:
             storage.device = torch.empty(
-                aligned(storage.size_bytes), dtype=torch.uint8, device=self._engine.memory.device
+                _swapped_bytes(storage.size_bytes), dtype=torch.uint8, device=self._engine.memory.device
             )
             self._engine.ledger.hold(storage.device)
         streams.compute.place(allocated)

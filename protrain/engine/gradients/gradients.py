@@ -52,7 +52,7 @@ class Gradients:
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
         self.pools = GradientPools(managed)
-        self.on_host = HostGradients(managed, self.pools, worker)
+        self.host_gradients = HostGradients(managed, self.pools, worker)
         self._poison = memory.poison
 
     def is_pending(self, index: int) -> bool:
@@ -91,7 +91,7 @@ class Gradients:
             again = [item for item in items if self.present[item[0].index]]
             first = [item for item in items if not self.present[item[0].index]]
             if chunk.accumulator is None and self._accumulates(chunk, again=bool(again)):
-                self.on_host.make_accumulator(chunk, begun=self.has_gradients(chunk))
+                self.host_gradients.make_accumulator(chunk, begun=self.has_gradients(chunk))
             self._store(chunk, first, accumulate=False)
             self._store(chunk, again, accumulate=True)
             for member, _ in items:
@@ -165,11 +165,11 @@ class Gradients:
             where = offsets, squares, tile_offsets
             flatten(gradients, chunk.gradient, *where, accumulate=accumulate, weight_dtype=self.dtype)
             return
-        staging, drained = self.on_host.staging(chunk)
+        staging, drained = self.host_gradients.staging(chunk)
         if self._poison:
             staging.fill_(float("nan"))
         flatten(gradients, staging, offsets, squares, tile_offsets, accumulate=False)
-        self.on_host.send(chunk, _merged(members), staging, drained, accumulate=accumulate)
+        self.host_gradients.send(chunk, _merged(members), staging, drained, accumulate=accumulate)
 
 
 def _merged(members: list[Member]) -> Ranges:

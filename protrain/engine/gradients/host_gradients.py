@@ -25,7 +25,7 @@ from torch import Tensor
 
 from protrain.common.errors import PlanError
 from protrain.engine.gradients.pool import GradientPools
-from protrain.engine.states.arena import aligned
+from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Mark
 from protrain.engine.units import ManagedModel
@@ -51,7 +51,7 @@ class HostGradients:
         self._pools = pools
         self._worker = worker
         self._filled = streams.mark()  # staging memory has its content
-        self._filled_whole = streams.mark()
+        self._own_drained = streams.mark()  # a persistent chunk's own gradient is read; nobody waits for it
         self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
         self._large_drained = streams.mark()
         for mark in (*self._drained, self._large_drained):
@@ -69,7 +69,7 @@ class HostGradients:
         """
         if chunk.persistent and chunk.elements > self._staging.shape[1]:
             self._streams.compute.wait_for(chunk.offloaded)
-            return self._own_staging(chunk), self._filled_whole
+            return self._own_staging(chunk), self._own_drained
         if chunk.large and not chunk.persistent:
             staging, drained = self._large_staging[: chunk.elements], self._large_drained
         else:
@@ -99,19 +99,28 @@ class HostGradients:
         Raises:
             PlanError: there is no memory for it.
         """
-        memory, count = self._memory, chunk.elements * 4
-        if chunk.persistent and count <= memory.free_device_bytes:
-            chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=memory.device)
-            if begun:
-                assert chunk.grad is not None
-                chunk.accumulator.copy_(chunk.grad)
-            memory.free_device_bytes -= count
-            return
-        count = aligned(count) + (aligned(chunk.elements * memory.dtype.itemsize) if chunk.persistent else 0)
-        if count > memory.free_host_bytes:
+        sum_bytes = chunk.elements * 4
+        if chunk.persistent and sum_bytes <= self._memory.free_device_bytes:
+            self._make_on_device(chunk, begun=begun)
+            self._memory.free_device_bytes -= sum_bytes
+        else:
+            self._make_in_host_memory(chunk, sum_bytes, begun=begun)
+
+    def _make_on_device(self, chunk: Chunk, *, begun: bool) -> None:
+        chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=self._memory.device)
+        if begun:
+            assert chunk.grad is not None
+            chunk.accumulator.copy_(chunk.grad)
+
+    def _make_in_host_memory(self, chunk: Chunk, sum_bytes: int, *, begun: bool) -> None:
+        memory = self._memory
+        needed_bytes = whole_pages(sum_bytes)
+        if chunk.persistent:  # its gradients have had no place in host memory
+            needed_bytes += whole_pages(chunk.elements * memory.dtype.itemsize)
+        if needed_bytes > memory.free_host_bytes:
             raise PlanError(
                 where="host",
-                needed_bytes=memory.arena.total_bytes + count,
+                needed_bytes=memory.arena.total_bytes + needed_bytes,
                 available_bytes=memory.host_bytes,
                 largest_part="fp32 accumulators of gradients",
                 remedy="To sum the gradients of several backward() calls takes 4 bytes a parameter, and this plan has "
@@ -126,28 +135,21 @@ class HostGradients:
             chunk.host_grad = memory.arena.take(chunk.elements, memory.dtype)
             if begun:
                 assert chunk.grad is not None
-                self._offload(chunk, chunk.grad, whole, self._filled_whole)
+                self._offload(chunk, chunk.grad, whole, self._own_drained)
         if begun:
             self._add(chunk, whole, initialise=True)
 
-    def on_device(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
-        """The gradient of a persistent chunk on the device: parts of it and the elements at which they begin.
+    def parts_on_device(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
+        """The gradient of a persistent chunk in parts, each with the element of the chunk at which it begins.
 
-        A part may lie in staging memory, where the next part overwrites it.
+        A part is 1-d on the device. It may lie in staging memory, where the next part overwrites it.
         """
         if not chunk.accumulator_on_host:
             yield 0, chunk.gradient
             return
         assert chunk.accumulator is not None
         chunk.wait()  # for the sum, which itself has waited for the offload of chunk.grad
-        memory = self._staging.view(-1)
-        if chunk.elements > self._staging.shape[1]:
-            own = self._own_staging(chunk)
-            if own.numel() > PADDING:
-                memory = own[: own.numel() // (2 * PADDING) * (2 * PADDING)]
-            else:
-                memory = self._grown_staging(chunk.elements)
-        memory = memory.view(torch.float32)
+        memory = self._streaming_memory(chunk).view(torch.float32)
         for start in range(0, chunk.elements, memory.numel()):
             source = chunk.accumulator[start : start + memory.numel()]
             target = memory[: source.numel()]
@@ -157,6 +159,19 @@ class HostGradients:
             self._streams.upload(target, source, after=self._filled, done=self._drained[0])
             self._streams.compute.wait_for(self._drained[0])
             yield start, target
+
+    def _streaming_memory(self, chunk: Chunk) -> Tensor:
+        """Device memory, in the type of the weights, through which the sum of a persistent chunk goes in parts.
+
+        A part must be a multiple of PADDING elements. In fp32 these take as much as 2 * PADDING weights, which have 16
+        bits, as fp32 gradients are summed without an accumulator.
+        """
+        if chunk.elements <= self._staging.shape[1]:
+            return self._staging.view(-1)
+        own = self._own_staging(chunk)
+        if own.numel() > PADDING:
+            return own[: own.numel() // (2 * PADDING) * (2 * PADDING)]
+        return self._grown_staging(chunk.elements)
 
     def _offload(self, chunk: Chunk, source: Tensor, ranges: Ranges, drained: Mark) -> None:
         assert chunk.host_grad is not None

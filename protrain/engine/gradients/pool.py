@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from torch import Tensor
 
 from protrain.common.errors import PlanError
-from protrain.engine.states.arena import aligned
+from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import ManagedModel
 
@@ -108,14 +108,14 @@ class GradientPools:
 
     def _more_on_device(self) -> Tensor:
         memory, elements = self._memory, self._elements[0]
-        count = elements * memory.dtype.itemsize
-        _check_room("device", count, memory.free_device_bytes)
-        memory.free_device_bytes -= count
+        size_bytes = elements * memory.dtype.itemsize
+        _check_room("device", size_bytes, memory.free_device_bytes)
+        memory.free_device_bytes -= size_bytes
         return memory.zeros(elements)
 
     def _more_in_host_memory(self) -> Tensor:
         memory, elements = self._memory, self._elements[1]
-        _check_room("host", aligned(elements * memory.dtype.itemsize), memory.free_host_bytes)
+        _check_room("host", whole_pages(elements * memory.dtype.itemsize), memory.free_host_bytes)
         return memory.arena.take(elements, memory.dtype)
 
 

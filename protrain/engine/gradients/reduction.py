@@ -13,9 +13,10 @@ that and offloaded again.
 An addition of -0.0 changes no value, so a rank without a gradient is left out of the sum. The exchange and the fold run
 on the stream of reductions, under the backward of the next unit.
 
-[Note: one order] All ranks must issue the same collectives in the same order. So which ranges are reduced after which
-visit follows from the order of calls in the profile alone, and a rank that skips a unit reduces nothing in its place
-but takes part. A parameter is reduced after the last visit, in the order of backward, of all units that use it.
+[Note: order of reductions] All ranks must issue the same collectives in the same order. So which ranges are reduced
+after which visit follows from the order of calls in the profile alone, and a rank that skips a unit reduces nothing in
+its place but takes part. A parameter is reduced after the last visit, in the order of backward, of all units that use
+it.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ class Reduction:
         return self._usual[self._turn], self._received[False]
 
     def _plan(self, units: Sequence[Unit], calls: Sequence[int]) -> dict[int, list[_Range]]:
-        """The ranges that are reduced after each visit of the schedule. See [Note: one order]."""
+        """The ranges that are reduced after each visit of the schedule. See [Note: order of reductions]."""
         visits = [*calls, *reversed(calls)]
         last: dict[Member, int] = {}
         for visit in range(len(calls), len(visits)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.parameters import DTYPES
-from protrain.engine.states.arena import EngineMemory, aligned
+from protrain.engine.states.arena import EngineMemory, whole_pages
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import Plan
@@ -48,7 +48,7 @@ def _weight_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[
     return states
 
 
-def size_bytes(elements: int, kinds: Mapping[str, torch.dtype]) -> list[int]:
+def state_sizes_bytes(elements: int, kinds: Mapping[str, torch.dtype]) -> list[int]:
     """The bytes of each state of ``elements`` elements. They are multiples of 256, as shards are of 128 elements."""
     return [elements * kind.itemsize for kind in kinds.values()]
 
@@ -65,16 +65,16 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     offloaded = layout.chunks[plan.n_persist :]
     shards = [layout.shard_elements(record) for record in layout.chunks]
     planned = [planned_states(record, layout, plan, dtype) for record in layout.chunks]
-    sizes = [size for record in offloaded for size in size_bytes(shards[record.index], planned[record.index])]
+    sizes = [size for record in offloaded for size in state_sizes_bytes(shards[record.index], planned[record.index])]
     weight_only = {record.index for record in offloaded[: plan.n_weight_only] if record.trainable}
     copied = {
         record.index: {"weight": dtype} if record.index in weight_only else _weight_states(record, plan, dtype)
         for record in offloaded[: plan.n_speculate]
         if record.trainable
     }
-    sizes += [size for index, kinds in copied.items() for size in size_bytes(shards[index], kinds)]
+    sizes += [size for index, kinds in copied.items() for size in state_sizes_bytes(shards[index], kinds)]
     sizes += [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
-    arena.reserve(sum(map(aligned, sizes)))
+    arena.reserve(sum(map(whole_pages, sizes)))
 
     def in_host_memory(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         return {
@@ -131,7 +131,7 @@ def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: Eng
 
 def _on_device(elements: int, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
     """States of ``kinds``, each of ``elements`` elements, side by side in one allocation, with zeros in them."""
-    sizes = size_bytes(elements, kinds)
+    sizes = state_sizes_bytes(elements, kinds)
     parts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
     return {name: part.view(kind) for (name, kind), part in zip(kinds.items(), parts, strict=True)}
 

@@ -20,9 +20,9 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
 
 
-def aligned(count: int) -> int:
-    """``count`` bytes rounded up to whole pages, which is what a piece of the arena occupies."""
-    return -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
+def whole_pages(size_bytes: int) -> int:
+    """``size_bytes`` rounded up to whole pages: the bytes that a piece of the arena occupies."""
+    return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Arena:
@@ -44,10 +44,10 @@ class Arena:
         """The size of the largest piece that ``take`` can hand out without mapping more memory."""
         return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
 
-    def reserve(self, count: int) -> None:
-        """Map and touch ``count`` more bytes at once. MemoryError when the system has no such memory."""
-        if count > 0:
-            segment = _Segment(aligned(count))
+    def reserve(self, size_bytes: int) -> None:
+        """Map and touch ``size_bytes`` more at once. MemoryError when the system has no such memory."""
+        if size_bytes > 0:
+            segment = _Segment(whole_pages(size_bytes))
             self._segments.append(segment)
             self.total_bytes += segment.size_bytes
 
@@ -56,17 +56,18 @@ class Arena:
 
         ``transferred`` says whether the tensor is copied to or from the device, so that it must be pinned for a GPU.
         """
-        count = aligned(elements * dtype.itemsize)
+        size_bytes = elements * dtype.itemsize
+        occupied_bytes = whole_pages(size_bytes)
         for segment in self._segments:
-            if segment.size_bytes - segment.used_bytes >= count:
+            if segment.size_bytes - segment.used_bytes >= occupied_bytes:
                 break
         else:
-            self.reserve(count)
+            self.reserve(occupied_bytes)
             segment = self._segments[-1]
-        piece = segment.take(count)
+        piece = segment.take(occupied_bytes)
         if transferred and self._device.type == "cuda":
             segment.mapping.pin(piece, self._device)
-        return piece[: elements * dtype.itemsize].view(dtype)
+        return piece[:size_bytes].view(dtype)
 
 
 class _Segment:
@@ -77,9 +78,9 @@ class _Segment:
         with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
             self.memory = self.mapping.tensor()
 
-    def take(self, count: int) -> Tensor:
-        piece = self.memory[self.used_bytes : self.used_bytes + count]
-        self.used_bytes += count
+    def take(self, size_bytes: int) -> Tensor:
+        piece = self.memory[self.used_bytes : self.used_bytes + size_bytes]
+        self.used_bytes += size_bytes
         return piece
 
 

@@ -51,8 +51,7 @@ class HostUpdates:
     def __init__(self, *, threads: int, rate: Rate, link_is_idle: Callable[[], bool]) -> None:
         self.threads = threads
         self.rate = rate
-        # Whether the last step was as its speculative updates had assumed: all updates of a step say the same.
-        self.as_assumed = True
+        self.as_assumed = True  # whether the last step was as its speculative updates had assumed
         self.committed = 0  # speculative updates
         self.redone = 0
         self._link_is_idle = link_is_idle
@@ -159,7 +158,7 @@ class ChunkUpdate:
     gradient: Tensor  # in host memory
     summing: Job | None  # adds to the gradient
     scale: Scale | None
-    assumed: float | None  # the factor for which the step would be as assumed; None: it has other hyperparameters
+    foreseen_factor: float | None  # with which the step is as assumed; None: it has other hyperparameters than assumed
     speculation: Speculation | None  # that may have done the work already
     host: HostUpdates
     job: Job = field(init=False)  # after which the weight is that of the step
@@ -179,13 +178,13 @@ class ChunkUpdate:
         if not self.can_commit():
             self.run_with(self.host.update)
             return
-        self.host.as_assumed = self._factor() == self.assumed
+        self._compare_factor()
         self.chunk.commit()
         self.host.committed += 1
 
     def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]) -> None:
         """Call ``update`` when what it reads is there."""
-        self.host.as_assumed = self._factor() == self.assumed
+        self._compare_factor()
         _wait_for_gradient(self.chunk, self.scale, self.summing)
         update(self.chunk, self.pieces, self.gradient, self.scale)
         if self.speculation is not None and self.speculation.done:
@@ -199,10 +198,11 @@ class ChunkUpdate:
                 self.chunk.catch_up(self.pieces, self.gradient, scale, threads=self.host.threads)
 
     def _factor(self) -> float:
-        if self.scale is None:
-            return 1.0
-        self.scale.ready.wait()
-        return self.scale.on_host.item()
+        return 1.0 if self.scale is None else self.scale.value
+
+    def _compare_factor(self) -> None:
+        """Note whether the step is as its speculative updates had assumed. All updates of a step note the same."""
+        self.host.as_assumed = self._factor() == self.foreseen_factor
 
 
 def _wait_for_gradient(chunk: Chunk, scale: Scale | None, summing: Job | None) -> None:

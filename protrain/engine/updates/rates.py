@@ -6,9 +6,9 @@ from collections import deque
 
 from protrain.engine.states.chunks import Piece
 
-_WEIGHT = 0.2  # of the newest update: about the last five count
-_FORGOTTEN = 0.05  # of what an update has shown, in each step that shows nothing: half of it in 14 steps
-_UPDATES = 2000  # that count for the mean
+_NEWEST_SHARE = 0.2  # what the newest update counts in the rate: about the last five decide it
+_FORGOTTEN_SHARE = 0.05  # how far the rate goes back to the predicted one in a step without an update: half in 14 steps
+_MOST_UPDATES = 2000  # the number of updates that count for the mean
 
 
 class Rate:
@@ -20,13 +20,13 @@ class Rate:
 
     def __init__(self, gparams: float) -> None:
         self.gparams = self._predicted = gparams
-        self.updates: deque[tuple[int, float]] = deque(maxlen=_UPDATES)  # elements and seconds
+        self.updates: deque[tuple[int, float]] = deque(maxlen=_MOST_UPDATES)  # elements and seconds
 
     def add(self, pieces: list[Piece], seconds: float) -> None:
         """An update of ``pieces`` took ``seconds``."""
         elements = sum(part.stop - part.start for part, _ in pieces)
         measured = elements / max(seconds, 1e-9) / 1e9
-        self.gparams += (measured - self.gparams) * (_WEIGHT if self.updates else 1.0)
+        self.gparams += (measured - self.gparams) * (_NEWEST_SHARE if self.updates else 1.0)
         self.updates.append((elements, seconds))
 
     def forget(self) -> None:
@@ -34,7 +34,7 @@ class Rate:
 
         Whoever decides by the rate that an update is not worth it would otherwise never see that it has changed.
         """
-        self.gparams += (self._predicted - self.gparams) * _FORGOTTEN
+        self.gparams += (self._predicted - self.gparams) * _FORGOTTEN_SHARE
 
     def mean_gparams(self) -> float:
         """1e9 elements a second over many of the last updates; 0 if there are none."""

@@ -77,7 +77,7 @@ class Updates:
         self._buffers = buffers
         self._speculations: dict[int, Speculation] = {}  # by chunk
         self._window = Window()
-        self._assumed: list[AdamScalars] | None = None  # hyperparameters at the last backward; None: invalid ones
+        self._assumed_scalars: list[AdamScalars] | None = None  # those of the last backward; None: some are invalid
         self._inside: list[ChunkUpdate] = []  # updates that this backward has given to the host
         self._backwards = 0  # since the last step, without those under no_sync()
         self._usual_backwards = 1
@@ -116,9 +116,9 @@ class Updates:
         """A backward outside of no_sync() begins."""
         self._backwards += 1
         try:
-            self._assumed = self._groups.all_scalars()
+            self._assumed_scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
-            self._assumed = None
+            self._assumed_scalars = None
 
     def speculate(self, chunk: Chunk, factor: float) -> None:
         """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
@@ -162,25 +162,25 @@ class Updates:
 
     # -- updates that count --------------------------------------------------------------------------------------------
 
-    def step(self, scale: Scale | None, assumed: float) -> None:
-        """Update every parameter that has a gradient. Speculative updates took ``assumed`` for the scale."""
-        norm = self._close_window()
-        foreseen = assumed if self._groups.all_scalars() == self._assumed else None
-        made = (self._update(chunk, scale, foreseen) for chunk in self._chunks)
+    def step(self, scale: Scale | None, *, assumed_factor: float) -> None:
+        """Update every parameter that has a gradient. Speculative updates took the scale to be ``assumed_factor``."""
+        norm = self._end_window()
+        foreseen_factor = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
+        made = (self._update(chunk, scale, foreseen_factor) for chunk in self._chunks)
         self._queue((update for update in made if update is not None), norm)
         self._usual_backwards = max(1, self._backwards)
         self._backwards = 0
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
-        pieces, gradients = self._begin(chunk), self._gradients
+        pieces, gradients = self._count_step(chunk), self._gradients
         if pieces:
-            self._begin_inside(chunk, pieces)
+            self._update_pieces_inside(chunk, pieces)
         for index in chunk.parameters:  # the gradient is used up, even if backward fails and zero_grad is never called
             gradients.present[index] = False
         gradients.pools.release(chunk)
 
-    def _begin_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
+    def _update_pieces_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
         if chunk.persistent and self._ranks.several:  # where its gradient was folded, so that compute does not wait
             with self._streams.reduce.running(after=chunk.updated, done=chunk.updated):
                 self._update_on_device(chunk, pieces, None)
@@ -188,7 +188,7 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        update, window = self._offloaded_update(chunk, pieces, None, assumed=1.0), self._window
+        update, window = self._offloaded_update(chunk, pieces, None, foreseen_factor=1.0), self._window
 
         def on_host() -> None:
             if not window.is_closed():
@@ -199,12 +199,12 @@ class Updates:
 
     def end_backward(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
-        norm = self._close_window()
+        norm = self._end_window()
         self._queue(sorted(self._inside, key=lambda update: update.chunk.index), norm)
         self._inside.clear()
 
-    def _close_window(self) -> Mark:
-        """Returns the end of backward on the device."""
+    def _end_window(self) -> Mark:
+        """Let updates in the order of need begin when backward ends on the device. Returns the mark of that."""
         streams = self._streams
         end = streams.mark()
         streams.compute.place(end)
@@ -212,34 +212,37 @@ class Updates:
         self._window = Window()
         return end
 
-    def _begin(self, chunk: Chunk) -> list[Piece]:
-        """The pieces to update. Counts a step for each parameter in them."""
+    def _count_step(self, chunk: Chunk) -> list[Piece]:
+        """Count a step for each parameter of ``chunk`` that has a gradient. Returns the pieces to update in that step.
+
+        With several ranks the weight is evicted, too, as a buffer has the shards of all of them.
+        """
         pieces = self._pieces(chunk)
         for index in chunk.parameters:
             if self._gradients.present[index]:
                 self._gradients.members[index].steps += 1
         if self._ranks.several and self._gradients.has_gradients(chunk):
-            self._buffers.invalidate(chunk)  # another rank's shard changes, even if this one's has no parameter
+            self._buffers.invalidate(chunk)  # another rank's shard may change, even if this one's has no parameter
         return pieces
 
-    def _update(self, chunk: Chunk, scale: Scale | None, assumed: float | None) -> ChunkUpdate | None:
+    def _update(self, chunk: Chunk, scale: Scale | None, foreseen_factor: float | None) -> ChunkUpdate | None:
         """Update ``chunk`` on the device now, or return the update to queue. None: nothing is left to do."""
-        pieces = self._begin(chunk)
+        pieces = self._count_step(chunk)
         if not pieces:
             return None
         if chunk.persistent:
             self._update_on_device(chunk, pieces, scale)
             self._streams.compute.place(chunk.updated)
             return None
-        return self._offloaded_update(chunk, pieces, scale, assumed=assumed)
+        return self._offloaded_update(chunk, pieces, scale, foreseen_factor=foreseen_factor)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
-        for first, gradient in self._gradients.on_host.on_device(chunk):
+        for first, gradient in self._gradients.host_gradients.parts_on_device(chunk):
             chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
 
     def _offloaded_update(
-        self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, *, assumed: float | None
+        self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, *, foreseen_factor: float | None
     ) -> ChunkUpdate:
         """The update of a chunk in host memory, whose job the next fetch of the chunk waits for."""
         speculation = self._speculations.pop(chunk.index, None)
@@ -251,7 +254,7 @@ class Updates:
             gradient=chunk.gradient,
             summing=chunk.summing,
             scale=scale,
-            assumed=assumed,
+            foreseen_factor=foreseen_factor,
             speculation=speculation,
             host=self.host,
         )
