@@ -135,7 +135,7 @@ class Models:
             device_bytes=self.device_bytes(modes, counts),
             host_bytes=self.host_bytes(modes, counts),
             keep_attention=self.keep_attention,
-            n_device_gradient=memory.gradients.on_device(counts.n_persist),
+            n_device_gradient=memory.gradients.n_on_device(counts.n_persist),
             n_host_gradient=memory.host_regions(counts.n_persist, activations.swapped_bytes),
             pack_swaps=memory.pack_swaps,
             stream=memory.stream,

@@ -6,7 +6,7 @@
 Such a backward belongs to the segment that it runs in. The weights of a block are on the device while the inner
 backward goes through that block. With ``create_graph=True`` the graph of the gradients holds the weights until the
 backward of the step. Then they stay filled and count as activations, because the engine copies weights that lie in
-chunk buffers (``Engine.weight``).
+chunk buffers (``protrain.engine.activations.saved.Frame.tensor_of``).
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def test_chunks_that_may_be_held_or_never_complete_are_open_all_the_time() -> No
 def test_a_region_is_that_of_the_chunk_that_is_complete_for_the_longest_time() -> None:
     profile = odd_profile()
     regions = memory_of(profile).gradients
-    assert [regions.on_host(n_persist) for n_persist in range(5)] == [3, 0, 0, 0, 0]
+    assert [regions.n_on_host(n_persist) for n_persist in range(5)] == [3, 0, 0, 0, 0]
     # By the order of gradients: of 2 and 3, of 1 in two parts, of 0.
     assert regions.handed_on(0, 3) == [(4, 2)]
     assert regions.handed_on(0, 0) == regions.handed_on(1, 3) == []
@@ -115,7 +115,7 @@ def test_a_region_is_that_of_the_chunk_that_is_complete_for_the_longest_time() -
     # What may be held until the end gives no region to others.
     inner = tuple(replace(unit, within=(3,) if unit.name in ("u4", "u5") else ()) for unit in longer.units)
     held = memory_of(replace(longer, units=inner)).gradients
-    assert held.on_host(0) == 3
+    assert held.n_on_host(0) == 3
     assert held.handed_on(0, 3) == [(3, 5), (4, 4), (5, 2)]
 
 
@@ -143,7 +143,7 @@ def test_gradients_take_two_bytes_a_parameter_only_while_there_is_room() -> None
         device = memory.static_bytes(50, 0) - memory.static_bytes(0, 0) + memory.static_parts(0, 0)["gradient staging"]
         device -= memory.partial_bytes
         assert device / 50 / N == pytest.approx(12.04 if inside else 14.0)
-        assert [memory.gradients.on_device(n) for n in (0, 1, 2, 50)] == ([0, 0, 1, 1] if inside else [0] * 4)
+        assert [memory.gradients.n_on_device(n) for n in (0, 1, 2, 50)] == ([0, 0, 1, 1] if inside else [0] * 4)
 
 
 def test_as_many_regions_as_host_memory_has_room_for() -> None:

@@ -56,7 +56,7 @@ class GradientRegions:
         own = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
-        self._own, self._large = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
+        self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
         self._adds = profile.accumulation > 1
         self._shared = update_in_backward or self._adds
         self._folds = self._adds and layout.world_size > 1  # the device adds to accumulators wherever these are
@@ -74,19 +74,19 @@ class GradientRegions:
 
     def own_bytes(self, n_persist: int) -> tuple[int, int]:
         """Bytes of gradients on the device and in host memory if every chunk has a region of its own."""
-        return self._own[n_persist], self._own[-1] - self._own[n_persist]
+        return self._own_bytes[n_persist], self._own_bytes[-1] - self._own_bytes[n_persist]
 
-    def on_device(self, n_persist: int) -> int:
+    def n_on_device(self, n_persist: int) -> int:
         """The number of regions that persistent chunks share."""
         if not self._shared or self._adds:
             return 0
-        return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own[n_persist])
+        return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own_bytes[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
         """Bytes of the gradients of persistent chunks, unless accumulators take their place."""
-        return self.on_device(n_persist) * self._region_bytes[n_persist][0] or self._own[n_persist]
+        return self.n_on_device(n_persist) * self._region_bytes[n_persist][0] or self._own_bytes[n_persist]
 
-    def on_host(self, n_persist: int, free_bytes: int = 0) -> int:
+    def n_on_host(self, n_persist: int, free_bytes: int = 0) -> int:
         """The number of regions that chunks in host memory share: the fewest, and as many more as fit ``free_bytes``.
 
         With accumulators it is the fewest, as adding a gradient takes less time than the next takes to arrive.
@@ -108,7 +108,7 @@ class GradientRegions:
         return self.own_bytes(n_persist)[1]
 
     def _large_on_host(self, n_persist: int) -> int:
-        return self._large[-1] - self._large[n_persist]
+        return self._large_bytes[-1] - self._large_bytes[n_persist]
 
     def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """The gradients that take over another chunk's region, as (gradient, the chunk whose update it waits for).

@@ -28,7 +28,7 @@ import numpy as np
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held
 from protrain.planning.memory.gradient_regions import GradientRegions
-from protrain.planning.memory.segments import Bytes, Choices, Segments
+from protrain.planning.memory.segments import Bytes, ModeChoices, Segments
 from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates.streaming import staging_bytes, streams
 from protrain.planning.rates.swap_copies import choose_packed
@@ -100,7 +100,7 @@ class MemoryModel:
         placements = range(len(layout.chunks) + 1)
         # By n_persist: the most chunks that may have a buffer, and (usual, large) chunks that are held at once.
         firsts = map(layout.first_buffered, placements)
-        self._buffered = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in firsts]
+        self._n_buffered = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in firsts]
         self._held = most_held(profile, layout)
         # By n_persist: bytes of one chunk buffer, of all buffers for large chunks, and of gradient staging.
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
@@ -109,16 +109,16 @@ class MemoryModel:
         self._staging_bytes = [layout.staging_bytes(n, element, sums=self.accumulates) for n in placements]
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
         # By n_persist: bytes of all states of the persistent chunks.
-        self._persistent = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
+        self._persistent_bytes = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
         whole = [state_bytes(chunk, profile, gradient_bytes=0) if chunk.trainable else 0 for chunk in layout.chunks]
         states = [size // layout.world_size for size in whole]
         weights = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
         # By chunk: bytes of second copies of all chunks before it, with all states, and with only the weight.
-        self._state_copies = list(accumulate(states, initial=0))
-        self._weight_copies = list(accumulate(weights, initial=0))
+        self._state_copy_bytes = list(accumulate(states, initial=0))
+        self._weight_copy_bytes = list(accumulate(weights, initial=0))
         self.partial_bytes = PARTIAL_BYTES * layout.n_tiles
         self._exchange_bytes = layout.exchange_bytes(element)
-        self._swapped = [  # by block: host memory of its saved activations, and of its inputs
+        self._swapped_bytes = [  # by block: host memory of its saved activations, and of its inputs
             (swapped_block_bytes(record, packed=packed), offloaded_input_bytes(record))
             for record, packed in zip(profile.blocks, packs, strict=True)
         ]
@@ -152,7 +152,7 @@ class MemoryModel:
 
     def all_buffers(self, n_persist: int) -> int:
         """The most buffers: one for every chunk that needs one, without large ones."""
-        return self._buffered[n_persist]
+        return self._n_buffered[n_persist]
 
     def most_buffers(self, n_persist: int, margined_bytes: Bytes) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
@@ -167,8 +167,8 @@ class MemoryModel:
 
     def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
-        parts = {"persistent chunks": self._persistent[n_persist]}
-        if self.gradients.on_device(n_persist):
+        parts = {"persistent chunks": self._persistent_bytes[n_persist]}
+        if self.gradients.n_on_device(n_persist):
             parts["persistent chunks"] -= self.gradients.own_bytes(n_persist)[0]
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
@@ -194,7 +194,7 @@ class MemoryModel:
 
     def host_regions(self, n_persist: int, swapped_bytes: int) -> int:
         """The number of regions that gradients in host memory share, as many as fit; 0 if each has its own."""
-        return self.gradients.on_host(
+        return self.gradients.n_on_host(
             n_persist, self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
         )
 
@@ -211,20 +211,20 @@ class MemoryModel:
 
     def host_bytes_beside(self, n_persist: int, swapped_bytes: int) -> int:
         """The least host memory of any plan with ``n_persist``: it has no second copies and the fewest regions."""
-        states = self._persistent[-1] - self._persistent[n_persist]
+        states = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
         if not self.accumulates:
             states -= self.gradients.own_bytes(n_persist)[1]
         chunks = states + self._least_gradient_bytes(n_persist)
         return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
-        return self.gradients.host_bytes(n_persist, self.gradients.on_host(n_persist))
+        return self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
 
     def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
         """Bytes of the second copies that speculative updates write. The first ``n_weight_only`` are weights alone."""
         first, last = n_persist + n_weight_only, n_persist + n_speculate
-        weights = self._weight_copies[first] - self._weight_copies[n_persist]
-        return weights + self._state_copies[last] - self._state_copies[first]
+        weights = self._weight_copy_bytes[first] - self._weight_copy_bytes[n_persist]
+        return weights + self._state_copy_bytes[last] - self._state_copy_bytes[first]
 
     def speculation(
         self, n_persist: int, n_speculate: int, swapped_bytes: int, *, whole: bool = False
@@ -237,7 +237,7 @@ class MemoryModel:
         states. With ``whole`` no update is of the weight alone.
         """
         room_bytes = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
-        copies = self._state_copies if whole else self._weight_copies
+        copies = self._state_copy_bytes if whole else self._weight_copy_bytes
         fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
         n_weight_only = bisect_left(
@@ -248,27 +248,27 @@ class MemoryModel:
     def swapped_bytes(self, modes: Modes) -> int:
         """Host memory of swapped activations and offloaded inputs."""
         offloaded = (BlockMode.SWAP, BlockMode.CKPT_SWAP)
-        sizes = zip(modes, self._swapped, strict=True)
+        sizes = zip(modes, self._swapped_bytes, strict=True)
         return sum(size[mode is BlockMode.CKPT_SWAP] for mode, size in sizes if mode in offloaded)
 
     def _activations_of(self, modes: Modes) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""
-        peak, held, swapped = (int(array[0]) for array in self.all_activations(Choices.of([modes])))
+        peak, held, swapped = (int(array[0]) for array in self.all_activations(ModeChoices.of([modes])))
         return Activations(peak_bytes=peak, held_bytes=held, swapped_bytes=swapped)
 
     def _offloads_of(self, n_swap: int, n_ckpt: int) -> tuple[Bytes, Bytes]:
         """Device bytes with their margin, and host bytes, by the number of input offloads: from 0 to ``n_ckpt``."""
         modes = [block_modes(len(self.profile.blocks), n_swap, n_ckpt, n) for n in range(n_ckpt + 1)]
-        peak_bytes, _, swapped_bytes = self.all_activations(Choices.of(modes))
+        peak_bytes, _, swapped_bytes = self.all_activations(ModeChoices.of(modes))
         return self._with_margin(peak_bytes), swapped_bytes
 
-    def all_activations(self, choices: Choices) -> tuple[Bytes, Bytes, Bytes]:
+    def all_activations(self, choices: ModeChoices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of ``Activations`` in their order, each as an array by choice."""
         firsts = range(0, choices.ckpt.shape[1], _AT_ONCE)
         parts = [
-            self._segments.peaks(Choices(*(of_block[:, first : first + _AT_ONCE] for of_block in choices)))
+            self._segments.peaks(ModeChoices(*(of_block[:, first : first + _AT_ONCE] for of_block in choices)))
             for first in firsts
         ]
         peak, held = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-        saved_bytes, input_bytes = np.array(self._swapped, dtype=np.int64).reshape(-1, 2).T
+        saved_bytes, input_bytes = np.array(self._swapped_bytes, dtype=np.int64).reshape(-1, 2).T
         return peak, np.minimum(held, peak), saved_bytes @ choices.swap + input_bytes @ choices.ckpt_swap

@@ -36,7 +36,7 @@ from protrain.profiler.model_profile import ModelProfile
 Bytes = NDArray[np.int64]
 
 
-class Choices(NamedTuple):
+class ModeChoices(NamedTuple):
     """Some choices of block modes. Arrays are [block, choice], as the memory model reads one block of all choices."""
 
     ckpt: NDArray[np.bool_]  # recomputed, whether its inputs are offloaded or not
@@ -44,7 +44,7 @@ class Choices(NamedTuple):
     ckpt_swap: NDArray[np.bool_]  # recomputed from offloaded inputs
 
     @classmethod
-    def of(cls, choices: Sequence[Sequence[BlockMode]]) -> Choices:
+    def of(cls, choices: Sequence[Sequence[BlockMode]]) -> ModeChoices:
         """From the modes of each choice, by block."""
         modes = np.array([mode for of_choice in choices for mode in of_choice], dtype=np.object_)
         columns = modes.reshape(len(choices), -1).T
@@ -131,7 +131,7 @@ class Segments(NamedTuple):
             held_inputs, block_column, neighbours, is_forward[:, None] > 0, *(column[:, None] for column in columns)
         )
 
-    def peaks(self, choices: Choices) -> tuple[Bytes, Bytes]:
+    def peaks(self, choices: ModeChoices) -> tuple[Bytes, Bytes]:
         """By choice, the peak of activations, and an upper bound of the saved activations held at once."""
         # By block and choice. The last row is for "no block" (index -1), which saves nothing.
         ckpt, swap, offload = (np.pad(of_block, ((0, 1), (0, 0))) for of_block in choices)

@@ -53,18 +53,25 @@ class Durations:
         self._only_adds = only_adds
         self._in_backward = memory.update_in_backward or only_adds
         element = profile.element_bytes
+        # By visit, the chunks that its unit needs, and those that units around it hold.
         held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
         throughout = profile.enclosing if layout.world_size > 1 else ()  # the backward, as several ranks hold them
         held += [layout.held_by((unit, *throughout)) for unit in reversed(profile.calls)]
         self._updated = updated_chunks(profile, layout)
-        updated = [chunk.index in self._updated for chunk in layout.chunks]
-        self._trainable = [layout.shard_elements(chunk) if updated[chunk.index] else 0 for chunk in layout.chunks]
-        self._upload = [bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks]
-        self._gather = [0.0] * len(layout.chunks)
+        # By chunk: the elements that a step updates on this rank, and milliseconds of what is done with the chunk.
+        self._updated_elements = [
+            layout.shard_elements(chunk) if chunk.index in self._updated else 0 for chunk in layout.chunks
+        ]
+        self._upload_ms = [
+            bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks
+        ]
+        self._gather_ms = [0.0] * len(layout.chunks)
         if layout.world_size > 1:
-            self._gather = [_collective_ms(chunk.elements * element, hardware.gather_gbps) for chunk in layout.chunks]
+            self._gather_ms = [
+                _collective_ms(chunk.elements * element, hardware.gather_gbps) for chunk in layout.chunks
+            ]
         device_gparams = device_update_gparams(profile, hardware)
-        self._device_update = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._trainable]
+        self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
         # By unit, for one call: the copies of its saved activations, those of its inputs, and its recomputation.
@@ -82,7 +89,7 @@ class Durations:
                 self._recompute_ms[unit] = times.recompute[block] / n_calls
         n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
         self._fetches = Fetches(self._visits, held, layout, n_large)
-        self._needed = held
+        self._held = held
         self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
         self._reductions = self._reduced() if layout.world_size > 1 else {}
         self._lost_to_collectives = lost_to_collectives(hardware)
@@ -93,17 +100,17 @@ class Durations:
         accumulates, dtype, moment_bytes = memory.accumulates, profile.dtype, profile.moment_bytes
         host_gparams = host_update_gparams(profile, hardware)
         adam_bytes = moved_bytes(dtype, moment_bytes)
-        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in self._trainable]
-        self._host_add = [ms * (element + 2 * _ACCUMULATOR_BYTES) if accumulates else 0.0 for ms in per_byte]
-        self._host_norm = [ms * _ACCUMULATOR_BYTES if accumulates else 0.0 for ms in per_byte]
-        update_ms = [n / host_gparams / 1e6 for n in self._trainable]
+        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in self._updated_elements]
+        self._host_add_ms = [ms * (element + 2 * _ACCUMULATOR_BYTES) if accumulates else 0.0 for ms in per_byte]
+        self._host_norm_ms = [ms * _ACCUMULATOR_BYTES if accumulates else 0.0 for ms in per_byte]
+        update_ms = [n / host_gparams / 1e6 for n in self._updated_elements]
         if accumulates:
             update_ms = [ms * (1 + (_ACCUMULATOR_BYTES - element) / adam_bytes) for ms in update_ms]
             adam_bytes += _ACCUMULATOR_BYTES - element
-        self._host_update = self._host_add if self._only_adds else update_ms
+        self._host_update_ms = self._host_add_ms if self._only_adds else update_ms
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
-        self._states = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._trainable]
+        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
         self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
@@ -159,7 +166,7 @@ class Durations:
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
-                chunks=tuple(chunk for chunk in self._needed[at] if chunk >= first),
+                chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
                 gradients=tuple(
                     (index, *self._gradients[index], staging[index])
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())

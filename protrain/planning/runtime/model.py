@@ -51,10 +51,10 @@ class RuntimeModel(Durations):
         self._n_before = 0 if only_adds else memory.profile.accumulation - 1
         self._before = RuntimeModel(memory, hardware, only_adds=True) if self._n_before else None
         starts = list(accumulate(self._forward_ms, initial=0.0))
-        first_use = {chunk: at for at in range(len(self._needed) - 1, -1, -1) for chunk in self._needed[at]}
+        first_use = {chunk: at for at in range(len(self._held) - 1, -1, -1) for chunk in self._held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
-        used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload))]
-        fetch_ms = [upload + gather for upload, gather in zip(self._upload, self._gather, strict=True)]
+        used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload_ms))]
+        fetch_ms = [upload + gather for upload, gather in zip(self._upload_ms, self._gather_ms, strict=True)]
         # By chunk, when its fetch must begin, from the begin of forward on.
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = lru_cache(_KEPT_WORK)(self._work_of)
@@ -97,16 +97,16 @@ class RuntimeModel(Durations):
         work, swap_in_ms = self._work_for(modes)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         if self._lost_to_collectives:
-            lost_ms = [self._lost_to_collectives * sum(self._gather[chunk] for chunk, _ in each) for each in gathers]
+            lost_ms = [self._lost_to_collectives * sum(self._gather_ms[chunk] for chunk, _ in each) for each in gathers]
             work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
         on_cpu = self._hardware.device_type == "cpu"
-        host = [(c, t) for c, t in enumerate(self._host_update) if t and c >= n_persist]
+        host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
         if self._n_before:
             adds_all = self._in_backward or on_cpu
-            host = [(c, t + self._host_add[c] * (adds_all or c < last)) for c, t in host]
+            host = [(c, t + self._host_add_ms[c] * (adds_all or c < last)) for c, t in host]
             if not self._in_backward:
                 compute_ms, swap_ms, swap_in = work[-1]
-                work = [*work[:-1], (compute_ms + sum(self._host_norm[n_persist:]), swap_ms, swap_in)]
+                work = [*work[:-1], (compute_ms + sum(self._host_norm_ms[n_persist:]), swap_ms, swap_in)]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
             n_regions = self._memory.host_regions(n_persist, self._memory.swapped_bytes(modes))
@@ -123,11 +123,11 @@ class RuntimeModel(Durations):
             work=work,
             fetches=fetches,
             gathers=gathers,
-            upload_ms=self._upload,
-            gather_ms=self._gather,
+            upload_ms=self._upload_ms,
+            gather_ms=self._gather_ms,
             reductions=self._reductions,
             swap_in_ms=swap_in_ms,
-            device_update_ms=[(c, t) for c, t in enumerate(self._device_update[:n_persist]) if t],
+            device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(last),
             device_kept=self._device_kept,
@@ -157,7 +157,7 @@ class RuntimeModel(Durations):
         if not self._memory.stream or self._only_adds:
             return {}
         by_host, by_device = self._update_gparams
-        return {chunk: self._host_update[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
+        return {chunk: self._host_update_ms[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
 
     def _kept_beside(self, lane: int, other: int) -> float:
         """The share of its rate that ``lane`` keeps beside ``other`` alone."""
@@ -165,15 +165,15 @@ class RuntimeModel(Durations):
 
     def _sharing_under(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
-        before_ms = sum(self._device_update[:n_persist])  # forward follows the updates of persistent chunks
+        before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
         staging = staging_bytes(self._layout.usual_shard_elements)
         host_gparams, device_gparams = self._update_gparams
         link_kept = self._kept_beside(UP, HOST)
         return Sharing(
             needed_ms=needed_ms,
-            upload_ms=tuple(ms / link_kept for ms in self._upload),
-            states_ms=tuple(ms / link_kept for ms in self._states),
+            upload_ms=tuple(ms / link_kept for ms in self._upload_ms),
+            states_ms=tuple(ms / link_kept for ms in self._states_ms),
             host_gparams=host_gparams,
             device_gparams=device_gparams * self._device_kept,
             host_kept=self._kept_beside(HOST, STREAM),

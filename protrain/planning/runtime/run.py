@@ -1,5 +1,8 @@
 """A simulated run in order of issue on all lanes: a backward with its updates, and then a step in steady state.
 
+All times are in milliseconds, and moments count from the begin of the run. A lane is a resource that does one operation
+at a time (``protrain.planning.timeline``).
+
 What a step finds is what the backward and the updates before it have left. No forward need come before these.
 
 [Note: waiting for regions] Gradients of chunks in host memory may share regions of it
@@ -59,9 +62,9 @@ class Run:
         self.beyond_ms = 0.0  # how long updates inside the first backward go on after it
         self.reordered = False  # whether an upload went before one that was issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the step
-        self.starts: list[list[float]] = [[] for _ in LANES]
+        self.starts: list[list[float]] = [[] for _ in LANES]  # by lane: when its operations start, and when they end
         self.ends: list[list[float]] = [[] for _ in LANES]
-        self.free = [0.0] * len(LANES)
+        self.free = [0.0] * len(LANES)  # by lane: when it has done all operations so far
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
         self._all_updated = 0.0  # when all weights are, deferred updates of states aside
