@@ -100,7 +100,7 @@ def build_engine(
         free_device_bytes=device_bytes - plan.device_bytes,
         activations=activations,
         host_bytes=host_bytes,
-        gradient_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
+        sum_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
         poison=debugging(),
     )
     ranks.received_bytes = ranks.sent_bytes = 0  # what was timed before is no part of the training

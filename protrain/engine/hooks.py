@@ -160,12 +160,12 @@ class _Root:
         self._model = model = engine.model
         self._original = model.forward
         names = _positional_names(self._original)
-        self._planned = PlannedBatch(engine.profile, engine.plan, model, engine.memory, names)
-        self._extra = batches.training_arguments(model, {})
+        self._planned_batch = PlannedBatch(engine.profile, engine.plan, model, engine.memory, names)
+        self._training_arguments = batches.training_arguments(model, {})  # those that a training adds to the batch's
         self._switches = checkpointing_switches(model)
-        self._autocast = autocast_dtype(engine.memory.device.type)
+        self._known_autocast = autocast_dtype(engine.memory.device.type)  # of the profile, or of the last warning
         self._processes = announced_processes()
-        self._together = engine.memory.ranks.several and any(block.collective for block in engine.profile.blocks)
+        self._recompute_together = engine.memory.ranks.several and any(b.collective for b in engine.profile.blocks)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a forward of the model, and run it."""
@@ -188,31 +188,32 @@ class _Root:
         vars(model)["_call_impl"] = call
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a forward of the model. Returns the arguments with which it runs: on the device, and in its type."""
         _refuse_compiler()
         engine = self._engine
         _refuse_transforms(engine)
         refuse_others(engine.memory.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)
-        recompute = False
-        if torch.is_grad_enabled():
-            switch_off_checkpointing(self._switches, warn=True)
-            self._compare_autocast()
-            kwargs = {**self._extra, **kwargs}
-            recompute = self._planned.must_recompute(args, kwargs)
+        if not torch.is_grad_enabled():
+            engine.begin_forward()
+            return args, kwargs
+        switch_off_checkpointing(self._switches, warn=True)
+        self._compare_autocast()
+        kwargs = {**self._training_arguments, **kwargs}
+        recompute = self._planned_batch.must_recompute(args, kwargs)
         engine.begin_forward()
-        if torch.is_grad_enabled():
-            if self._together:  # a second run of a block begins its collectives again, on all ranks or none
-                recompute = any(engine.memory.ranks.all_values(recompute, "the question whether blocks are recomputed"))
-            engine.frames.recompute_all = recompute
+        if self._recompute_together:  # a second run of a block begins its collectives again, on all ranks or none
+            recompute = any(engine.memory.ranks.all_values(recompute, "the question whether blocks are recomputed"))
+        engine.frames.recompute_all = recompute
         return args, kwargs
 
     def _compare_autocast(self) -> None:
-        """Warn once if the model runs under autocast and was profiled without, as it then needs more memory."""
+        """Warn if the model runs under another autocast than it did for the profile, as it then needs more memory."""
         current = autocast_dtype(self._engine.memory.device.type)
-        if current in (self._autocast, None):
+        if current in (self._known_autocast, None):
             return
-        self._autocast = current
+        self._known_autocast = current
         dtype = self._engine.memory.dtype
         if current == dtype:
             needs = "some operators then save their inputs and results in torch.float32"

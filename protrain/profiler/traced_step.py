@@ -93,12 +93,13 @@ class Step:
         self._device = weights.device
         self._measure = measure
         self._show = show
-        self._outer = {index for unit, indexes in owned.items() if unit not in modules for index in indexes}
-        self._inner = InnerBackwards({path: owned[path] for path in modules}, self._outer, weights)
-        self._constants = weights.storages()
+        self._outside_blocks = {index for unit, indexes in owned.items() if unit not in modules for index in indexes}
+        self._inner = InnerBackwards({path: owned[path] for path in modules}, self._outside_blocks, weights)
+        self._constants = weights.storages()  # they are no outputs, even where the model returns them
         self.output_bytes = 0  # of the tensors that the model returned and was not given
-        self._given = BlockInputs()
-        self._before: list[ModulesBefore] = []  # with copies of buffers, which the meter must not see being freed
+        self._inputs = BlockInputs()
+        # Of every call of a block. The meter must not see being freed what they have copied of buffers.
+        self._modules_before: list[ModulesBefore] = []
         self._open: Segment | None = None
         self._open_call: Call | None = None
         self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
@@ -114,31 +115,32 @@ class Step:
             if self._measure:
                 meter: Meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
                 self._weights.measured_by(meter)
-                stack.callback(self._before.clear)
+                stack.callback(self._modules_before.clear)
                 stack.callback(self._weights.measured_by, None)
                 meter.count(tensors_in((args, kwargs)))
                 stack.enter_context(meter)
-            self._weights.keep(self._outer)
+            self._weights.keep(self._outside_blocks)
             try:
                 self._run(args, kwargs)
             except Exception as error:
-                block = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
-                where = module_in(error, self._model) or block
                 self._weights.refuse_use_of_absent(error, self._phase)
-                error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
-                is_mixed = not isinstance(error, MisuseError) and _MIXED_TYPES.search(str(error))
-                if is_mixed and self._weights.dtype != torch.float32:
-                    is_under = autocast_dtype(self._device.type) is not None
-                    under = "" if is_under else "call the model under torch.autocast of that type, or "
-                    error.add_note(
-                        f"parameters become {str(self._weights.dtype).removeprefix('torch.')}, and buffers and what "
-                        f'the model makes keep their types: {under}pass dtype="float32" to protrain.wrap'
-                    )
-                if self._device.type == "meta":
-                    error.add_note(
-                        "a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU"
-                    )
+                self._add_notes(error)
                 raise
+
+    def _add_notes(self, error: Exception) -> None:
+        """Note in ``error`` of the model where it came from, and what may be its remedy."""
+        block = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
+        where = module_in(error, self._model) or block
+        error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
+        is_mixed = not isinstance(error, MisuseError) and _MIXED_TYPES.search(str(error))
+        if is_mixed and self._weights.dtype != torch.float32:
+            under = "" if autocast_dtype(self._device.type) else "call the model under torch.autocast of that type, or "
+            error.add_note(
+                f"parameters become {str(self._weights.dtype).removeprefix('torch.')}, and buffers and what the model "
+                f'makes keep their types: {under}pass dtype="float32" to protrain.wrap'
+            )
+        if self._device.type == "meta":
+            error.add_note("a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU")
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.enable_grad():
@@ -154,7 +156,7 @@ class Step:
             self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
             self._state = StepState.BACKWARD
             self._switch(None)
-            self.kept_until_backward |= self._given.look(len(self.segments), returned=True)
+            self.kept_until_backward |= self._inputs.look(len(self.segments), returned=True)
             loss.backward()
             self._close()
 
@@ -165,14 +167,14 @@ class Step:
     # -- segments
 
     @property
-    def _forward(self) -> bool:
+    def _in_forward(self) -> bool:
         """Whether the model's forward is running and not the backward of the step."""
         return self._state in (StepState.FORWARD, StepState.MEASURING)
 
     @property
     def _phase(self) -> str:
         """The half of the step that is running, as records of segments name it."""
-        return "forward" if self._forward else "backward"
+        return "forward" if self._in_forward else "backward"
 
     def _switch(self, block: str | None, call: Call | None = None) -> None:
         """End the open segment and start the next."""
@@ -187,8 +189,8 @@ class Step:
         if (meter := self._weights.meter) is not None:
             meter.reset_peak()
             self._open.live_bytes = meter.alive_bytes
-            if self._forward:
-                self._given.look(len(self.segments))
+            if self._in_forward:
+                self._inputs.look(len(self.segments))
         self._open.start = time_stamp(self._device)
 
     def _close(self) -> None:
@@ -201,7 +203,7 @@ class Step:
         self._segment_gradients.clear()
         # On a GPU, autograd's own thread runs the operations of a graph of gradients. They may still come after all
         # operations of this thread, so these weights stay.
-        if self._open.block is not None and (self._forward or self._open.block not in self.differentiating):
+        if self._open.block is not None and (self._in_forward or self._open.block not in self.differentiating):
             self._weights.empty(self._owned[self._open.block])
         self._inner.empty_block()
         self._open = self._open_call = None
@@ -224,13 +226,12 @@ class Step:
 
     def _enter_hook(self, path: str) -> Callable[..., None]:
         def enter(*_: Any) -> None:
-            if self._forward:
+            if self._in_forward:
                 self.within.setdefault(path, set()).update(self._active)
                 self._active.append(path)
                 if self._state is not StepState.MEASURING:
                     self.calls.append(path)
-            # its weights are not on the device
-            elif path in self._modules and (self._open is None or self._open.block != path):
+            elif path in self._modules and (self._open is None or self._open.block != path):  # its weights are absent
                 raise ValueError(
                     f"the model itself computes {path} again inside backward: take out torch.utils.checkpoint, or a "
                     "loss that does so (Cached... of sentence-transformers), as the plan decides what is checkpointed"
@@ -250,7 +251,7 @@ class Step:
                 self._switch(None, call)
 
         def leave(_: nn.Module, __: Any, output: Any) -> None:
-            if not self._forward:
+            if not self._in_forward:
                 return
             popped = self._active.pop()
             assert popped == path, f"{popped} left as {path}"
@@ -304,8 +305,8 @@ class Step:
             with self._weights.unobserved():
                 checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
             if self._measure:
-                self._before.append(checkpointed_call.modules)
-                self._open.held_until = self._given.add(len(self.segments), inputs)
+                self._modules_before.append(checkpointed_call.modules)
+                self._open.held_until = self._inputs.add(len(self.segments), inputs)
             with nullcontext() if traced is eager_of(forward) else without_own_modes():
                 output = checkpointed_call.run(args, kwargs)
             self._watch(call, inputs, tensors_in(output))
@@ -316,7 +317,7 @@ class Step:
 
     def _recomputed(self, call: Call, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._forward:
+            if self._in_forward:
                 filled = (*self._active, self._inner.filled_block)
                 if torch._C._current_graph_task_id() != -1 and call.unit not in filled:
                     self._reached(call.unit, lasting=True)  # its outputs have no hook that could tell

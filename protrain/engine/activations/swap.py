@@ -10,6 +10,7 @@ CKPT_SWAP offloads the inputs, which are all that a recomputed block keeps.
 
 from __future__ import annotations
 
+import enum
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -109,6 +110,14 @@ class SwapEngine(FrameEngine, Protocol):
         """The offloads of the step."""
 
 
+class _Place(enum.Enum):
+    """Where the tensors of an offload are. They go from DEVICE to HOST, and then to FETCHED and back."""
+
+    DEVICE = enum.auto()  # also while they are copied to the host
+    HOST = enum.auto()
+    FETCHED = enum.auto()  # on the host, and some of them on the device
+
+
 class Offload:
     """The tensors that one call of ``unit`` keeps in host memory between forward and backward, by storage.
 
@@ -120,8 +129,7 @@ class Offload:
         self._engine = engine
         self._storages: dict[int, Storage] = {}
         self._watched: list[tuple[OffloadedTensor, Tensor, int]] = []  # until the copies are done: [Note: written over]
-        self._on_host = False
-        self._fetched = False
+        self._place = _Place.DEVICE
         self._offload_done = engine.streams.mark()
         self._fetch_done = engine.streams.mark()
 
@@ -175,11 +183,11 @@ class Offload:
         self._watched.clear()
         for storage in self._storages.values():
             storage.device = None
-        self._on_host = True
+        self._place = _Place.HOST
 
     def fetch(self) -> None:
-        """Start to copy all storages back to the device."""
-        if self._fetched or not self._on_host:
+        """Start to copy back to the device what is on the host alone. Nothing is done if that was done before."""
+        if self._place is not _Place.HOST:
             return
         missing = [storage for storage in self._storages.values() if storage.device is None]
         for storage in self._storages.values():
@@ -192,7 +200,7 @@ class Offload:
             for storage in missing:
                 storage.device = None
             raise
-        self._fetched = True
+        self._place = _Place.FETCHED
 
     def _upload(self, missing: list[Storage]) -> None:
         streams = self._engine.streams
@@ -219,16 +227,17 @@ class Offload:
     def _for_one_user(self, storage: Storage) -> Tensor:
         """The device memory of ``storage``, for one of its users. The frame drops it with the last user."""
         if storage.device is None:
-            self._fetched = False  # other storages may still be on the device, as the last backward did not need them
+            self._place = _Place.HOST  # others may still be on the device, as the last backward did not need them
             self.fetch()
-        if self._on_host:
+        if self._place is not _Place.DEVICE:
             self._engine.streams.compute.wait_for(self._fetch_done)
         memory = storage.device
         assert memory is not None
         storage.waiting -= 1
-        if storage.waiting == 0 and self._on_host:
+        if storage.waiting == 0 and self._place is not _Place.DEVICE:
             storage.device = None  # as autograd frees saved tensors node by node
-            self._fetched = any(other.device is not None for other in self._storages.values())
+            if all(other.device is None for other in self._storages.values()):
+                self._place = _Place.HOST
         return memory
 
 

@@ -62,7 +62,7 @@ class Reduction:
         self._streams = streams = memory.streams
         self._poison = memory.poison
         self._squares = squares
-        self._factor = memory.gradient_factor
+        self._factor = memory.sum_factor
         self._ranges = self._plan(managed.units, managed.profile.calls)
         last = {part.chunk: visit for visit, parts in self._ranges.items() for part in parts}
         self._complete: dict[int, list[Chunk]] = {}  # by the last visit after which something of them is reduced

@@ -100,7 +100,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             trainable=record.trainable,
             persistent=persistent,
             large=layout.is_large(record),
-            sum_factor=memory.gradient_factor,
+            sum_factor=memory.sum_factor,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
             updated=memory.streams.mark(),

@@ -103,7 +103,7 @@ class EngineMemory:
     free_device_bytes: int  # what the plan leaves of the limit of device memory
     activations: ActivationBytes
     host_bytes: int  # the limit of host memory
-    gradient_factor: float = 1.0  # on the sum of gradients: 1 / ranks for a mean over several
+    sum_factor: float = 1.0  # on the sum of the gradients of all ranks: 1 / ranks for their mean
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows
     zeros_bytes: int = field(default=0, init=False)  # of all that ``zeros`` has made
 

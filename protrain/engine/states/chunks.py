@@ -124,7 +124,7 @@ class Chunk:
     exp_avg_sq: Tensor | None = None
     grad: Tensor | None = None
     accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards, which its readers round
-    sum_factor: float = 1.0  # that finishes a sum in ``accumulator``
+    sum_factor: float = 1.0  # by which an update multiplies the sum in ``accumulator``: that of EngineMemory
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
     version: int = field(default=0, init=False)  # counts changes of the weight
