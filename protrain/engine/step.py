@@ -85,7 +85,7 @@ class Step:
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
         if self._gradients.forgotten:
-            self.need_gradients("backward()")
+            self.refuse_missing_gradients("backward()")
         if self.loss_scale is not None and not self.loss_scale.is_used:
             raise MisuseError(
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
@@ -96,7 +96,7 @@ class Step:
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
-        self._gradients.check_backward()
+        self._gradients.refuse_backward()
         if self._inside:
             self._groups.check()
             self._bindings.refuse_lent("backward() with step_during_backward=True")
@@ -166,7 +166,7 @@ class Step:
 
     # -- between backward and step() -----------------------------------------------------------------------------------
 
-    def need_gradients(self, what: str, index: int | None = None) -> None:
+    def refuse_missing_gradients(self, what: str, index: int | None = None) -> None:
         """Raise a MisuseError if the gradients that ``what`` needs are missing.
 
         With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
@@ -213,7 +213,7 @@ class Step:
                 f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
                 "step_during_backward=False, which overlaps updates too"
             )
-        self.need_gradients(what, index)
+        self.refuse_missing_gradients(what, index)
 
     # -- the end of a step ---------------------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Step:
         if self._inside:
             self._end_updated_inside()
             return True
-        self.need_gradients("step()")
+        self.refuse_missing_gradients("step()")
         self._refuse_zeros()
         self._groups.check()
         factor, unscaling = self.clipping.coefficient(), self._unscaling()
@@ -244,7 +244,7 @@ class Step:
     def _end_updated_inside(self) -> None:
         """End a step whose updates backward has made. MisuseError if it has made none."""
         if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
-            self.need_gradients("step()")
+            self.refuse_missing_gradients("step()")
             raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
         self._ranks.note("step()")
         self.updated_inside.clear()

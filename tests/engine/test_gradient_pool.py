@@ -170,7 +170,7 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
 ) -> None:
     """Copies and updates come as late as the engine's own ordering allows."""
     expected = expected_of_residual()
-    monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)
+    monkeypatch.setattr("protrain.engine.states.chunks._SLICE_ELEMENTS", 128)
     with kind.applied(monkeypatch):
         model = make_residual()
         options: dict[str, Any] = {"step_during_backward": True, "tight_host": True, "dtype": torch.bfloat16}

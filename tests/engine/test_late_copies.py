@@ -60,7 +60,7 @@ def batches(count: int = 4) -> list[Batch]:
 def lateness(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lateness]:
     """Engines of this test meet one kind of lateness."""
     kind = Lateness(request.param.schedule, request.param.seed)
-    monkeypatch.setattr("protrain.engine.states.chunks._SLICE", 128)  # looks at the link between
+    monkeypatch.setattr("protrain.engine.states.chunks._SLICE_ELEMENTS", 128)  # looks at the link between
     with kind.applied(monkeypatch):
         yield kind
 

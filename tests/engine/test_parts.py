@@ -87,7 +87,7 @@ def test_jobs_run_in_order_on_one_thread() -> None:
 
 
 def test_an_update_is_sliced_until_no_commit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_SLICE", 256)
+    monkeypatch.setattr(chunks, "_SLICE_ELEMENTS", 256)
     first, second = (
         adam_scalars(lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True) for lr in (1, 2)
     )
@@ -114,7 +114,7 @@ def _commits(count: int, link: list[bool]) -> tuple[HostUpdates, list[Job], list
 
 def test_between_slices_as_many_commits_run_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """When no commit is left the rest of the update is one slice."""
-    monkeypatch.setattr(chunks, "_SLICE", 256)
+    monkeypatch.setattr(chunks, "_SLICE_ELEMENTS", 256)
     host, _, taken = _commits(3, [False, True, False, True, True])
     whole = (
         slice(0, 2048),

@@ -111,7 +111,7 @@ class Frame:
 
     def hooks(self) -> saved_tensors_hooks:
         """A context in which what autograd saves goes through this frame."""
-        return saved_tensors_hooks(self.keep, self.unpack)
+        return saved_tensors_hooks(self.keep, self.restore)
 
     def keep(self, tensor: Tensor) -> Any:
         """What keeps ``tensor`` until backward needs it.
@@ -139,11 +139,11 @@ class Frame:
         """Whether some of the tensors that ``tensor`` consists of are views of weights."""
         return any(storage_address(part) in self._buffers for part in made_of(tensor).values())
 
-    def unpack(self, packed: Any) -> Tensor:
-        """The tensor on the device that ``packed`` stands for. MisuseError if its values have changed."""
+    def restore(self, kept: Any) -> Tensor:
+        """Autograd needs the tensor that ``kept`` keeps. MisuseError if its values have changed."""
         if not self.engine.in_backward_of(self):
             self.enter_backward()
-        return self.tensor_of(packed)
+        return self.tensor_of(kept)
 
     def enter_backward(self) -> None:
         """Tell the engine that backward has reached this unit."""
@@ -214,7 +214,7 @@ class CheckpointFrame(Frame, Recomputation):
 
     @override
     def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self.note if self.attention is None else self._note_with_attention, self.unpack)
+        return saved_tensors_hooks(self.note if self.attention is None else self._note_with_attention, self.restore)
 
     def _note_with_attention(self, tensor: Tensor) -> int:
         assert self.attention is not None
@@ -222,10 +222,10 @@ class CheckpointFrame(Frame, Recomputation):
         return self.note(tensor)
 
     @override
-    def unpack(self, packed: int) -> Tensor:
+    def restore(self, kept: int) -> Tensor:
         if not self.engine.in_backward_of(self):
             self.enter_backward()
-        return self.tensor_of(self.again(packed))
+        return self.tensor_of(self.again(kept))
 
     @override
     def around_second_run(self) -> AbstractContextManager[Any]:

@@ -99,7 +99,7 @@ class Gradients:
                 self.delivered.add(member.index)
         return touched
 
-    def check_backward(self) -> None:
+    def refuse_backward(self) -> None:
         """MisuseError if no other backward may come."""
 
     def has_gradients(self, chunk: Chunk) -> bool:

@@ -1,5 +1,8 @@
 """Memory that the gradients of several chunks share while updates run inside backward.
 
+A buffer here is what the planner calls a region (``protrain.planning.memory.gradient_regions``), and a plan has
+``n_device_gradient`` and ``n_host_gradient`` of them.
+
 A chunk needs its gradient from when that arrives until the chunk is updated. Inside backward this is a short time, so
 in place of two bytes for every parameter a few buffers of one chunk each suffice. A chunk acquires a buffer for its
 first gradient and releases it when its update is queued. On the device the stream keeps the order of uses. In host

@@ -62,7 +62,7 @@ class ShardedGradients(Gradients):
             self._ranks.note("a backward without gradients of parameters")
 
     @override
-    def check_backward(self) -> None:
+    def refuse_backward(self) -> None:
         if not self._plans_sums and (self._is_sum or self.no_sync):
             raise MisuseError(
                 "several ranks add up the gradients of several backward() calls in fp32, for which this plan has no "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -61,41 +61,29 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     ``plan.n_weight_only`` of these a second copy of the weight only. All states in host memory are pinned if the device
     may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.
     """
-    dtype, arena = memory.dtype, memory.arena
-    offloaded = layout.chunks[plan.n_persist :]
-    shards = [layout.shard_elements(record) for record in layout.chunks]
-    planned = [planned_states(record, layout, plan, dtype) for record in layout.chunks]
-    sizes = [size for record in offloaded for size in state_sizes_bytes(shards[record.index], planned[record.index])]
-    weight_only = {record.index for record in offloaded[: plan.n_weight_only] if record.trainable}
-    copied = {
-        record.index: {"weight": dtype} if record.index in weight_only else _weight_states(record, plan, dtype)
-        for record in offloaded[: plan.n_speculate]
-        if record.trainable
-    }
-    sizes += [size for index, kinds in copied.items() for size in state_sizes_bytes(shards[index], kinds)]
-    sizes += [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
-    arena.reserve(sum(map(whole_pages, sizes)))
+    planned = [planned_states(record, layout, plan, memory.dtype) for record in layout.chunks]
+    copied = [_copied_states(record, plan, memory.dtype) for record in layout.chunks]
+    memory.arena.reserve(_host_bytes(layout, plan, memory.dtype, planned, copied))
 
-    def in_host_memory(record: ChunkRecord, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    def in_host_memory(elements: int, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
         return {
-            name: arena.take(shards[record.index], kind, transferred=plan.stream or name in _TRANSFERRED)
+            name: memory.arena.take(elements, kind, transferred=plan.stream or name in _TRANSFERRED)
             for name, kind in kinds.items()
         }
 
     chunks = []
-    for record in layout.chunks:
-        persistent = record.index < plan.n_persist
-        kinds = planned[record.index]
+    for record, kinds, copied_kinds in zip(layout.chunks, planned, copied, strict=True):
+        persistent, elements = record.index < plan.n_persist, layout.shard_elements(record)
         if persistent:
             values = {name: kinds[name] for name in _VALUES if name in kinds}
-            states = _on_device(shards[record.index], values, memory.device)
+            states = _on_device(elements, values, memory.device)
         else:
-            states = in_host_memory(record, kinds)
-        copies = in_host_memory(record, copied.get(record.index, {}))
+            states = in_host_memory(elements, kinds)
+        copies = in_host_memory(elements, copied_kinds)
         chunk = Chunk(
             index=record.index,
             elements=record.elements,
-            shard=slice(memory.ranks.rank * shards[record.index], (memory.ranks.rank + 1) * shards[record.index]),
+            shard=slice(memory.ranks.rank * elements, (memory.ranks.rank + 1) * elements),
             ranks=memory.ranks,
             trainable=record.trainable,
             persistent=persistent,
@@ -106,14 +94,37 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             updated=memory.streams.mark(),
             **states,
         )
-        if record.index in weight_only:
-            chunk.speculative = copies["weight"]
-        elif copies:
+        if "exp_avg" in copies:
             chunk.speculative = AdamStates(
                 copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"]
             )
+        else:
+            chunk.speculative = copies.get("weight")
         chunks.append(chunk)
     return chunks
+
+
+def _copied_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states of which the chunk of ``record`` has a second copy for speculative updates, with their dtypes."""
+    place = record.index - plan.n_persist  # among the chunks in host memory
+    if not record.trainable or not 0 <= place < plan.n_speculate:
+        return {}
+    return {"weight": dtype} if place < plan.n_weight_only else _weight_states(record, plan, dtype)
+
+
+def _host_bytes(
+    layout: Layout,
+    plan: Plan,
+    dtype: torch.dtype,
+    planned: Sequence[Mapping[str, torch.dtype]],
+    copied: Sequence[Mapping[str, torch.dtype]],
+) -> int:
+    """Host memory of all states, their second copies, and the gradients that share memory."""
+    sizes = [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
+    for record in layout.chunks[plan.n_persist :]:
+        for kinds in (planned[record.index], copied[record.index]):
+            sizes += state_sizes_bytes(layout.shard_elements(record), kinds)
+    return sum(map(whole_pages, sizes))
 
 
 def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: EngineMemory) -> None:

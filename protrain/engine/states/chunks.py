@@ -69,7 +69,7 @@ class _Queued(NamedTuple):
 
 
 _CURRENT = _Queued(ChunkState.CURRENT)
-_SLICE = 1 << 25  # elements that the host updates in about 7 ms
+_SLICE_ELEMENTS = 1 << 25  # the host updates so many in about 7 ms
 Piece = tuple[slice, AdamScalars]  # a run of elements of a chunk, and the hyperparameters that it has in a step
 
 
@@ -319,7 +319,7 @@ def _sliced(pieces: list[Piece], between: Callable[[], bool]) -> Iterator[Piece]
         start = part.start
         while start < part.stop:
             more = more and between()
-            stop = min(part.stop, start + _SLICE) if more else part.stop
+            stop = min(part.stop, start + _SLICE_ELEMENTS) if more else part.stop
             yield slice(start, stop), scalars
             start = stop
 

@@ -27,7 +27,7 @@ from protrain_kernels import join, split, unflatten
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _EXPORTED_BYTES = 12  # of one element: master and two moments in fp32
-_PIECE = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
+_PIECE_ELEMENTS = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
 
 
 def own_elements(member: Member) -> slice:
@@ -85,7 +85,12 @@ def _write_own_master(chunk: Chunk, target: slice, value: Tensor) -> None:
     elif weight.dtype is torch.bfloat16 and device == weight.device:
         split(flat, weight, master[target])
     elif weight.dtype is torch.bfloat16:
-        parts = zip(flat.split(_PIECE), weight.split(_PIECE), master[target].split(_PIECE), strict=True)
+        parts = zip(
+            flat.split(_PIECE_ELEMENTS),
+            weight.split(_PIECE_ELEMENTS),
+            master[target].split(_PIECE_ELEMENTS),
+            strict=True,
+        )
         for piece, upper, remainder in parts:
             for place, part in zip((upper, remainder), split(piece), strict=True):
                 place.copy_(part)

@@ -150,7 +150,7 @@ def test_a_chunk_updated_in_stretches_has_the_same_bits(
         adam(weight, *args, **options)
 
     monkeypatch.setattr(chunks, "adam", noted)
-    monkeypatch.setattr(chunks, "_SLICE", 256)
+    monkeypatch.setattr(chunks, "_SLICE_ELEMENTS", 256)
     monkeypatch.setattr(HostUpdates, "run_commits", lambda _: True)
     trained(clipping(1e-3), device, spec)
     assert max(sizes) == 256
