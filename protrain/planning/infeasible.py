@@ -64,12 +64,12 @@ def host_error(
     *,
     given: bool = False,
     narrow_moments: bool = False,
-    on_device: int = 0,
+    fitting_device_bytes: int = 0,
 ) -> PlanError:
     """The PlanError of a plan of ``counts`` that needs more host memory than there is.
 
-    ``on_device`` is the device memory with which a plan fits, 0 if it is not known or none does. The other arguments
-    are those of ``device_error``.
+    ``fitting_device_bytes`` is the device memory with which a plan fits, 0 if it is not known or none does. The other
+    arguments are those of ``device_error``.
     """
     hardware, n_persist = memory.hardware, counts.n_persist
     needed = memory.host_bytes(counts, activations)
@@ -88,8 +88,10 @@ def host_error(
     remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
     device = memory.device_bytes(n_persist, counts.n_buffer, activations)
     shared = "" if hardware.world_size == 1 else f"This is for one of {hardware.world_size} ranks, with its share. "
-    if on_device:
-        remedies.append(f"so does about {_at_least(on_device)} of device_memory, with more of the model states there")
+    if fitting_device_bytes:
+        remedies.append(
+            f"so does about {_at_least(fitting_device_bytes)} of device_memory, with more of the model states there"
+        )
     remedies += [_NARROW] if narrow_moments else []
     return PlanError(
         where="host",
@@ -110,7 +112,7 @@ def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
     """
     placements = range(len(memory.layout.chunks) + 1)
     static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
-    host = np.array([memory.host_bytes_beside(n, 0) for n in placements])
+    host = np.array([memory.least_host_bytes(n, 0) for n in placements])
     margined_bytes, swapped_bytes = memory.offloads(0, len(memory.profile.blocks))
     return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
 
@@ -134,8 +136,10 @@ def nothing_fits(memory: MemoryModel) -> PlanError:
     narrow_moments = _fits_with_narrow_moments(memory)
     if fits.any():
         enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
-        on_device = int(enough.min()) if enough.size else 0
-        return host_error(memory, counts, activations, narrow_moments=narrow_moments, on_device=on_device)
+        fitting_device_bytes = int(enough.min()) if enough.size else 0
+        return host_error(
+            memory, counts, activations, narrow_moments=narrow_moments, fitting_device_bytes=fitting_device_bytes
+        )
     return device_error(memory, counts, activations, narrow_moments=narrow_moments)
 
 
@@ -165,9 +169,9 @@ def _largest(parts: dict[str, int]) -> str:
     return f"{name} ({format_bytes(size)})"
 
 
-def _at_least(count: int) -> str:
-    """``count`` bytes as text that parses to no less."""
+def _at_least(size_bytes: int) -> str:
+    """``size_bytes`` as text that parses to no less."""
     for unit, size in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
-        if count >= size:
-            return f"{-(-count * 100 // size) / 100:.2f}{unit}"
-    return f"{count}"
+        if size_bytes >= size:
+            return f"{-(-size_bytes * 100 // size) / 100:.2f}{unit}"
+    return f"{size_bytes}"

@@ -47,9 +47,9 @@ ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every 
 STAGING_BUFFERS = 2
 TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements of a parameter
 PARTIAL_BYTES = 4  # a partial sum in fp32
-LARGE_CHUNK = 8 * 1024**2  # elements: 16 MiB of 16-bit weights, large enough for the link's full rate
+FULL_RATE_ELEMENTS = 8 * 1024**2  # 16 MiB of 16-bit weights, whose transfer reaches the link's full rate
 _GRID_STEPS = 32
-_LARGE = 1.5  # parameters have chunks of their own only if that makes usual chunks smaller by at least this factor
+_LEAST_SHRINKAGE = 1.5  # parameters have chunks of their own only if usual chunks are this many times smaller then
 _MOST_CHUNKS = 256  # and only if there are no more chunks than this, as there would be if blocks were tiny
 _WANTED_CHUNKS = 8  # a small model still gets about this many, so that placement has something to choose from
 
@@ -239,7 +239,7 @@ def choose_chunk_elements(profile: ModelProfile) -> int:
     in_blocks = [unit for unit in profile.units if unit.block is not None] or profile.units
     sizes = (align(profile.parameters[index].numel) for unit in in_blocks for index in unit.parameters)
     small = _choose(profile, large=max(sizes, default=0))
-    is_better = small * _LARGE <= usual and small * _MOST_CHUNKS >= profile.n_parameters
+    is_better = small * _LEAST_SHRINKAGE <= usual and small * _MOST_CHUNKS >= profile.n_parameters
     return small if is_better else usual
 
 
@@ -255,8 +255,8 @@ def _choose(profile: ModelProfile, *, large: int) -> int:
     wanted = align(-(-total // _WANTED_CHUNKS))
     blocks = [size for size, unit in zip(sizes, profile.units, strict=True) if unit.block is not None]
     block = max(blocks, default=wanted)
-    lower = max(largest, min(block, max(wanted, LARGE_CHUNK)))
-    upper = max(lower + lower // 4, block, min(wanted, LARGE_CHUNK))
+    lower = max(largest, min(block, max(wanted, FULL_RATE_ELEMENTS)))
+    upper = max(lower + lower // 4, block, min(wanted, FULL_RATE_ELEMENTS))
     candidates = {lower}
     for size in {size for size in sizes if size}:
         small = sum(other for other in sizes if other * 16 <= size)

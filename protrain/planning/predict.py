@@ -136,7 +136,7 @@ class Models:
             host_bytes=self.host_bytes(modes, counts),
             keep_attention=self.keep_attention,
             n_device_gradient=memory.gradients.n_on_device(counts.n_persist),
-            n_host_gradient=memory.host_regions(counts.n_persist, activations.swapped_bytes),
+            n_host_gradient=memory.n_host_regions(counts.n_persist, activations.swapped_bytes),
             pack_swaps=memory.pack_swaps,
             stream=memory.stream,
             step_ms=self.runtime.step_ms(modes, counts),

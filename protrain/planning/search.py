@@ -215,7 +215,7 @@ class _Search:
             does not fit), and the host memory of offloaded inputs and swapped activations.
         """
         memory, found = self._models[keeps].memory, []
-        host_bytes = memory.host_bytes_beside(n_persist, 0)
+        host_bytes = memory.least_host_bytes(n_persist, 0)
         for n_ckpt in range(least_ckpt, most_ckpt + 1):
             margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
             fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
@@ -266,13 +266,13 @@ class _Search:
             best = nearest
 
     def _allowed(self, keeps: bool, counts: Counts) -> bool:
-        """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off or not calibrated."""
+        """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off."""
         models, hardware = self._models[keeps], self._hardware
         if any(getattr(counts, name) for name in self._unused):
             return False
         modes = models.modes(counts)
-        on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
-        return on_device and models.host_bytes(modes, counts) <= hardware.host_bytes
+        fits_device = models.device_bytes(modes, counts) <= hardware.device_bytes
+        return fits_device and models.host_bytes(modes, counts) <= hardware.host_bytes
 
 
 def _spread(most: int, n_values: int) -> list[int]:

@@ -4,8 +4,8 @@ Updates wait in one queue, in the order in which the next forward needs their ch
 takes the first one that the host would not finish in time and that the GPU would finish sooner, if forward then waits
 for less. It may wait for more, as the host is slower while the GPU streams states from the same memory, and as these
 states take the link from uploads of weights. So a slow host gets help, but not one that is almost as fast as forward
-needs it to be, and not where the link is what forward waits for. The engine asks ``first_late`` with the rates that it
-has measured in this run, and the runtime model with those of calibration. Who updates a chunk changes no bit of it.
+needs it to be, and not where the link is what forward waits for. The engine asks ``next_for_gpu`` with the rates that
+it has measured in this run, and the runtime model with those of calibration. Who updates a chunk changes no bit of it.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Waiting(NamedTuple):
     states_ms: float  # what all that goes to the GPU takes the link if the GPU does it
 
 
-def first_late(waiting: Sequence[Waiting], now_ms: float, host_free_ms: float, host_kept: float) -> int | None:
-    """The index of the update that the GPU takes now, None if it takes none.
+def next_for_gpu(waiting: Sequence[Waiting], now_ms: float, host_free_ms: float, host_kept: float) -> int | None:
+    """The index of the update that the GPU takes now, None if it takes none: see the rule at the top of this file.
 
     Args:
         waiting: updates in the order in which the host takes them. Their times have the same zero as these:

@@ -38,7 +38,7 @@ from protrain.profiler.restored_model import restored, snapshot
 from protrain.profiler.segments import Segment, finish
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.step_times import ALONE, SUSTAINED_MS, Together, expected_ms, median_durations, time_steps
-from protrain.profiler.traced_step import Step
+from protrain.profiler.traced_step import TracedStep
 
 _SPARE = 0.5  # the share of free device memory in which weights may stay for their next use
 _OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED")
@@ -163,7 +163,7 @@ def _traced(
             if show is not None:
                 show(f"measuring {what}, {part}")
 
-        step = Step(*parts, measure=True, show=partial(tell, "memory"), known=known)
+        step = TracedStep(*parts, measure=True, show=partial(tell, "memory"), known=known)
         step.run(*inputs())
         weights.refuse_writes()
         timed = [[(0.0, 0.0)] * len(step.segments)]
@@ -176,7 +176,7 @@ def _traced(
                 rewind()
                 weights.put_back_buffers()
                 show = partial(tell, "times")
-                once = Step(*parts, measure=False, show=show, differentiating=step.differentiating)
+                once = TracedStep(*parts, measure=False, show=show, differentiating=step.differentiating)
                 once.run(*inputs())
                 return once.segments
 
@@ -213,7 +213,7 @@ def _traced(
 
 
 def _records(
-    step: Step,
+    step: TracedStep,
     owned: dict[str, tuple[int, ...]],
     durations: list[tuple[float, float]],
     attention_ms: dict[AttentionCall, float],
@@ -277,14 +277,14 @@ def parameter_records(model: nn.Module, optimizer: torch.optim.Optimizer | None)
     )
 
 
-def _units(step: Step, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _units(step: TracedStep, owned: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The parameters that each unit uses. Units come in the order of their first calls, uncalled ones last."""
     known = dict.fromkeys((*step.calls, *owned))
     used = {unit: (*owned.get(unit, ()), *sorted(step.uses.get(unit, ()))) for unit in known}
     return {unit: indexes for unit, indexes in used.items() if indexes}
 
 
-def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
+def _held_inputs(step: TracedStep, segment: Segment, own: dict[str, dict[StorageWeakRef, int]]) -> dict[str, int]:
     """The fields of a segment's record on inputs that code outside the checkpoint holds for a while."""
     sizes = own.get(segment.block or "", {})
     held = {key: end for key, end in segment.held_until.items() if key in sizes and key not in step.kept_until_backward}
@@ -292,7 +292,7 @@ def _held_inputs(step: Step, segment: Segment, own: dict[str, dict[StorageWeakRe
 
 
 def _blocks(
-    step: Step,
+    step: TracedStep,
     own: dict[str, dict[StorageWeakRef, int]],
     durations: list[tuple[float, float]],
     attention_ms: dict[AttentionCall, float],

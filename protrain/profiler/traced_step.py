@@ -10,7 +10,7 @@ one in backward. At these points the engine has finished, or begins, moving the 
 gone when the forward of the next unit is done, and is back when the backward of that unit begins.
 
 What the model returns stays alive until backward is over, as in a training loop that has ``output = model(**batch)``.
-In such a loop it stays until the next forward is over (``Step.output_bytes``).
+In such a loop it stays until the next forward is over (``TracedStep.output_bytes``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from protrain.profiler.weight_uses import InnerBackwards, Uses
 _MIXED_TYPES = re.compile("bfloat16|float16|half|dtype|scalar type", re.IGNORECASE)
 
 
-class Step:
+class TracedStep:
     """Runs a step of ``model`` with stand-in weights and records what it saw.
 
     Args:

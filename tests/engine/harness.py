@@ -124,7 +124,7 @@ def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) ->
     """Host memory with which ``plan``, with updates inside backward, has the fewest shared gradient buffers."""
     layout = layout_of(profile, plan)
     memory = MemoryModel(profile, detect(device), layout, update_in_backward=True)
-    return memory.host_bytes_beside(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
+    return memory.least_host_bytes(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 
 def wrap_under(

@@ -91,7 +91,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
         if updates.streamer is not None:
             updates.streamer.worker.submit(done.set)
 
-    monkeypatch.setattr("protrain.engine.updates.streamer.first_late", first_possible)
+    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", first_possible)
     monkeypatch.setattr(Updates, "_queue", device_first)
 
 

@@ -84,7 +84,7 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     hardware = replace(random_machine(draw), device_bytes=int(draw.uniform(450, 1100)) * MIB, host_bytes=0)
     memory = MemoryModel(profile, hardware, pack(profile, N), update_in_backward=True)
     # Room for the states of all chunks or all but one, and hardly for their gradients or what is offloaded.
-    least_bytes = memory.host_bytes_beside(draw.randint(0, 1), 0)
+    least_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
     offloaded_bytes = draw.choice([0, 0, memory.swapped_bytes((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))])
     hardware = replace(
         hardware,

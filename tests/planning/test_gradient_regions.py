@@ -62,10 +62,10 @@ def memory_of(profile: ModelProfile, hardware: HardwareProfile = MACHINE, *, ins
 def with_regions(profile: ModelProfile, n_persist: int, n_regions: int, **changes: Any) -> MemoryModel:
     """On a machine whose host memory has room for so many regions (0: for all gradients) and no byte more."""
     roomy = memory_of(profile, replace(MACHINE, host_bytes=10**12, **changes))
-    most = roomy.host_bytes_beside(n_persist, 0) - roomy.gradients.host_bytes(n_persist, 2)
+    most = roomy.least_host_bytes(n_persist, 0) - roomy.gradients.host_bytes(n_persist, 2)
     host_bytes = most + roomy.gradients.host_bytes(n_persist, n_regions)
     memory = memory_of(profile, replace(roomy.hardware, host_bytes=host_bytes))
-    assert memory.host_regions(n_persist, 0) == n_regions
+    assert memory.n_host_regions(n_persist, 0) == n_regions
     return memory
 
 
@@ -136,8 +136,8 @@ def test_gradients_take_two_bytes_a_parameter_only_while_there_is_room() -> None
     ):
         memory = memory_of(profile, hardware, inside=inside)
         activations = memory.activations(block_modes(50, 0, 50))
-        beside = memory.host_bytes_beside(50, 0)
-        assert (memory.host_bytes_beside(0, 0) - beside) / 50 / N == pytest.approx(least)
+        beside = memory.least_host_bytes(50, 0)
+        assert (memory.least_host_bytes(0, 0) - beside) / 50 / N == pytest.approx(least)
         assert (memory.host_bytes(placed(0, 1), activations) - beside) / 50 / N == pytest.approx(taken)
         # On the device they share one, wherever there are more.
         device = memory.static_bytes(50, 0) - memory.static_bytes(0, 0) + memory.static_parts(0, 0)["gradient staging"]
@@ -152,11 +152,11 @@ def test_as_many_regions_as_host_memory_has_room_for() -> None:
     roomy = memory_of(profile, replace(MACHINE, host_bytes=10**12))
     for n_persist, swapped_bytes in ((0, 0), (2, 5_000_000), (5, 0), (6, 0), (7, 0), (8, 0)):
         own = roomy.gradients.own_bytes(n_persist)[1]
-        least_bytes, counts = roomy.host_bytes_beside(n_persist, swapped_bytes), []
+        least_bytes, counts = roomy.least_host_bytes(n_persist, swapped_bytes), []
         states = least_bytes - min(own, 2 * 2 * N)
         for more in range(0, 9 * 2 * N, N // 2):
             memory = memory_of(profile, replace(MACHINE, host_bytes=least_bytes + more))
-            n_regions = memory.host_regions(n_persist, swapped_bytes)
+            n_regions = memory.n_host_regions(n_persist, swapped_bytes)
             taken = memory.host_gradient_bytes(n_persist, swapped_bytes)
             assert taken == (n_regions * 2 * N or own)
             assert states + taken <= memory.hardware.host_bytes
@@ -315,10 +315,10 @@ def with_more_and_more(
 ) -> list[tuple[int, MemoryModel]]:
     """From the least regions to none, for all have their own."""
     found: list[tuple[int, MemoryModel]] = []
-    host_bytes = roomy.host_bytes_beside(n_persist, roomy.swapped_bytes(modes))
+    host_bytes = roomy.least_host_bytes(n_persist, roomy.swapped_bytes(modes))
     while not found or found[-1][0]:
         memory = memory_of(roomy.profile, replace(roomy.hardware, host_bytes=host_bytes))
-        found.append((memory.host_regions(n_persist, memory.swapped_bytes(modes)), memory))
+        found.append((memory.n_host_regions(n_persist, memory.swapped_bytes(modes)), memory))
         host_bytes += roomy.layout.gradient_elements(0)[0] * roomy.profile.element_bytes
     return found
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
-from protrain.planning.layout import LARGE_CHUNK, align, most_held
+from protrain.planning.layout import FULL_RATE_ELEMENTS, align, most_held
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 from tests.planning.counts import wasted_elements
 
@@ -202,7 +202,7 @@ def test_no_even_step_wastes_less_than_the_chosen_size(seed: int) -> None:
 @pytest.mark.parametrize("n_blocks", range(9, 60))
 def test_a_chunk_is_about_a_block_whatever_the_depth(n_blocks: int) -> None:
     """Of several blocks a chunk would waste less where embedding and blocks happen to add up, and buffers take more."""
-    large = 3 * LARGE_CHUNK
+    large = 3 * FULL_RATE_ELEMENTS
     blocks = [(n, [(large // 3, 0)] * 3) for n in range(n_blocks)]
     profile = make_profile([(None, [(large // 2, 0)]), *blocks, (None, [(7168, 0), (7168, 0)]), (None, [0])])
     layout = pack(profile)
@@ -211,12 +211,14 @@ def test_a_chunk_is_about_a_block_whatever_the_depth(n_blocks: int) -> None:
 
 
 def test_small_blocks_share_chunks_of_the_size_from_where_transfers_are_fast() -> None:
-    profile = make_profile([(n, [(LARGE_CHUNK // 16, 0)]) for n in range(400)])
+    profile = make_profile([(n, [(FULL_RATE_ELEMENTS // 16, 0)]) for n in range(400)])
     layout = pack(profile)
-    assert layout.chunk_elements == LARGE_CHUNK // 16, "none wastes less"
+    assert layout.chunk_elements == FULL_RATE_ELEMENTS // 16, "none wastes less"
     draw = random.Random(0)
-    uneven = make_profile([(n, [(draw.randrange(LARGE_CHUNK // 32, LARGE_CHUNK // 16), 0)]) for n in range(200)])
-    assert LARGE_CHUNK / 2 < choose_chunk_elements(uneven) <= LARGE_CHUNK
+    uneven = make_profile(
+        [(n, [(draw.randrange(FULL_RATE_ELEMENTS // 32, FULL_RATE_ELEMENTS // 16), 0)]) for n in range(200)]
+    )
+    assert FULL_RATE_ELEMENTS / 2 < choose_chunk_elements(uneven) <= FULL_RATE_ELEMENTS
 
 
 def test_packing_is_deterministic_and_survives_json() -> None:

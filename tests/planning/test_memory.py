@@ -191,7 +191,7 @@ def test_as_many_second_copies_as_host_memory_has_room_for(
     roomy = detect("cpu", device_memory="1GiB", host_memory="1GiB")
     for n_persist in range(len(kinds) + 1):
         for swapped in (0, 5000):
-            least = MemoryModel(traced, roomy, layout).host_bytes_beside(n_persist, swapped)
+            least = MemoryModel(traced, roomy, layout).least_host_bytes(n_persist, swapped)
             for n_speculate in range(len(kinds) - n_persist + 1):
                 chunks = layout.chunks[n_persist : n_persist + n_speculate]
                 size = sum(chunk.elements * spare for chunk in chunks if chunk.trainable)

@@ -16,7 +16,7 @@ from protrain.planning.layout import updated_chunks
 from protrain.planning.rates.contention import OTHERS, rates
 from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.runtime.run import Run
-from protrain.planning.sharing import Waiting, first_late
+from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from tests.planning.counts import placed
 from tests.planning.machines import H100
@@ -41,67 +41,67 @@ def waiting(*updates: tuple[float, float, float], upload_ms: float = 0.0, states
 
 
 def test_a_host_in_time_gets_no_help() -> None:
-    assert first_late([], 0.0, 0.0, 1.0) is None
-    assert first_late(waiting((10, 1, 10), (10, 1, 20), (10, 1, 30)), 0.0, 0.0, 1.0) is None
+    assert next_for_gpu([], 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting((10, 1, 10), (10, 1, 20), (10, 1, 30)), 0.0, 0.0, 1.0) is None
 
 
 def test_the_gpu_takes_the_first_late_update_that_it_finishes_sooner() -> None:
     # The host ends at 10, 20, 30, 40. The GPU would be no sooner with the second, and has the third done after 25.
     updates = waiting((10, 25, 10), (10, 20, 20), (10, 25, 25), (10, 25, 25))
-    assert first_late(updates, 0.0, 0.0, 1.0) == 2
-    assert first_late(updates[:2], 0.0, 0.0, 1.0) is None
-    assert first_late(waiting((10, 25, 10), (10, 17, 15)), 0.0, 0.0, 1.0) == 1
-    assert first_late(waiting((10, 7, 5)), 0.0, 0.0, 1.0) == 0
+    assert next_for_gpu(updates, 0.0, 0.0, 1.0) == 2
+    assert next_for_gpu(updates[:2], 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting((10, 25, 10), (10, 17, 15)), 0.0, 0.0, 1.0) == 1
+    assert next_for_gpu(waiting((10, 7, 5)), 0.0, 0.0, 1.0) == 0
 
 
 def test_the_gpu_takes_nothing_that_spares_forward_less_than_a_fifth_of_the_hosts_time() -> None:
-    assert first_late(waiting((10, 8.5, 5)), 0.0, 0.0, 1.0) is None
-    assert first_late(waiting((10, 7.5, 5)), 0.0, 0.0, 1.0) == 0
+    assert next_for_gpu(waiting((10, 8.5, 5)), 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting((10, 7.5, 5)), 0.0, 0.0, 1.0) == 0
     # Forward waits for the first update until 10 in any case, 5 more than it would, and for the second 5 more, too.
-    assert first_late(waiting((10, inf, 5), (10, 5, 15)), 0.0, 0.0, 1.0) is None
-    assert first_late(waiting((10, inf, 5), (10, 5, 12)), 0.0, 0.0, 1.0) == 1
+    assert next_for_gpu(waiting((10, inf, 5), (10, 5, 15)), 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting((10, inf, 5), (10, 5, 12)), 0.0, 0.0, 1.0) == 1
 
 
 def test_a_host_that_the_gpu_slows_down_makes_others_later() -> None:
     # The last update is late by 10. On the GPU it is late by 5, and the host does the others meanwhile: at 90% of its
     # rate they are late by 3.3, and at 75% by 8.75.
     updates = waiting((10, inf, 10), (10, inf, 20), (10, inf, 30), (10, 35, 30))
-    assert first_late(updates, 0.0, 0.0, 0.9) == 3
-    assert first_late(updates, 0.0, 0.0, 0.75) is None
+    assert next_for_gpu(updates, 0.0, 0.0, 0.9) == 3
+    assert next_for_gpu(updates, 0.0, 0.0, 0.75) is None
 
 
 def test_states_on_a_slow_link_keep_weights_from_it() -> None:
     # The host ends at 10, 20, 30, 40, and forward needs another chunk every 5: it waits for the last until 40, 20 more
     # than it would. If the GPU does that one by 32, the host is done at 30, and forward waits for 15.
     updates = (10, inf, 5), (10, inf, 10), (10, inf, 15), (10, 32, 20)
-    assert first_late(waiting(*updates, upload_ms=2, states_ms=14), 0.0, 0.0, 1.0) == 3
+    assert next_for_gpu(waiting(*updates, upload_ms=2, states_ms=14), 0.0, 0.0, 1.0) == 3
     # Uploads of 7 follow the states from 26 on, and the last begins at 47.
-    assert first_late(waiting(*updates, upload_ms=7, states_ms=26), 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting(*updates, upload_ms=7, states_ms=26), 0.0, 0.0, 1.0) is None
     # If no states were in their way, it would begin at 37, as the third one begins when it is updated.
-    assert first_late(waiting(*updates, upload_ms=7), 0.0, 0.0, 1.0) == 3
+    assert next_for_gpu(waiting(*updates, upload_ms=7), 0.0, 0.0, 1.0) == 3
 
 
 def test_a_link_that_is_late_by_itself_gets_no_more_to_carry() -> None:
     # Uploads of 20 go one after the other from 10 on, so the last begins at 70, whoever makes its update by 40.
     updates = [(10, 15, 0)] * 4
-    assert first_late(waiting(*updates, upload_ms=20, states_ms=1), 0.0, 0.0, 1.0) is None
-    assert first_late(waiting(*updates), 0.0, 0.0, 1.0) == 1
+    assert next_for_gpu(waiting(*updates, upload_ms=20, states_ms=1), 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting(*updates), 0.0, 0.0, 1.0) == 1
 
 
 def test_updates_that_the_gpu_cannot_do_are_passed_over_and_take_the_host_their_time() -> None:
-    assert first_late(waiting((10, inf, 5), (10, inf, 5), (10, 20, 5)), 0.0, 0.0, 1.0) == 2
-    assert first_late(waiting((10, inf, 0), (10, inf, 0)), 0.0, 0.0, 1.0) is None
+    assert next_for_gpu(waiting((10, inf, 5), (10, inf, 5), (10, 20, 5)), 0.0, 0.0, 1.0) == 2
+    assert next_for_gpu(waiting((10, inf, 0), (10, inf, 0)), 0.0, 0.0, 1.0) is None
 
 
 def test_lateness_counts_from_when_the_host_is_free_and_not_from_the_past() -> None:
     updates = waiting((10, 5, 20), (10, 5, 30))
-    assert first_late(updates, 0.0, 10.0, 1.0) is None
-    assert first_late(updates, 0.0, 13.0, 1.0) == 0
-    assert first_late(updates, 10.0, 0.0, 1.0) is None
-    assert first_late(updates, 13.0, 0.0, 1.0) == 0
+    assert next_for_gpu(updates, 0.0, 10.0, 1.0) is None
+    assert next_for_gpu(updates, 0.0, 13.0, 1.0) == 0
+    assert next_for_gpu(updates, 10.0, 0.0, 1.0) is None
+    assert next_for_gpu(updates, 13.0, 0.0, 1.0) == 0
     # The GPU begins now and not when the host is free.
-    assert first_late(waiting((10, 30, 20)), 0.0, 23.0, 1.0) == 0
-    assert first_late(waiting((10, 30, 20)), 3.0, 23.0, 1.0) is None
+    assert next_for_gpu(waiting((10, 30, 20)), 0.0, 23.0, 1.0) == 0
+    assert next_for_gpu(waiting((10, 30, 20)), 3.0, 23.0, 1.0) is None
 
 
 # -- the runtime model -------------------------------------------------------------------------------------------------

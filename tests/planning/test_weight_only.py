@@ -46,13 +46,13 @@ def with_weights(profile: ModelProfile, hardware: HardwareProfile, n_weights: in
     """Host memory for that many second weights of full chunks beside all that must be there, in chunks of N."""
     memory = MemoryModel(profile, ROOMY, pack(profile, N))
     room = n_weights * N * profile.element_bytes
-    return replace(hardware, host_bytes=memory.host_bytes_beside(n_persist, 0) + room)
+    return replace(hardware, host_bytes=memory.least_host_bytes(n_persist, 0) + room)
 
 
 @pytest.mark.parametrize(("dtype", "whole", "weight"), SIZES)
 def test_second_weights_take_less_than_whole_copies(dtype: str, whole: int, weight: int) -> None:
     profile = replace(make_profile(3.0, 6.0, n=8), dtype=dtype)
-    beside = MemoryModel(profile, ROOMY, pack(profile, N)).host_bytes_beside(2, 5000)
+    beside = MemoryModel(profile, ROOMY, pack(profile, N)).least_host_bytes(2, 5000)
     for n_whole in range(7):
         for more in (0, -1):
             room = n_whole * N * whole + more
@@ -71,7 +71,7 @@ def test_as_few_are_weight_only_as_host_memory_allows(dtype: str, whole: int, we
     for n_weight_only in range(6):
         room = N * ((5 - n_weight_only) * whole + n_weight_only * weight)
         assert memory.copy_bytes(2, 5, n_weight_only) == room
-        memory.hardware = replace(ROOMY, host_bytes=memory.host_bytes_beside(2, 4000) + room)
+        memory.hardware = replace(ROOMY, host_bytes=memory.least_host_bytes(2, 4000) + room)
         assert memory.speculation(2, 5, 4000) == (5, n_weight_only)
         memory.hardware = replace(ROOMY, host_bytes=memory.hardware.host_bytes - 1)
         assert memory.speculation(2, 5, 4000) == ((5, n_weight_only + 1) if n_weight_only < 5 else (4, 4))
@@ -292,7 +292,7 @@ def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
     profile = as_measured(random_profile(draw, draw.choice([4, 8, 16])), random.Random(-seed - 1))
     hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.5, 1.0, 2.0]), host_bytes=0)
     memory = MemoryModel(profile, hardware, pack(profile, CHUNK))
-    beside = memory.host_bytes_beside(draw.randint(0, 1), 0)
+    beside = memory.least_host_bytes(draw.randint(0, 1), 0)
     return profile, replace(
         hardware, host_bytes=beside + draw.randint(1, 8) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
     )
@@ -305,7 +305,7 @@ def short_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
     hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.3, 0.5, 1.0]), host_bytes=0)
     memory = MemoryModel(profile, hardware, pack(profile, CHUNK))
     copy = memory.layout.buffer_elements(0)[0] * 12
-    return profile, replace(hardware, host_bytes=memory.host_bytes_beside(0, 0) + draw.randint(2, 5) * copy)
+    return profile, replace(hardware, host_bytes=memory.least_host_bytes(0, 0) + draw.randint(2, 5) * copy)
 
 
 def memory_of(profile: ModelProfile, hardware: HardwareProfile) -> MemoryModel:

@@ -13,7 +13,7 @@ import protrain
 from protrain.profiler import step_times
 from protrain.profiler.segments import Segment
 from protrain.profiler.step_times import expected_ms, median_durations, time_steps
-from protrain.profiler.traced_step import Step
+from protrain.profiler.traced_step import TracedStep
 from tests.profiler.test_trace import _batch, _Block, _Model
 
 
@@ -188,13 +188,13 @@ def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.Mo
 @pytest.mark.gpu
 def test_on_a_gpu_short_steps_are_timed_after_others(monkeypatch: pytest.MonkeyPatch) -> None:
     runs: list[bool] = []
-    run = Step.run
+    run = TracedStep.run
 
-    def counted(step: Step, *args: Any) -> None:
+    def counted(step: TracedStep, *args: Any) -> None:
         runs.append(step._measure)
         run(step, *args)
 
-    monkeypatch.setattr(Step, "run", counted)
+    monkeypatch.setattr(TracedStep, "run", counted)
     monkeypatch.setattr("protrain.profiler.trace.SUSTAINED_MS", 1e12)  # true even if others keep the GPU busy
     # in fp32, because a GPU has no backward of this batch norm with 16-bit weights and fp32 statistics
     found = protrain.profile(_Model(), _batch(), device="cuda", dtype=torch.float32)

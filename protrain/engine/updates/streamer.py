@@ -14,7 +14,7 @@ from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.host_updates import ChunkUpdate, Scale
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker
-from protrain.planning.sharing import Sharing, Waiting, first_late
+from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
 
 
 class Streamer:
@@ -82,7 +82,7 @@ class Streamer:
                 return
             now_ms = (time.perf_counter() - begin) * 1e3
             free_ms = now_ms + sum(map(self._host_ms, at_work))
-            index = first_late([self._waiting(update) for update in left], now_ms, free_ms, self._host_kept)
+            index = next_for_gpu([self._waiting(update) for update in left], now_ms, free_ms, self._host_kept)
             if index is None:
                 next(iter(at_work.values()), left[0].job).end()  # then the host's rate and what is left are known anew
                 continue

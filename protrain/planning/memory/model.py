@@ -30,7 +30,7 @@ from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_he
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.memory.segments import Bytes, ModeChoices, Segments
 from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
-from protrain.planning.rates.streaming import staging_bytes, streams
+from protrain.planning.rates.streaming import may_stream, staging_bytes
 from protrain.planning.rates.swap_copies import choose_packed
 from protrain.profiler.model_profile import ModelProfile
 
@@ -91,7 +91,7 @@ class MemoryModel:
         self.hardware = hardware
         self.layout = layout
         self.update_in_backward = update_in_backward
-        self.stream = streams(hardware) if stream is None else stream
+        self.stream = may_stream(hardware) if stream is None else stream
         self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
         packs = self.pack_swaps or (False,) * len(profile.blocks)
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
@@ -192,30 +192,33 @@ class MemoryModel:
             return (peak_bytes * (1 + _CUDA_FRAGMENTATION)).astype(np.int64) + _CUDA_WORKSPACE_BYTES
         return (peak_bytes * (1 + _CPU_SLACK)).astype(np.int64)
 
-    def host_regions(self, n_persist: int, swapped_bytes: int) -> int:
+    def n_host_regions(self, n_persist: int, swapped_bytes: int) -> int:
         """The number of regions that gradients in host memory share, as many as fit; 0 if each has its own."""
         return self.gradients.n_on_host(
-            n_persist, self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
+            n_persist, self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes)
         )
 
     def host_gradient_bytes(self, n_persist: int, swapped_bytes: int) -> int:
         """Host memory of gradients."""
-        return self.gradients.host_bytes(n_persist, self.host_regions(n_persist, swapped_bytes))
+        return self.gradients.host_bytes(n_persist, self.n_host_regions(n_persist, swapped_bytes))
 
     def host_bytes(self, counts: Counts, activations: Activations) -> int:
         """Predicted host memory of the engine."""
-        swapped_bytes = activations.swapped_bytes
-        more = self.host_gradient_bytes(counts.n_persist, swapped_bytes) - self._least_gradient_bytes(counts.n_persist)
-        copies = self.copy_bytes(counts.n_persist, counts.n_speculate, counts.n_weight_only)
-        return self.host_bytes_beside(counts.n_persist, swapped_bytes) + copies + more
+        n_persist, swapped_bytes = counts.n_persist, activations.swapped_bytes
+        more_regions_bytes = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
+        copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
+        return self.least_host_bytes(n_persist, swapped_bytes) + copies_bytes + more_regions_bytes
 
-    def host_bytes_beside(self, n_persist: int, swapped_bytes: int) -> int:
-        """The least host memory of any plan with ``n_persist``: it has no second copies and the fewest regions."""
-        states = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
-        if not self.accumulates:
-            states -= self.gradients.own_bytes(n_persist)[1]
-        chunks = states + self._least_gradient_bytes(n_persist)
-        return chunks + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
+    def least_host_bytes(self, n_persist: int, swapped_bytes: int) -> int:
+        """The least host memory of any plan that persists and swaps so much.
+
+        Such a plan has no second copies, and the fewest regions for gradients.
+        """
+        states_bytes = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
+        if not self.accumulates:  # gradients are counted by their regions, which they may share
+            states_bytes -= self.gradients.own_bytes(n_persist)[1]
+        chunks_bytes = states_bytes + self._least_gradient_bytes(n_persist)
+        return chunks_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
         return self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
@@ -236,7 +239,7 @@ class MemoryModel:
         forward needs them first. Their next gradients arrive last again, which leaves the host the most time for the
         states. With ``whole`` no update is of the weight alone.
         """
-        room_bytes = self.hardware.host_bytes - self.host_bytes_beside(n_persist, swapped_bytes)
+        room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes)
         copies = self._state_copy_bytes if whole else self._weight_copy_bytes
         fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))

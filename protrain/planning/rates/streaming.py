@@ -15,7 +15,7 @@ _UNREAD = {"bfloat16": 0, "float16": 2, "float32": 0}  # bytes a parameter that 
 _STATE_BYTES = 18  # the most bytes a parameter: a float16 weight and everything else in float32
 
 
-def streams(hardware: HardwareProfile) -> bool:
+def may_stream(hardware: HardwareProfile) -> bool:
     """Whether the GPU may update chunks in host memory, which takes a calibrated rate of doing so."""
     return hardware.device_type == "cuda" and hardware.streamed_adam_gparams is not None
 

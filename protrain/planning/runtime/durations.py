@@ -22,7 +22,7 @@ from protrain.planning.rates.update_rates import (
 )
 from protrain.planning.rates.visits import computing_by_visit, gradients_by_visit
 from protrain.planning.runtime.fetches import Fetches
-from protrain.planning.runtime.step import Reduction, Visit
+from protrain.planning.runtime.planned_step import Reduction, Visit
 
 # The time of a collective beyond the time of its bytes. On two H100s with NVLink, gathering 64 MiB takes 162 us and
 # gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times

@@ -1,7 +1,7 @@
 """The runtime model: how long a step takes under a plan (paper section 4, and beyond).
 
-From the memory model of a profile, a machine and a layout it makes the ``protrain.planning.runtime.step.Step`` of
-any plan, whose time the simulation works out. On a CPU nothing overlaps, and the operations add up.
+From the memory model of a profile, a machine and a layout it makes the ``PlannedStep`` of any plan, whose time the
+simulation works out. On a CPU nothing overlaps, and the operations add up.
 
 [Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
 them. In all of them the host adds gradients that arrive to fp32 accumulators. A forward and backward before the last is
@@ -25,9 +25,9 @@ from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.rates.swap_copies import NO_COPIES
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
+from protrain.planning.runtime.planned_step import AwaitedUpdate, PlannedStep, Work
 from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
 from protrain.planning.runtime.slowdowns import Slowdowns
-from protrain.planning.runtime.step import AwaitedUpdate, Step, Work
 from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, UP, Timeline
@@ -92,7 +92,7 @@ class RuntimeModel(Durations):
         step = self._step(modes, counts)
         return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._slowdowns)
 
-    def _step(self, modes: Modes, counts: Counts) -> Step:
+    def _step(self, modes: Modes, counts: Counts) -> PlannedStep:
         n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
         work, swap_in_ms = self._work_for(modes)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
@@ -109,7 +109,7 @@ class RuntimeModel(Durations):
                 work = [*work[:-1], (compute_ms + sum(self._host_norm_ms[n_persist:]), swap_ms, swap_in)]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
-            n_regions = self._memory.host_regions(n_persist, self._memory.swapped_bytes(modes))
+            n_regions = self._memory.n_host_regions(n_persist, self._memory.swapped_bytes(modes))
             if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
                 updates = dict(host)
                 awaited_updates = {index: AwaitedUpdate(chunk, updates[chunk]) for index, chunk in handed_on}
@@ -117,7 +117,7 @@ class RuntimeModel(Durations):
                 host = [pair for pair in host if pair[0] not in awaited]
         n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
         n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
-        return Step(
+        return PlannedStep(
             n_forward=len(self._profile.calls),
             visits=self._placed(n_persist),
             work=work,

@@ -30,9 +30,9 @@ from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.step import Gradient, Step
+from protrain.planning.runtime.planned_step import Gradient, PlannedStep
 from protrain.planning.runtime.update_queue import Updates
-from protrain.planning.sharing import Waiting, first_late
+from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP
 
 
@@ -53,7 +53,7 @@ class Run:
         factors: by lane, the factor on the duration of one operation after the other.
     """
 
-    def __init__(self, step: Step, factors: list[Iterator[float]]) -> None:
+    def __init__(self, step: PlannedStep, factors: list[Iterator[float]]) -> None:
         self.step = step
         self._visits = list(zip(step.visits, step.work, step.fetches, step.gathers, strict=True))
         self._factors = factors
@@ -81,7 +81,7 @@ class Run:
         self._last_swap_out = 0.0  # when the last swap out ends, whose device memory the next visit gives up
 
     @classmethod
-    def of(cls, step: Step, factors: list[list[float]] | None = None, choices: Choices | None = None) -> Run:
+    def of(cls, step: PlannedStep, factors: list[list[float]] | None = None, choices: Choices | None = None) -> Run:
         """The run of ``step``.
 
         ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``choices``
@@ -292,7 +292,7 @@ class Run:
             updated[chunk] = self._do(GPU, 0.0, duration)
 
 
-def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
+def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
     """The chunks that the GPU updates of those in ``updates``, in its order, as the engine chooses them.
 
     Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later.
@@ -317,7 +317,7 @@ def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[
             host_free_ms += waiting.pop(0).host_ms
             del chunks[0]
             continue
-        index = first_late(waiting, gpu_free_ms, host_free_ms, sharing.host_kept)
+        index = next_for_gpu(waiting, gpu_free_ms, host_free_ms, sharing.host_kept)
         if index is None:
             gpu_free_ms = host_free_ms  # when the GPU looks again
         else:
@@ -326,7 +326,7 @@ def _updated_by_gpu(step: Step, updates: Updates, host_free_ms: float) -> tuple[
     return tuple(found)
 
 
-def _is_late(step: Step, updates: Updates, host_free_ms: float) -> bool:
+def _is_late(step: PlannedStep, updates: Updates, host_free_ms: float) -> bool:
     """Whether the host alone would be late with any of ``updates``."""
     end_ms, needed_ms = host_free_ms, step.sharing.needed_ms
     for chunk, duration in updates:

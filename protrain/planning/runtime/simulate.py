@@ -20,13 +20,13 @@ from __future__ import annotations
 from itertools import accumulate, zip_longest
 from math import inf
 
+from protrain.planning.runtime.planned_step import PlannedStep
 from protrain.planning.runtime.run import Choices, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
-from protrain.planning.runtime.step import Step
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
 
-def simulate(step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
+def simulate(step: PlannedStep, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
     """Milliseconds of one step in steady state, or some number of at least ``limit_ms`` once it cannot be less.
 
     Contention only makes operations longer. So the full-rate run bounds the second run from below, with two
@@ -45,7 +45,7 @@ def simulate(step: Step, slowdowns: Slowdowns, *, limit_ms: float = inf) -> floa
     return Run.of(step, factors, full_rate.choices).step_ms
 
 
-def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:
+def timeline(step: PlannedStep, slowdowns: Slowdowns) -> Timeline:
     """Every operation of one step in steady state."""
     run = Run.of(step)
     if not run.is_gpu_alone:
@@ -65,7 +65,7 @@ def timeline(step: Step, slowdowns: Slowdowns) -> Timeline:
     )
 
 
-def stages_ms(step: Step) -> tuple[float, float, float, float]:
+def stages_ms(step: PlannedStep) -> tuple[float, float, float, float]:
     """Milliseconds of forward, backward, copies (between ranks too) and updates on a CPU.
 
     They run one after the other, as the device and the host are the same processor.
@@ -86,7 +86,7 @@ def stages_ms(step: Step) -> tuple[float, float, float, float]:
     return forward_ms, backward_ms, copy_ms, update_ms
 
 
-def stages(step: Step) -> Timeline:
+def stages(step: PlannedStep) -> Timeline:
     """The timeline of a step on a CPU: see ``stages_ms``."""
     ends = list(accumulate(stages_ms(step)))
     operations = tuple(
@@ -99,13 +99,13 @@ def stages(step: Step) -> Timeline:
     return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=operations)
 
 
-def _names(step: Step, run: Run) -> list[list[tuple[str, object]]]:
+def _names(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
     """By lane, the kind of each of its operations and what it works on, in the order of issue."""
     forward, rest = _names_of_forward(step, run), _names_of_rest(step, run)
     return [[*after, *before, *after] for before, after in zip(forward, rest, strict=True)]
 
 
-def _names_of_forward(step: Step, run: Run) -> list[list[tuple[str, object]]]:
+def _names_of_forward(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]
     names[UP] = [("weights", chunk) for chunk, _ in run.uploads]
     names[GATHER] = [("gather", chunk) for of_visit in step.gathers[: step.n_forward] for chunk, _ in of_visit]
@@ -116,7 +116,7 @@ def _names_of_forward(step: Step, run: Run) -> list[list[tuple[str, object]]]:
     return names
 
 
-def _names_of_rest(step: Step, run: Run) -> list[list[tuple[str, object]]]:
+def _names_of_rest(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
     """Of backward and the updates."""
     n_in_time, by_gpu = run.choices or Choices(0, ())
     names: list[list[tuple[str, object]]] = [[] for _ in LANES]

@@ -47,7 +47,7 @@ class Reduction(NamedTuple):
     ms: float  # of the reduction; 0 if the chunk has not all its gradients yet
 
 
-class Step(NamedTuple):
+class PlannedStep(NamedTuple):
     """Everything that a step does. Times are in milliseconds at full rate."""
 
     n_forward: int  # the number of visits of forward, which those of backward follow
