@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-REMEDY = "All ranks must make the same calls in the same order, and have equally many batches"
+REMEDY = (
+    "All ranks must make the same calls in the same order, and have equally many batches: only what is done with their "
+    "results may stand under `if rank == 0`"
+)
 
 
 class NoteOf(NamedTuple):

@@ -110,5 +110,6 @@ def test_forwards_that_one_rank_makes_alone(spec: str, what: str) -> None:
     for error in on_ranks(2, do_unlike, SPECS[spec], what):
         assert error == (
             "rank 1 came to a forward under torch.no_grad(), while rank 0 came to a forward. All ranks must make the "
-            "same calls in the same order, and have equally many batches"
+            "same calls in the same order, and have equally many batches: only what is done with their results may "
+            "stand under `if rank == 0`"
         )

@@ -88,7 +88,8 @@ class Clipping:
                 raise MisuseError(
                     f"{len(factor.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
                     f"{missing[0]} among them: ProTrain multiplies all or none. Clip all of the model's parameters at "
-                    "once, or clear the gradients with optimizer.zero_grad()"
+                    "once, change single gradients in parameter.register_post_accumulate_grad_hook, or clear the "
+                    "gradients with optimizer.zero_grad()"
                 )
         for factor in self._multiplied:
             self._multiply(factor.value)

@@ -224,5 +224,6 @@ def edit_error(name: str, how: str) -> MisuseError:
     """The error for the parameter ``name`` whose data was ``how`` (replaced, or changed in place)."""
     return MisuseError(
         f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
-        f"inside it, between steps, and never in a forward. Where the model itself does so: {NO_WRITES}"
+        "inside it, which takes one parameter in place of the model, too, between steps, and never in a forward. Where "
+        f"the model itself does so: {NO_WRITES}"
     )

@@ -139,11 +139,12 @@ class StateHooks:
 
 
 @contextmanager
-def full_parameters(module: nn.Module) -> Iterator[None]:
+def full_parameters(module: nn.Module | nn.Parameter) -> Iterator[None]:
     """Give every parameter of ``module`` its full weight on the CPU, for reading or editing. Edits are written back.
 
-    ``module`` is a wrapped model or any part of one. Inside, its parameters are copies of their 16-bit (or fp32)
-    weights on the CPU, so pass one part of a large model at a time. The model cannot run inside.
+    ``module`` is a wrapped model, any part of one, or one parameter. Inside, its parameters are copies of their 16-bit
+    (or fp32) weights on the CPU, so pass one part of a large model at a time, and in every step only the parameter that
+    is edited. The model cannot run inside.
 
     With several ranks all of them must enter and leave it, and make the same edits.
 
@@ -272,9 +273,9 @@ def reads_of_all(module: nn.Module) -> Iterator[None]:
         engine.all_read = False
 
 
-def members_of(module: nn.Module, what: str) -> tuple[Engine, list[Member]]:
+def members_of(module: nn.Module | nn.Parameter, what: str) -> tuple[Engine, list[Member]]:
     """The engine and the parameters of ``module``. ValueError if it is not wrapped, which ``what`` needs."""
-    parameters = module.parameters() if isinstance(module, nn.Module) else ()
+    parameters = module.parameters() if isinstance(module, nn.Module) else (module,)
     handles = [p.protrain_handle for p in parameters if isinstance(p, PresentParameter)]
     if not handles:
         raise ValueError(
