@@ -230,7 +230,7 @@ class Step:
         self.refuse_missing_gradients("step()")
         self._refuse_zeros()
         self._groups.check()
-        factor, unscaling = self.clipping.coefficient(), self._unscaling()
+        factor, unscaling = self.clipping.factor(), self._unscaling()
         self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
         if self.loss_scale is not None:
             if not self.loss_scale.update(self.clipping.is_finite()):

@@ -61,8 +61,8 @@ def own_copy(tensor: Tensor) -> Tensor:
 class Offloads(Protocol):
     """What a frame asks of ``protrain.engine.activations.swap.Swaps``."""
 
-    def unit_called(self, arguments: Any) -> set[int]:
-        """A unit is called with ``arguments``. Returns the storages among them that the unit before was given, too."""
+    def offload_deferred(self, arguments: Any) -> set[int]:
+        """Offload deferred inputs of the unit before, except those among ``arguments``. Returns these, by storage."""
 
     def free_offloaded(self) -> None:
         """Free the device memory of the block whose offload is under way."""
@@ -103,7 +103,7 @@ class Frame:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
-        self.shared = self.engine.swaps.unit_called((args, kwargs))
+        self.shared = self.engine.swaps.offload_deferred((args, kwargs))
         with self.hooks():
             output = function(*args, **kwargs)
         self.engine.swaps.free_offloaded()  # the offload of the block before had the time of this forward

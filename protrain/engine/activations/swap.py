@@ -358,17 +358,17 @@ class Swaps:
     def __init__(self, slots: HostSlots) -> None:
         self.slots = slots
         self._order: list[weakref.ref[Offload]] = []
-        self._unfinished: Offload | None = None
-        self._waiting: weakref.ref[CheckpointSwapFrame] | None = None  # a frame with deferred inputs
+        self._under_way: Offload | None = None
+        self._deferred: weakref.ref[CheckpointSwapFrame] | None = None  # a frame with deferred inputs
 
     def defer_inputs(self, frame: CheckpointSwapFrame) -> None:
         """The forward of ``frame`` has ended. Its inputs are offloaded when those of the next unit are known."""
-        self._waiting = weakref.ref(frame)
+        self._deferred = weakref.ref(frame)
 
-    def unit_called(self, arguments: Any) -> set[int]:
-        """A unit is called: offload deferred inputs. Returns the storages that the unit before was given, too."""
-        frame = self._waiting() if self._waiting is not None else None
-        self._waiting = None
+    def offload_deferred(self, arguments: Any) -> set[int]:
+        """Offload deferred inputs, except those among the ``arguments`` of the next unit. Returns these, by storage."""
+        frame = self._deferred() if self._deferred is not None else None
+        self._deferred = None
         if frame is None:
             return set()
         return frame.offload_inputs({storage_address(tensor) for tensor in _plain_tensors(arguments)})
@@ -377,17 +377,17 @@ class Swaps:
         """The offload of a block is under way."""
         self._order = [ref for ref in self._order if ref() is not None]
         self._order.append(weakref.ref(offload))
-        self._unfinished = offload
+        self._under_way = offload
 
     def free_offloaded(self) -> None:
         """Free the device memory of the block whose offload is under way."""
-        if self._unfinished is not None:
-            self._unfinished.free_device_memory()
-            self._unfinished = None
+        if self._under_way is not None:
+            self._under_way.free_device_memory()
+            self._under_way = None
 
     def begin_backward(self) -> None:
         """No unit follows: start every offload that was deferred, and free its device memory."""
-        self.unit_called(())
+        self.offload_deferred(())
         self.free_offloaded()
 
     def fetch_ahead(self, unit: Unit) -> None:

@@ -21,13 +21,13 @@ from protrain.engine.gradients.loss_scale import LossScale
 
 
 @dataclass
-class _Factor:
-    """A factor that the user's code multiplied gradients by."""
+class _Multiplication:
+    """A factor that the user's code has multiplied some gradients by, one after the other."""
 
-    given: Any  # a number or a tensor
+    given: Any  # the factor: a number or a tensor
     version: int | None  # of the tensor, because it may change in place
-    value: Tensor  # its value at that time
-    indices: set[int]  # indexes of the parameters whose gradients got it
+    value: Tensor  # of the factor at that time: 0-d, fp32, on the device
+    indices: set[int]  # of the parameters whose gradients were multiplied so far
 
 
 class Clipping:
@@ -36,25 +36,25 @@ class Clipping:
     def __init__(self, gradients: Gradients, loss_scale: LossScale | None) -> None:
         self._gradients = gradients
         self._loss_scale = loss_scale
-        self._norm_squared: Tensor | None = None
-        self._norms: dict[int, Tensor] = {}
-        self._coefficient: Tensor | None = None  # a 0-d fp32 tensor on the device
-        self._multiplied: list[_Factor] = []
+        self._sum_of_squares: Tensor | None = None  # over all gradients: 0-d, fp64
+        self._norms: dict[int, Tensor] = {}  # by parameter
+        self._factor: Tensor | None = None  # of all gradients: 0-d, fp32, on the device
+        self._multiplied: list[_Multiplication] = []  # by torch's clipping, which has to reach all gradients
 
     @property
     def has_begun(self) -> bool:
         """Whether a factor was set, which applies to all gradients of the step."""
-        return self._coefficient is not None or bool(self._multiplied)
+        return self._factor is not None or bool(self._multiplied)
 
     def reset(self) -> None:
         """Forget everything, because there are no gradients any more."""
         self.forget_norms()
-        self._coefficient = None
+        self._factor = None
         self._multiplied = []
 
     def forget_norms(self) -> None:
         """Forget the norms, because new gradients arrived."""
-        self._norm_squared = None
+        self._sum_of_squares = None
         self._norms = {}
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
@@ -63,9 +63,9 @@ class Clipping:
         Returns:
             The norm before, as a 0-d fp32 tensor on the device.
         """
-        norm = self._unscaled(self._sum_of_squares())
-        coefficient = self.coefficient()
-        norm = norm if coefficient is None else norm * coefficient
+        norm = self._unscaled(self._total_squares())
+        factor = self.factor()
+        norm = norm if factor is None else norm * factor
         if error_if_nonfinite and not torch.isfinite(norm):
             raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they cannot be clipped")
         self._multiply(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
@@ -73,28 +73,28 @@ class Clipping:
 
     def is_finite(self) -> bool:
         """Whether all gradients are finite. It waits for the device."""
-        return bool(torch.isfinite(self._sum_of_squares()))
+        return bool(torch.isfinite(self._total_squares()))
 
-    def coefficient(self) -> Tensor | None:
+    def factor(self) -> Tensor | None:
         """The factor of all gradients: a 0-d fp32 tensor on the device, or None.
 
         Raises:
             MisuseError: some gradients were multiplied by a factor and others were not.
         """
         present = self._gradients.present
-        for factor in self._multiplied:
-            missing = [m.name for m in self._gradients.members if present[m.index] and m.index not in factor.indices]
+        for known in self._multiplied:
+            missing = [m.name for m in self._gradients.members if present[m.index] and m.index not in known.indices]
             if missing:
                 raise MisuseError(
-                    f"{len(factor.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
+                    f"{len(known.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
                     f"{missing[0]} among them: ProTrain multiplies all or none. Clip all of the model's parameters at "
                     "once, change single gradients in parameter.register_post_accumulate_grad_hook, or clear the "
                     "gradients with optimizer.zero_grad()"
                 )
-        for factor in self._multiplied:
-            self._multiply(factor.value)
+        for known in self._multiplied:
+            self._multiply(known.value)
         self._multiplied = []
-        return self._coefficient
+        return self._factor
 
     def gradient_norm(self, index: int) -> Tensor:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
@@ -103,7 +103,7 @@ class Clipping:
             indices, squares = self._gradients.squares.by_parameter(self._gradients.present)
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
-        for value in (self._coefficient, *(factor.value for factor in self._multiplied if index in factor.indices)):
+        for value in (self._factor, *(known.value for known in self._multiplied if index in known.indices)):
             norm = norm if value is None else norm * value
         return norm
 
@@ -123,15 +123,15 @@ class Clipping:
         else:
             factor = float(factor)
             value = torch.full((), factor, dtype=torch.float32, device=self._gradients.device)
-        self._multiplied.append(_Factor(factor, version, value, {index}))
+        self._multiplied.append(_Multiplication(factor, version, value, {index}))
 
-    def _sum_of_squares(self) -> Tensor:
-        if self._norm_squared is None:
-            self._norm_squared = self._gradients.squares.total(self._gradients.present)
-        return self._norm_squared
+    def _total_squares(self) -> Tensor:
+        if self._sum_of_squares is None:
+            self._sum_of_squares = self._gradients.squares.total(self._gradients.present)
+        return self._sum_of_squares
 
     def _multiply(self, factor: Tensor) -> None:
-        self._coefficient = factor if self._coefficient is None else self._coefficient * factor
+        self._factor = factor if self._factor is None else self._factor * factor
 
     def _unscaled(self, squares: Tensor) -> Tensor:
         norm = squares.sqrt().float()

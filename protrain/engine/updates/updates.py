@@ -166,6 +166,7 @@ class Updates:
         """Update every parameter that has a gradient. Speculative updates took the scale to be ``assumed_factor``."""
         norm = self._end_window()
         foreseen_factor = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
+        # They are made while they are queued, so that an error in one leaves none before it unqueued.
         made = (self._update(chunk, scale, foreseen_factor) for chunk in self._chunks)
         self._queue((update for update in made if update is not None), norm)
         self._usual_backwards = max(1, self._backwards)

@@ -83,7 +83,7 @@ class _Chains:
         for start, end in (*ends, (self._step_ms, self._step_ms)):
             if start > free + _SAME_MS:
                 spent = dict.fromkeys(WAITS, 0.0)
-                for operation in self._back(start, GPU):
+                for operation in self._back(start):
                     if operation.lane == GPU:
                         break  # the chain begins with the device's own operation
                     spent[operation.lane] += operation.end_ms - operation.start_ms
@@ -94,14 +94,15 @@ class _Chains:
     def critical(self, begin: float, end: float) -> dict[int, float]:
         """Milliseconds of each lane in the chain that ends at ``end``, followed back to ``begin``."""
         spent = dict.fromkeys(WAITS, 0.0)
-        for operation in self._back(end, GPU):
+        for operation in self._back(end):
             spent[operation.lane] += common_ms(operation.start_ms, operation.end_ms, begin, end)
             if operation.start_ms <= begin:
                 break
         return spent
 
-    def _back(self, until: float, lane: int) -> Iterator[Operation]:
-        """The chain that ends at ``until`` on ``lane``, its last operation first."""
+    def _back(self, until: float) -> Iterator[Operation]:
+        """The chain that ends on the GPU at ``until`` milliseconds, its last operation first."""
+        lane = GPU
         while True:
             first = bisect_left(self._ends, until - _SAME_MS)
             last = bisect_right(self._ends, until + _SAME_MS)

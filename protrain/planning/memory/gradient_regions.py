@@ -57,11 +57,12 @@ class GradientRegions:
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
         self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
-        self._adds = profile.accumulation > 1
-        self._shared = update_in_backward or self._adds
+        self._adds = profile.accumulation > 1  # gradients go to accumulators
+        self._shared = update_in_backward or self._adds  # whether chunks share regions
         self._folds = self._adds and layout.world_size > 1  # the device adds to accumulators wherever these are
         if self._shared:
             gradients, of_visit = gradients_by_visit(profile, hardware, layout)
+            # By visit of backward: its gradients, and their chunks.
             self._yielded = [[(index, gradients[index][0]) for index in visit] for visit in of_visit]
             is_open = _is_open(profile, layout, [[chunk for _, chunk in visit] for visit in self._yielded])
             # By n_persist: the most gradients that are open at once, on the device and in host memory.
