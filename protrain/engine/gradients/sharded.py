@@ -63,7 +63,16 @@ class ShardedGradients(Gradients):
 
     @override
     def refuse_backward(self) -> None:
-        if not self._plans_sums and (self._is_sum or self.no_sync):
+        if self._plans_sums:
+            return
+        if self.no_sync and not self._is_sum:
+            raise MisuseError(
+                "a backward() under model.no_sync() begins a sum of several in fp32, for which this plan has no "
+                "memory: pass the number of calls as accumulation= to protrain.wrap, or leave no_sync() out. Ranks "
+                "cannot train weights of their own in it, as LocalSGD lets them, because each rank has a part of one "
+                "model"
+            )
+        if self._is_sum:
             raise MisuseError(
                 "several ranks add up the gradients of several backward() calls in fp32, for which this plan has no "
                 "memory: pass the number of calls as accumulation= to protrain.wrap, or call optimizer.zero_grad() "
