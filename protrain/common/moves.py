@@ -12,7 +12,7 @@ from protrain.common.errors import MisuseError
 
 
 def refuse_moves(model: nn.Module, sample: Tensor) -> None:
-    """Refuse what ``to``, ``half``, ``cuda`` and the like of ``model`` and its modules would do.
+    """Refuse what ``to``, ``half``, ``cuda``, ``share_memory`` and the like of ``model`` and its modules would do.
 
     A parameter that they replaced would leave its chunk. What leaves ``sample``, which has the device and the type of
     the parameters, where and as it is, does nothing.
@@ -22,7 +22,12 @@ def refuse_moves(model: nn.Module, sample: Tensor) -> None:
 
 
 def _refuse(module: nn.Module, sample: Tensor, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    moved = function(sample)
+    moved = function(sample.clone())
+    if moved.is_shared() and not sample.is_shared():
+        raise MisuseError(
+            "a wrapped model cannot share its memory with other processes, as its weights move in every step: give "
+            "them model.state_dict()"
+        )
     if (moved.dtype, moved.device) == (sample.dtype, sample.device):
         return module
     message = (

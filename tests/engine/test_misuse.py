@@ -232,8 +232,14 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, unharmed: Unharmed, sp
     for whole in (model, nn.ModuleDict({"held": model})):
         with pytest.raises(MisuseError, match=r"cannot be copied or pickled whole: use model.state_dict\(\)"):
             torch.save(whole, io.BytesIO())
-    with pytest.raises(MisuseError, match=r"cannot be copied or pickled whole: use model.state_dict\(\)"):
-        copy.deepcopy(model)
+    for copied in (copy.deepcopy, torch.optim.swa_utils.AveragedModel):
+        with pytest.raises(
+            MisuseError, match=r"cannot be copied or pickled whole.*\(EMA\) with protrain.AveragedWeights"
+        ):
+            copied(model)
+    for part in (model, model.get_submodule("model.layers.0")):
+        with pytest.raises(MisuseError, match=r"cannot share its memory .* give them model.state_dict\(\)"):
+            part.share_memory()
     unharmed((model, optimizer))
 
 

@@ -130,7 +130,8 @@ class PresentParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> PresentParameter:
         raise MisuseError(
             f"{self.protrain_handle.name} is managed by ProTrain, so the model cannot be copied or pickled whole: "
-            "use model.state_dict(), which has the names and shapes of the unwrapped model"
+            "use model.state_dict(), which has the names and shapes of the unwrapped model, make copies before "
+            "protrain.wrap, and average weights (EMA) with protrain.AveragedWeights"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
