@@ -23,12 +23,12 @@ def refuse_moves(model: nn.Module, sample: Tensor) -> None:
 
 def _refuse(module: nn.Module, sample: Tensor, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
     moved = function(sample.clone())
-    if moved.is_shared() and not sample.is_shared():
-        raise MisuseError(
-            "a wrapped model cannot share its memory with other processes, as its weights move in every step: give "
-            "them model.state_dict()"
-        )
     if (moved.dtype, moved.device) == (sample.dtype, sample.device):
+        if moved.is_shared() and not sample.is_shared():  # torch calls all memory of a GPU shared
+            raise MisuseError(
+                "a wrapped model cannot share its memory with other processes, as its weights move in every step: "
+                "give them model.state_dict()"
+            )
         return module
     message = (
         f"a wrapped model cannot be moved from {sample.device} in {sample.dtype} to {moved.device} in {moved.dtype}: "
