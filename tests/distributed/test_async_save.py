@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,18 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(
         (place,) = {file for said, file in warned if said.startswith("an async_save has failed: OSError: cannot write")}
         assert place == async_saves.__file__, "the script's"
         assert names == ["00001-step-0"]
+
+
+def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> None:
+    training = Training(0, 1, None)
+    training.train(range(1))
+    with held() as go_on, warnings.catch_warnings(action="error"):
+        save = protrain.async_save(tmp_path, training.model, training.optimizer, scheduler=training.scheduler)
+        (scratch,) = tmp_path.glob(".*.tmp")
+        shutil.rmtree(scratch)
+        go_on.set()
+        with pytest.raises(OSError, match="was deleted while it was written"):
+            save.result()
 
 
 def test_saves_and_loads_of_another_model_wait_for_one_to_their_folder(tmp_path: Path) -> None:

@@ -142,9 +142,10 @@ def collectives_of(rank: int) -> tuple[list[list[int]], list[list[int]], dict[st
 
 
 def calibrate_unlike_gpus(rank: int, cache: str) -> tuple[HardwareProfile, HardwareProfile | None]:
-    """What is measured on ``rank``, whose GPU has another name and another memory, and the profile that is then found.
+    """Calibrate ranks whose GPUs, played by CPUs, have unlike names and memory.
 
-    CPUs play the GPUs.
+    Returns:
+        The profile that ``rank`` has measured, and the one that it finds afterwards.
     """
     name, memory_bytes = ("Large 1", 16 * GIB) if rank == 0 else ("Small 1", GIB // 10)
     with pytest.MonkeyPatch.context() as patch:
