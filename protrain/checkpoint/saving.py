@@ -63,7 +63,7 @@ OTHER_RANDOMS = "random_of_other_ranks"  # the random states of rank 1 and those
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
 # The last async_save of each, and the folder that it saves to.
-_beside: WeakKeyDictionary[ProTrainOptimizer, tuple[Path, Future[Path]]] = WeakKeyDictionary()
+_beside: WeakKeyDictionary[ProTrainOptimizer, tuple[str, Future[Path]]] = WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -144,14 +144,14 @@ def async_save(
     thread = ThreadPoolExecutor(1, "protrain async_save")
     saved = thread.submit(_finish_beside, save, _given_up(parts), aside, user_line())
     thread.shutdown(wait=False)
-    _beside[optimizer] = save.root.resolve(), saved
+    _beside[optimizer] = os.path.realpath(save.root), saved
     return saved
 
 
 def wait_for_async_saves(optimizer: ProTrainOptimizer, folder: Path) -> None:
     """Wait until each ``async_save`` of ``optimizer``, or of another one to ``folder``, has written or failed."""
     for other, (root, saved) in list(_beside.items()):
-        if other is optimizer or root == folder.resolve():
+        if other is optimizer or root == os.path.realpath(folder):  # which takes a link to itself, too
             wait([saved])
             del _beside[other]
 

@@ -73,6 +73,17 @@ def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> No
             save.result()
 
 
+def test_what_is_no_folder_is_named_beside_a_save_of_another_model(tmp_path: Path) -> None:
+    one, other = Training(0, 1, None), Training(0, 1, None)
+    for training in (one, other):
+        training.train(range(1))
+    protrain.async_save(tmp_path / "saves", one.model, one.optimizer).result()
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    with pytest.raises(ValueError, match="loop is no folder: give one to save to"):
+        protrain.save_checkpoint(loop, other.model, other.optimizer)
+
+
 def test_saves_and_loads_of_another_model_wait_for_one_to_their_folder(tmp_path: Path) -> None:
     """As of generator and discriminator: a save would take the unfinished one for what a killed process has left."""
     one, other = Training(0, 1, None), Training(0, 1, None)
