@@ -18,7 +18,7 @@ TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : 
 
 help:
 	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
-	@echo 'make test     lint, format check, types, tests, but for the slow ones'
+	@echo 'make test     lint, format check, sizes, types, tests, but for the slow ones'
 	@echo 'make slow     the tests that take seconds each: killed runs, commands, several processes'
 	@echo 'make float8   the tests that need torchao, which every process would import in the others'
 	@echo 'make kernels  compile every kernel for every target, no GPU needed'
@@ -37,6 +37,7 @@ test: lint types unit
 lint: $(VENV)/.dev
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check .
+	$(RUN)/python -m tools.size --check
 
 format: $(VENV)/.dev
 	$(RUN)/ruff check --fix .
