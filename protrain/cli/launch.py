@@ -148,16 +148,16 @@ def together() -> Iterator[int]:
     if announced_processes() == 1:
         yield 0
         return
-    starts = not dist.is_initialized()
-    if starts:
+    if starts := not dist.is_initialized():
         start_group()
     rank = dist.get_rank()
     failures = f"protrain {next(_runs)}: failures"
+    store = own_store()  # now, as nobody can connect to it once the launcher is killed
     try:
         with heard(rank == 0), warnings.catch_warnings(action="ignore") if rank else nullcontext():
             yield rank
     except (Exception, KeyboardInterrupt) as error:
-        if _fails_first(failures):
+        if _fails_first(store, failures):
             raise
         raise SystemExit(128 + error.signal_number if isinstance(error, InterruptedRun) else 1) from None
     finally:
@@ -166,9 +166,9 @@ def together() -> Iterator[int]:
                 dist.destroy_process_group()
 
 
-def _fails_first(key: str) -> bool:
+def _fails_first(store: dist.Store, key: str) -> bool:
     """Whether no process has called this before, in the run that ``key`` stands for."""
     try:
-        return bool(own_store().add(key, 1) == 1)
+        return store.add(key, 1) == 1
     except dist.DistError:  # who has the store is gone: the launcher, or the first process where no launcher has one
         return dist.get_rank() == 0
