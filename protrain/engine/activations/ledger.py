@@ -71,8 +71,8 @@ class SimulatedLedger(Ledger):
                 f"the simulated device is full: {format_bytes(self.fixed_bytes)} fixed and "
                 f"{format_bytes(self.held_bytes)} of activations held exceed device_memory="
                 f"{format_bytes(self.budget_bytes)}; wrap with an example_batch that is as large as the largest step, "
-                "call backward() before the next forward, leave torch.autocast off (its copies of weights count), or "
-                "allow more device_memory"
+                "call backward() before the next forward and without retain_graph, leave torch.autocast off (its "
+                "copies of weights count), or allow more device_memory"
             )
         if taken > self.peak_bytes:
             self.peak_bytes = taken

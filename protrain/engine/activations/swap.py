@@ -88,7 +88,7 @@ class HostSlots:
             raise BudgetError(
                 f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
                 f"{format_bytes(self.arena.total_bytes)} of host_memory={format_bytes(self.limit_bytes)} are taken; "
-                "call backward() before the next forward, or allow more host_memory"
+                "call backward() before the next forward and without retain_graph, or allow more host_memory"
             )
         return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
 
