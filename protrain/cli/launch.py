@@ -157,18 +157,14 @@ def together() -> Iterator[int]:
         with heard(rank == 0), warnings.catch_warnings(action="ignore") if rank else nullcontext():
             yield rank
     except (Exception, KeyboardInterrupt) as error:
-        if _fails_first(store, failures):
+        try:
+            fails_first = store.add(failures, 1) == 1
+        except dist.DistError:  # the launcher is gone, or the first process where no launcher has the store
+            fails_first = rank == 0
+        if fails_first:
             raise
         raise SystemExit(128 + error.signal_number if isinstance(error, InterruptedRun) else 1) from None
     finally:
         if starts:
             with suppress(Exception):  # after an error others may be gone
                 dist.destroy_process_group()
-
-
-def _fails_first(store: dist.Store, key: str) -> bool:
-    """Whether no process has called this before, in the run that ``key`` stands for."""
-    try:
-        return store.add(key, 1) == 1
-    except dist.DistError:  # who has the store is gone: the launcher, or the first process where no launcher has one
-        return dist.get_rank() == 0
