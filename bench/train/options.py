@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from protrain.cli.options import Parser, memory, number, whole, writable_folder
+from protrain.cli.shapes import named
 
 
 class Sizes(NamedTuple):
@@ -25,7 +26,12 @@ class Sizes(NamedTuple):
 def add_sizes(parser: Parser, sizes: Sizes) -> None:
     """Add the options of a task's model, batch, steps and GPUs to ``parser``."""
     parser.add_argument("--gpus", type=whole(1), default=1, help="of this machine, that train together (default: 1)")
-    parser.add_argument("--model", default=None, help=f"a shape by name (default: {sizes.model}; without a GPU: tiny)")
+    parser.add_argument(
+        "--model",
+        type=named,
+        default=None,
+        help=f"a shape by name, or a folder, which goes before it (default: {sizes.model}; without a GPU: tiny)",
+    )
     parser.add_argument("--layers", type=whole(1), default=None, help="blocks (default: those of the shape)")
     parser.add_argument(
         "--batch", type=whole(1), default=None, help=f"sequences a GPU (default: {sizes.batch}; without one: 2)"

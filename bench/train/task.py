@@ -24,7 +24,7 @@ WEIGHT_DECAY = 0.1
 class Task(Record):
     """One training, whoever does it."""
 
-    model: str  # of protrain.cli.shapes
+    model: str  # of protrain.cli.shapes, or a folder
     layers: int | None  # None: as many as the shape has
     batch: int  # sequences on each GPU
     sequence: int
@@ -50,6 +50,7 @@ class Task(Record):
     @property
     def label(self) -> str:
         """For file names."""
+        model = Path(self.model).name
         depth = "" if self.layers is None else f"-{self.layers}layers"
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
         host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
@@ -57,7 +58,7 @@ class Task(Record):
         gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
         adapter = "" if self.lora is None else "-lora"
         precision = f"-{self.quantised}" if self.quantised else "-float8" if self.float8 else ""
-        return f"{self.model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{within}{host}{link}{gpus}"
+        return f"{model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{within}{host}{link}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from protrain.cli.options import (
     writable_file,
     writable_folder,
 )
-from protrain.cli.shapes import SHAPES
+from protrain.cli.shapes import SHAPES, named
 from protrain.common.tables import wrapped
 from protrain.hardware.shipped import shipped_names
 
@@ -109,8 +109,9 @@ def _add_plan(add_parser: AddParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
+        type=named,
         help="a folder with a Hugging Face config.json, a model of the Hub like org/name, or one of "
-        f"{', '.join(SHAPES)}",
+        f"{', '.join(SHAPES)}; a folder goes before a name of these",
     )
     add_options(
         parser,
@@ -248,7 +249,7 @@ def _add_export(add_parser: AddParser) -> None:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a run or of checkpoints")
     parser.add_argument("folder", metavar="FOLDER", type=new_folder, help="a new or empty folder for the model")
-    parser.add_argument("--model", help="the model that was trained (default: that of the run)")
+    parser.add_argument("--model", type=named, help="the model that was trained (default: that of the run)")
     add_options(
         parser,
         *("dtype", "lora", "merge"),

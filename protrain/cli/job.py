@@ -15,7 +15,7 @@ from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import lora_text, refuse_4bit_alone
 from protrain.cli.options import memory, number, whole
 from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
-from protrain.cli.shapes import SHAPES
+from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES
 from protrain.common.hub import is_of
 from protrain.common.records import Record
@@ -66,7 +66,10 @@ class TrainJob(Record):
     file_kind = "the options of a run of `protrain train`"
 
     model: str = _option(
-        MISSING, f"a Hugging Face folder, a model of its Hub like org/name, or one of {', '.join(SHAPES)}"
+        MISSING,
+        f"a Hugging Face folder, a model of its Hub like org/name, or one of {', '.join(SHAPES)}; a folder goes before "
+        "a name of these",
+        type=named,
     )
     from_scratch: bool = _switch(
         "begin with random weights, so that a --model folder needs only its config.json and perhaps a tokenizer"
@@ -74,7 +77,8 @@ class TrainJob(Record):
     data: str | None = _option(
         None,
         "text, JSON lines or list, CSV, Parquet, a folder of one of them, or one that save_to_disk of datasets wrote; "
-        "or the name of a dataset of the Hugging Face Hub (default: the sources of Python's library)",
+        "or the name of a dataset of the Hugging Face Hub (default for the names of --model: the sources of Python's "
+        "library; a folder has none)",
         metavar="PATH|NAME",
     )
     column: str | None = _option(
@@ -186,7 +190,12 @@ class TrainJob(Record):
     )
     threads: int | None = _whole(None, "CPU threads (default: torch's choice)", 1, 1024, may_differ=True)
 
-    checkpoint_every: int = _whole(500, "steps between checkpoints; 0: none", 0, may_differ=True)
+    checkpoint_every: int | None = _whole(
+        None,
+        "steps between checkpoints; 0: none (default: 500, or a tenth of --steps if that is less)",
+        0,
+        may_differ=True,
+    )
     keep: int = _whole(2, "the number of newest checkpoints to keep", 1, may_differ=True)
     save_model: bool = _option(
         True,
@@ -308,12 +317,16 @@ def start(folder: Path, given: dict[str, Any]) -> TrainJob:
             f"{folder} holds {', '.join(own)}, which belongs to no run and would be overwritten: give another "
             "--folder, or move that"
         )
-    if given.get("data") is not None and not os.path.exists(given["data"]):  # before a model is loaded for it
-        raise ValueError(f"--data: {given['data']} does not exist")
-    if given.get("data") is not None and folder.resolve() == Path(given["data"]).resolve():
-        raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     if "model" not in given:
         raise ValueError("--model is missing: give a name or a folder, for example --model tiny")
+    model, data = given["model"], given.get("data")
+    if data is None:
+        if model not in SHAPES and os.path.isdir(model):
+            raise ValueError(f"--data is missing: give the text or the rows that --model {model} is to learn")
+    elif not os.path.exists(data):  # before a model is loaded for it
+        raise ValueError(f"--data: {data} does not exist")
+    elif folder.resolve() == Path(data).resolve():
+        raise ValueError(f"--folder {folder} is the folder of the text: give another, or the run would lie in its text")
     return TrainJob(**_with_absolute_paths(given))
 
 
@@ -329,17 +342,15 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
     given = _with_absolute_paths(given)
     for name, value in list(given.items()):
         own = getattr(job, name)
-        if name in ("model", "data", "chat_template") and own is not None and own not in SHAPES:
-            if _is_moved(own, value):
-                continue
+        may_differ = name in MAY_DIFFER or (name == "steps" and value > own)
+        if name in ("model", "data", "chat_template") and own not in (None, *SHAPES):
+            may_differ = _is_moved(own, value)
             if _is_same_path(own, value):
                 given[name] = value = own
-        if name == "steps" and value > own:
-            continue
-        if name not in MAY_DIFFER and value != own:
-            own = "the default" if own is None else own
+        if not may_differ and value != own:
+            before = "the default" if own is None else own
             raise ValueError(
-                f"{_spellings(_FIELDS[name])[0]} {value} differs from {own} of the run in {folder}; "
+                f"{_spellings(_FIELDS[name])[0]} {value} differs from {before} of the run in {folder}; "
                 f"leave it out to resume, or start another --folder"
             )
     return replace(job, **given)
@@ -352,8 +363,7 @@ def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
         located["freeze"] = tuple(given["freeze"])
     for name in ("model", "data", "chat_template", "plan"):
         path = given.get(name)
-        is_shape = name == "model" and path in SHAPES
-        if path is not None and not is_shape and os.path.exists(path):
+        if path is not None and (name != "model" or path not in SHAPES) and os.path.exists(path):
             located[name] = str(Path(path).absolute())
     return located
 
@@ -366,7 +376,7 @@ def _is_same_path(own: str, given: str) -> bool:
     if os.path.exists(given):
         return os.path.exists(own) and os.path.samefile(own, given)
     parts = Path(given).parts
-    return is_of(own, given) or (bool(parts) and Path(own).parts[-len(parts) :] == parts)
+    return is_of(own, given) or Path(own).parts[-len(parts) :] == parts
 
 
 def _is_moved(own: str, given: str) -> bool:

@@ -44,17 +44,23 @@ class LoadedModel:
     @property
     def config(self) -> Any:
         """The transformers configuration, of a model that sees pictures too that of its text."""
-        return _text_config(self.model)
+        model: Any = self.model
+        return model.config.get_text_config(decoder=True)
 
     @property
     def positions(self) -> int | None:
         """The number of tokens that the model has positions for. None: it computes them, or has none."""
-        return _positions(self.model)
+        found = [number for name in _POSITIONS if (number := getattr(self.config, name, None)) is not None]
+        if not found or found[0] == -1:  # XLNet says so that there is no limit
+            return None
+        return int(found[0]) - self.first_position
 
     @cached_property
     def first_position(self) -> int:
-        """The position of a row's first token."""
-        return _first_position(self.model)
+        """The position of a row's first token: 0, or the one behind that of padding where it has one, as in RoBERTa."""
+        tables = [module for name, module in self.model.named_modules() if name.endswith("position_embeddings")]
+        paddings = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
+        return next((padding + 1 for padding in paddings if padding is not None), 0)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """The arguments of the model for ``batch``.
@@ -74,16 +80,16 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     Raises:
         ValueError: There is no such shape or folder, its model cannot be trained, or transformers is not installed.
     """
-    folder = None if name in SHAPES else _folder_of(name)
+    if name not in SHAPES:
+        folder = _folder_of(name)
+        if layers is not None:
+            raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
+        return _from_folder(folder, _transformers())
     transformers = _transformers()
-    if folder is None:
-        shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
-        with empty_parameters():
-            model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
-        return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
-    if layers is not None:
-        raise ValueError(f"layers={layers}: only named shapes come at any depth ({', '.join(SHAPES)})")
-    return _from_folder(folder, transformers)
+    shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
+    with empty_parameters():
+        model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
+    return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
 
 
 def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
@@ -202,29 +208,11 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
         said = _why_not(config, error, transformers)
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
     _refuse_untrainable(folder, config, model)
-    positions = _positions(model)
-    if positions is not None and positions < 2:  # each token is learnt from the tokens before it
+    loaded = LoadedModel(model=model, folder=folder, sequence=1024, learning_rate=3e-5)
+    positions = loaded.sequence if loaded.positions is None else loaded.positions
+    if positions < 2:  # each token is learnt from the tokens before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")
-    return LoadedModel(model=model, folder=folder, sequence=min(1024, positions or 1024), learning_rate=3e-5)
-
-
-def _text_config(model: Any) -> Any:
-    return model.config.get_text_config(decoder=True)
-
-
-def _positions(model: nn.Module) -> int | None:
-    config = _text_config(model)
-    found = [number for name in _POSITIONS if (number := getattr(config, name, None)) is not None]
-    if not found or found[0] == -1:  # XLNet says so that there is no limit
-        return None
-    return int(found[0]) - _first_position(model)
-
-
-def _first_position(model: nn.Module) -> int:
-    """0, but where padding has a position of its own, as in RoBERTa, the one behind it."""
-    tables = [module for name, module in model.named_modules() if name.endswith("position_embeddings")]
-    paddings = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
-    return next((padding + 1 for padding in paddings if padding is not None), 0)
+    return replace(loaded, sequence=min(loaded.sequence, positions))
 
 
 def _why_not(config: Any, error: Exception, transformers: Any) -> str:

@@ -160,7 +160,7 @@ def _title(args: argparse.Namespace, profile: ModelProfile, n_gpus: int, each: s
     how = f"blocks {'compiled' if profile.compiled else 'eager'}, {_computed(profile)}"
     trained = "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
     quantised = f" and {format_bytes(profile.buffer_bytes)} of 4-bit weights" if args.load_in_4bit else ""
-    return f"{profile.model}, {profile.n_parameters:,} parameters{trained}{quantised}, {tokens}, {how}"
+    return f"{profile.model} of {args.model}, {profile.n_parameters:,} parameters{trained}{quantised}, {tokens}, {how}"
 
 
 def _computed(what: ModelProfile | Plan) -> str:

@@ -72,6 +72,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         compile=choose_compile(job.compile, device.type),
         chunked_loss=choose_loss(job.chunked_loss, device.type),
         micro_batches=micro_batches,
+        checkpoint_every=min(500, job.steps // 10 or 1) if job.checkpoint_every is None else job.checkpoint_every,
     )
     # Reading the text may take hours, so what protrain.wrap would refuse is found before, as far as that takes no time.
     loaded, plain, parameters = _checked_model(job, folder, device, resume=resume)
@@ -93,12 +94,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
             base = Base.of(loaded.folder, ranks)
     if resume:
         saved = _checked_save(job, folder, loaded.model, base)
-    if loaded.folder is not None and loaded.codec.tokenizer is None:
-        note(f"{loaded.folder} has no tokenizer: text is read as bytes")
     if job.chat_template is not None:
         set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
+    how = "" if loaded.codec.tokenizer else ", read as bytes, as there is no tokenizer"
+    note(f"training {job.model} on {job.data or 'the sources of the library of Python, by default'}{how}")
     if ranks.rank == 0 and tokens.train.packed and (reason := what_joins_rows(loaded, sequence=sequence)):
         warnings.warn(
             f"--data: {type(loaded.model).__name__} sees the rows of a sequence as one text, as {reason}; "
@@ -185,9 +186,7 @@ def _checked_model(
 def _checked_save(job: TrainJob, folder: Path, model: nn.Module, base: Base | None) -> dict[str, Any] | None:
     """The ``extra`` of the newest save, if there is one. A ValueError says what of the run is missing."""
     _refuse_lost_saves(job, folder)
-    saved = None
-    if list_saves(folder / CHECKPOINTS):
-        saved = check_checkpoint(folder / CHECKPOINTS, model, base)
+    saved = check_checkpoint(folder / CHECKPOINTS, model, base) if list_saves(folder / CHECKPOINTS) else None
     if job.data is not None and not Path(job.data).exists():
         command = command_for(job.data)
         again = f"; `{command}` brings it to the cache of the Hub again" if command else ""
@@ -221,12 +220,11 @@ def write_run_files(run: Run) -> None:
 def _bytes_to_write(run: Run) -> int:
     """What the checkpoints that ``run`` is still to write, and its model, take of the disk at once."""
     job, weight_bytes = run.job, getattr(torch, str(run.job.dtype)).itemsize
-    adapter_alone = job.lora is not None and not job.merge
-    written = run.trained_parameters if adapter_alone else run.parameters
+    written = run.trained_parameters if job.lora is not None and not job.merge else run.parameters
     frozen = 0 if run.base is not None else run.parameters - run.trained_parameters
     there = len(list_saves(run.folder / CHECKPOINTS))
     due = math.ceil((job.steps - run.step) / job.checkpoint_every) if job.checkpoint_every else 0
-    saves = max(min(there + due, job.keep + 1) - there, 0)  # the oldest is deleted once the newest is complete
+    saves = max(min(due, job.keep + 1 - there), 0)  # the oldest is deleted once the newest is complete
     return saves * (_STATE_BYTES * run.trained_parameters + weight_bytes * frozen) + job.save_model * (
         weight_bytes * written
     )
@@ -260,9 +258,10 @@ def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
 
     A run that was killed before its first save starts anew.
     """
+    if list_saves(folder / CHECKPOINTS):
+        return
     reached = steps_reached(folder)
-    has_ended = (folder / SUMMARY_FILE).exists()
-    if (has_ended or reached > job.checkpoint_every > 0) and not list_saves(folder / CHECKPOINTS):
+    if (folder / SUMMARY_FILE).exists() or reached > (job.checkpoint_every or reached):
         raise ValueError(
             f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
             "start another --folder"

@@ -73,12 +73,17 @@ SHAPES: dict[str, Shape] = {
 }
 
 
+def named(model: str) -> str:
+    """An argparse type: MODEL. A folder of the working directory goes before a shape of the same name, as ./tiny."""
+    return f"./{model}" if model in SHAPES and Path(model, "config.json").is_file() else model
+
+
 def describe(name: str, *, layers: int | None = None) -> str:
     """What ``protrain.cli.models`` would make the model ``name`` from, at no cost. "" if there is no such model."""
     if name in SHAPES:
         return repr(SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers))
     try:
-        return (Path(name) / "config.json").read_text(encoding="utf-8")
+        return Path(name, "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeError):
         return ""
 

@@ -84,10 +84,9 @@ def find_source(path: str | os.PathLike[str] | None, *, exclude: Path | None = N
         if isinstance(kind, Unread):
             raise ValueError(f"--data: {root} is {kind.name}; {kind.remedy}")
         return Source(kind, [root])
-    if root.exists() and not root.is_dir():
-        raise ValueError(f"--data: {root} is no regular file; give {_READABLE}")
     if not root.is_dir():
-        raise ValueError(f"--data: {root} does not exist")
+        what = f"is no regular file; give {_READABLE}" if root.exists() else "does not exist"
+        raise ValueError(f"--data: {root} {what}")
     if (root / "dataset_dict.json").is_file() or ((root / "state.json").is_file() and any(root.glob("*.arrow"))):
         return Source("rows", [root])
     return _prevailing(root, _files_in(root, exclude))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from contextlib import nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,8 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: processes that this one has started have ended, with their status; or this is one of several, and
             another has failed.
     """
-    if not args.resume and not hasattr(args, "model") and args.folder is not None:
+    name = getattr(args, "model", "")
+    if not (args.resume or name) and args.folder is not None:
         args.resume = jobs.is_run(args.folder)
         if not args.resume:
             raise ValueError(
@@ -42,23 +42,23 @@ def run(args: argparse.Namespace) -> None:
             )
     if args.resume and args.folder is None:
         raise ValueError("--resume needs the --folder of the run")
-    name = getattr(args, "model", "")
     if not args.resume and name:
-        # Downloads take longer than ranks wait for each other, so they come before there are any.
-        args.model = on_disk(name, weights=not getattr(args, "from_scratch", False))
-        if getattr(args, "data", None) is not None:
+        # Downloads take longer than ranks wait for each other, so they come before there are any. Without data the run
+        # is refused, and weights would be in vain.
+        args.model = on_disk(name, weights=hasattr(args, "data") and not hasattr(args, "from_scratch"))
+        if hasattr(args, "data"):
             with heard(local_rank() == 0):
                 args.data = data_on_disk(args.data)
     if launched(args):
         return
     with stop_requests() as requests, together():
-        _train(args, args.folder or _new_folder(name), requests, join(None))
+        new = Path("runs") / f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        _train(args, args.folder or new, requests, join(None))
 
 
 def _train(args: argparse.Namespace, named: Path, requests: StopRequests, ranks: Ranks) -> None:
     """Train as one of ``ranks``, in the folder ``named``. The first one decides what to do, and has the folder."""
-    names = {field.name for field in fields(TrainJob)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {name: value for name, value in vars(args).items() if name in TrainJob.__dataclass_fields__}
     first = ranks.rank == 0
     claim = claimed(named, new=args.folder is None) if first else nullcontext(Path())
     with claim as own:
@@ -71,7 +71,7 @@ def _train(args: argparse.Namespace, named: Path, requests: StopRequests, ranks:
         else:
             summary = train(job, folder, requests, resume=args.resume, trace=args.trace)
     if first:
-        files = ", ".join(sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")))
+        files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
         lines = [wrapped(line, indent="  ") for line in (f"in {folder}: {files}", summary.last_line())]
         emit(summary, args, "\n".join([summary.table(), "", *lines]))
 
@@ -81,9 +81,6 @@ def _job(args: argparse.Namespace, folder: Path, given: dict[str, Any]) -> tuple
     if not args.resume:
         return jobs.start(folder, given), None
     job, done = jobs.resume(folder, given), folder / SUMMARY_FILE
-    summary = TrainSummary.load(done) if done.exists() else None
-    return job, summary if summary is not None and summary.steps == job.steps else None
-
-
-def _new_folder(model: str) -> Path:
-    return Path("runs") / f"{Path(model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if done.exists() and (summary := TrainSummary.load(done)).steps == job.steps:
+        return job, summary
+    return job, None

@@ -302,14 +302,14 @@ def test_a_warning_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
+    status, _, err = run(capsys, "train", "--device", "cpu", "--data", __file__, "--model", str(tmp_path))
     assert (status, "holds no config.json" in err) == (2, True)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
+    status, _, err = run(capsys, "train", "--device", "cpu", "--data", __file__, "--model", str(tmp_path))
     assert (status, "holds no safetensors" in err) == (2, True)
     (tmp_path / "model.safetensors").write_bytes(b"")
     (tmp_path / "config.json").write_text('{"model_type": "nothing-known"}')
-    status, _, err = run(capsys, "train", "--device", "cpu", "--model", str(tmp_path))
+    status, _, err = run(capsys, "train", "--device", "cpu", "--data", __file__, "--model", str(tmp_path))
     assert (status, "is no causal language model" in err) == (2, True)
 
 

@@ -221,7 +221,17 @@ def test_a_loss_that_compares_a_token_with_itself_is_refused(
     with pytest.raises(ValueError, match="compares each token with itself") if unshifted else nullcontext():
         refuse_unshifted(loaded)
     if unshifted:
-        run = ["--from-scratch", "--device", "cpu", "--steps", "1", "--folder", str(tmp_path / "run")]
+        run = [
+            "--from-scratch",
+            "--data",
+            __file__,
+            "--device",
+            "cpu",
+            "--steps",
+            "1",
+            "--folder",
+            str(tmp_path / "run"),
+        ]
         assert main(["train", "--model", str(tmp_path), *run]) == 2
         assert "compares each token with itself" in capsys.readouterr().err
 
@@ -233,7 +243,7 @@ def test_a_quantized_model_is_refused_by_its_config(folder: Path, capsys: pytest
     quantized = {"quant_method": "gptq", "bits": 4}
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantized}))
     for command in (["plan"], ["train", "--model"]):
-        assert main([*command, str(folder), "--device", "cpu"]) == 2
+        assert main([*command, str(folder), "--data", __file__, "--device", "cpu"]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert f"{folder}: its config.json has a quantization_config" in said
         assert "take quantization_config out of config.json" in said
@@ -259,7 +269,7 @@ def test_a_config_that_is_no_object_is_one_line(
     command: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "config.json").write_text("5")
-    assert main([*command, str(folder), "--device", "cpu"]) == 2
+    assert main([*command, str(folder), "--data", __file__, "--device", "cpu"]) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("protrain: profiling")]
     assert len(lines) == 1
     assert f"{folder} is no causal language model that transformers can load: TypeError: " in lines[0]
@@ -297,7 +307,8 @@ def test_a_plan_needs_the_config_alone(folder: Path, tmp_path: Path, capsys: pyt
             file.unlink()
     assert planned() == whole
     capsys.readouterr()
-    assert main(["train", "--model", str(folder), "--device", "cpu", "--folder", str(tmp_path / "run")]) == 2
+    command = ["train", "--model", str(folder), "--data", __file__, "--device", "cpu"]
+    assert main([*command, "--folder", str(tmp_path / "run")]) == 2
     said = (
         f"protrain train: {folder} holds no safetensors: save the weights with save_pretrained first, or give "
         "--from-scratch for random ones\n"

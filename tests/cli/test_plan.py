@@ -71,7 +71,7 @@ def test_the_answer_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 0, err
     machine, title, _, *rows = out.split("\n\n")[0].splitlines()
     assert machine == "fits on NVIDIA GeForce RTX 3090, host memory 100 MiB, rates composed"
-    assert title.startswith("LlamaForCausalLM, 1,820,352 parameters, 128 tokens a step, blocks eager")
+    assert title.startswith("LlamaForCausalLM of tiny, 1,820,352 parameters, 128 tokens a step, blocks eager")
     said = by_label(rows, 14)
     answer = json.loads(run(capsys, *TINY, *argv, "--json")[1])
     step = answer["plan"]

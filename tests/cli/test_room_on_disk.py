@@ -23,13 +23,13 @@ def size_bytes(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("options", "saves"),
     [
-        ([], 1),
+        ([], 3),
         (["--checkpoint-every", "1", "--keep", "1"], 2),  # the new one is written beside the old one
         (["--checkpoint-every", "1"], 3),
         (["--checkpoint-every", "0"], 0),
-        (["--lora", "r=16"], 1),
+        (["--lora", "r=16"], 3),
         (["--lora", "r=16", "--merge", "--checkpoint-every", "2", "--keep", "1", "--dtype", "bfloat16"], 2),
-        (["--freeze", "model.embed_tokens.*", "--dtype", "bfloat16", "--no-model"], 1),
+        (["--freeze", "model.embed_tokens.*", "--dtype", "bfloat16", "--no-model"], 3),
     ],
     ids=str,
 )

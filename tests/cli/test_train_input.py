@@ -183,7 +183,8 @@ def test_a_token_that_every_text_has_needs_an_embedding(
     shutil.copytree(with_a_late_token, model)
     settings = json.loads((model / "tokenizer_config.json").read_text())
     (model / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<late>"}))
-    assert main(["train", "--model", str(model), "--from-scratch", "--folder", str(tmp_path / "run")]) == 2
+    command = ["train", "--model", str(model), "--from-scratch", "--data", __file__, "--folder", str(tmp_path / "run")]
+    assert main(command) == 2
     assert f"{model} has 256 embeddings and its tokens need 257: put the tokenizer" in capsys.readouterr().err
 
 

@@ -92,7 +92,7 @@ def test_a_run_that_chooses_its_folder_waits_for_no_other(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(time, "strftime", lambda _: "now")
     with claimed(Path("runs") / "model-now"):
-        assert main(["train", "--model", str(model), "--device", "cpu"]) == 2
+        assert main(["train", "--model", str(model), "--data", __file__, "--device", "cpu"]) == 2
     assert f"{model} is no causal language model" in capsys.readouterr().err
 
 
