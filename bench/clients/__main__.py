@@ -27,7 +27,7 @@ from bench.clients.run import ClientJob
 from bench.clients.worker import CLIENTS
 from bench.train.contestants import Contestant
 from bench.train.launch import supervise
-from bench.train.models import build_model
+from bench.train.models import build_model, refuse_too_large
 from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
 from bench.train.results import Outcome
 from bench.train.task import Task, make_tokens
@@ -89,7 +89,9 @@ def _names(text: str) -> tuple[str, ...]:
 def _task(args: argparse.Namespace) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
     task = Task(**sizes_of(args, _SIZES))
-    build_model(task)  # a copy, to see that it can be
+    model = build_model(task)  # a copy, to see that it can be
+    if not torch.cuda.is_available():
+        refuse_too_large(model, task)
     return task
 
 

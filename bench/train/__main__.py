@@ -33,7 +33,7 @@ from bench.link_load import add_link_rate, beside_copies
 from bench.loaders import LoadError
 from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
-from bench.train.models import build_model, replace_loss
+from bench.train.models import build_model, refuse_too_large, replace_loss
 from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
 from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
@@ -179,7 +179,10 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         quantised=args.quantised,
         float8=args.float8,
     )
-    replace_loss(build_model(task), task, device)  # of a copy: to see that all of it can be
+    model = build_model(task)  # a copy, to see that all of it can be
+    if not on_gpu:
+        refuse_too_large(model, task)
+    replace_loss(model, task, device)
     return task
 
 

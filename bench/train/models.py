@@ -15,9 +15,11 @@ from bench.train.task import Task
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import is_managed
+from protrain.common.quantities import format_bytes
 from protrain.engine.states.empty import values_of
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.compilation import compile_blocks
+from protrain.hardware.memory import available_host_bytes
 from protrain.profiler.blocks import find_blocks
 
 
@@ -37,6 +39,25 @@ def build_model(task: Task) -> Any:
     fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
     return loaded.model.train()
+
+
+def refuse_too_large(model: nn.Module, task: Task) -> None:
+    """Raise a ValueError if this machine, which has no GPU, cannot hold ``model`` and what training adds to it.
+
+    Without that the system would end the benchmark, and perhaps other programs, once its memory is full. Activations
+    come on top.
+    """
+    parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in parameters) - trained
+    needed = 16 * trained + (frozen // 2 if task.quantised else 4 * frozen)  # all in fp32, but 4-bit weights
+    available = available_host_bytes()
+    if needed > available:
+        raise ValueError(
+            f"--model {task.model}: without a GPU the weights, gradients and moments take {format_bytes(needed)} of "
+            f"this machine's memory, of which {format_bytes(available)} are available: give fewer --layers, or --model "
+            "tiny, or run this where there is a GPU"
+        )
 
 
 def replace_loss(model: nn.Module, task: Task, device: torch.device) -> None:

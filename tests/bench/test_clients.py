@@ -139,6 +139,18 @@ def test_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         assert message in capsys.readouterr().err
 
 
+def test_without_a_gpu_what_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("bench.train.models.available_host_bytes", lambda: 2**30)
+    with pytest.raises(SystemExit) as stop:
+        main(["--model", "llama-7b"])
+    assert stop.value.code == 2
+    assert "memory, of which 1 GiB are available: give fewer --layers" in capsys.readouterr().err
+
+
 def test_the_lines_that_users_add_are_those_of_its_page() -> None:
     guide = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
     for client in CLIENTS.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -44,6 +45,26 @@ def test_other_wrong_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -
             main(argv)
         assert stop.value.code == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("options", "bytes_each"), [("", 16), ("--lora=r=1", 4)])
+def test_without_a_gpu_what_does_not_fit_is_refused_before_anyone_runs(
+    options: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    if "lora" in options:
+        pytest.importorskip("peft")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("bench.train.models.available_host_bytes", lambda: 2**30)
+    one_layer = 480_260_096  # parameters, with embedding and head
+    with pytest.raises(SystemExit) as stop:
+        main(["--model", "llama-7b", "--layers", "1", *options.split()])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    needed = re.search(r"moments take ([\d.]+) GiB of this machine's memory, of which 1 GiB are available", said)
+    assert needed is not None, said
+    assert float(needed[1]) * 2**30 == pytest.approx(one_layer * bytes_each, rel=0.01)
+    assert "give fewer --layers, or --model tiny" in said
 
 
 def test_a_chunked_loss_that_cannot_be_is_refused_before_anyone_runs(

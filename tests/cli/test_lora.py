@@ -100,7 +100,7 @@ def test_the_adapter_loads_in_peft_and_is_the_trained_one(
     base = transformers.AutoModelForCausalLM.from_pretrained(workplace / "source")
     model = peft.PeftModel.from_pretrained(base, finished / "model").eval()
     summary = json.loads((finished / "summary.json").read_text())
-    assert main(["train", "--model", str(finished / "model"), "--device", "cpu"]) == 2
+    assert main(["train", "--model", str(finished / "model"), "--data", __file__, "--device", "cpu"]) == 2
     assert "is an adapter and no model" in capsys.readouterr().err
     assert held_out_loss(model, workplace, tmp_path) == pytest.approx(summary["evaluation_loss"], rel=1e-5)
     assert summary["evaluation_loss"] < 5.5, "the untrained model has 5.6"
