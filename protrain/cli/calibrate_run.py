@@ -31,8 +31,8 @@ def run(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     kept = cached(device)
-    is_first = kept is None or kept.world_size != announced_processes()
-    save = is_first or seconds >= FULL_SECONDS  # a trial must not spoil the plans of a full calibration
+    # Unless it is the first, a trial must not spoil the plans of a full calibration.
+    save = kept is None or kept.world_size != announced_processes() or seconds >= FULL_SECONDS
     with bar("measuring") as progress:
         measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
         try:
@@ -60,8 +60,9 @@ def _repeated(lines: list[str]) -> str:
 
 
 def _kept(hardware: HardwareProfile, device: torch.device) -> str:
+    path = Machine.of(device).path
     if cached(device) != hardware:
         if not keeps_measurements():
             return "the profile was not kept, as PROTRAIN_CACHE=0 says"
-        return f"the profile was not kept: {Machine.of(device).path} cannot be written; PROTRAIN_CACHE names the folder"
-    return f"kept in {Machine.of(device).path}"
+        return f"the profile was not kept: {path} cannot be written; PROTRAIN_CACHE names the folder"
+    return f"kept in {path}, for plans and runs with --device {device.type} alone"

@@ -70,7 +70,7 @@ on four GPUs at once, with what they gather and exchange:
 _CALIBRATE_DESCRIPTION = """Measure what the machine's device, link and host can do, alone and together, in under \
 a minute.
 
-Close other programs first. Training and planning on this machine then use the profile, which is kept in \
+Close other programs first. Training and planning on this device then use the profile, which is kept in \
 $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain."""
 _EXPORT_EXAMPLE = """example:
   protrain export runs/mine exported

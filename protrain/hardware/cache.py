@@ -124,8 +124,11 @@ def why_not_cached(device: torch.device) -> str | None:
         profile = HardwareProfile.load(kept[0])
     except ValueError as error:
         return f"the last calibration cannot be used: {error}"
-    values = [(field, getattr(profile, field), value) for field, value in vars(here).items()]
-    changes = [f"{field} was {before!r} and is {now!r}" for field, before, now in values if before != now]
+    changes = [
+        f"{field} was {before!r} and is {now!r}"
+        for field, now in vars(here).items()
+        if (before := getattr(profile, field)) != now
+    ]
     if not changes:
         return None
     return f"the last calibration, {kept[0]}, is of another machine or software: {', '.join(changes)}"

@@ -25,9 +25,9 @@ def shipped_names() -> list[str]:
 
 
 def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
-    """The shipped profile of a name such as "h100", or the profile in a JSON file. ValueError when there is neither."""
+    """The profile in a JSON file, or the shipped one of a name such as "h100". ValueError when there is neither."""
     text = os.fspath(name_or_path)
-    if text.lower() in shipped_names():
+    if text.lower() in shipped_names() and not os.path.isfile(text):
         resource = files("protrain.hardware").joinpath("profiles", f"{text.lower()}.json")
         return HardwareProfile.from_json(resource.read_text(encoding="utf-8"))
     if not os.path.exists(text):
@@ -54,7 +54,7 @@ def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwarePro
     Only shipped profiles of cards that are rented in parts of a server have a larger host with more GPUs.
     """
     profile = load(name_or_path)
-    if n_gpus == 1 or os.fspath(name_or_path).lower() not in _AS_RENTED:
+    if n_gpus == 1 or profile.source != "shipped" or os.fspath(name_or_path).lower() not in _AS_RENTED:
         return profile
     host = next((host for most, host in _RENTED.items() if n_gpus <= most), _RENTED[max(_RENTED)])
     rates = profile.host_adam_scaled(host["host_adam_gparams"] / profile.host_adam_gparams)
@@ -79,6 +79,6 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
         matmul_tflops=profile.matmul_tflops * computing,
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
-        flatten_gbps=None if profile.flatten_gbps is None else profile.flatten_gbps * memory,
-        pack_gbps=None if profile.pack_gbps is None else profile.pack_gbps * memory,
+        flatten_gbps=profile.flatten_gbps and profile.flatten_gbps * memory,
+        pack_gbps=profile.pack_gbps and profile.pack_gbps * memory,
     )

@@ -37,6 +37,18 @@ def test_shipped_profiles_are_plausible(name: str) -> None:
     assert profile.host_adam_gparams * 26 < profile.host_dram_gbps * 1.1
 
 
+@pytest.mark.parametrize("n_gpus", [1, 8])
+def test_a_file_goes_before_a_shipped_profile_of_its_name(
+    n_gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "h200").mkdir()
+    assert load("h200").source == "shipped"
+    mine = replace(load("h100"), source="measured", host_bytes=64 * GIB)
+    mine.save(tmp_path / "h100")
+    assert of_machine("h100", n_gpus) == mine
+
+
 def test_a_table_of_a_machine_has_what_is_known_of_it_alone() -> None:
     rows = dict(load("rtx3090").rows())
     assert rows["h2d_gbps"] == "12.5"

@@ -77,6 +77,16 @@ def test_another_machine_is_not_this_one(changed: dict[str, Any], cache: Path) -
     assert cached(CPU) == mine
 
 
+def test_a_gpu_takes_nothing_of_what_was_measured_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Machine.of(CPU)
+    store(_measured(here), here)
+    assert cached(CPU) is not None
+    gpu = torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA B300")
+    monkeypatch.setattr("protrain.hardware.cache.driver_version", lambda device: here.driver)
+    assert (cached(gpu), why_not_cached(gpu)) == (None, None)
+
+
 def test_two_processes_use_their_own_profile_before_that_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Machine.of(CPU)
     one = _measured(here)
@@ -143,7 +153,8 @@ def test_a_trial_replaces_no_kept_profile(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr("protrain.calibrate", measure)
     assert kept_rate("5") == 1.0, "without any, a rough one is better"
-    assert "kept in" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"kept in {Machine.of(CPU).path}, for plans and runs with --device cpu alone" in said
     assert kept_rate("5") == 1.0
     assert "not kept, because there is one already, and in less than 30 s" in capsys.readouterr().err
     assert kept_rate("30") == 3.0
