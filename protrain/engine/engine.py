@@ -44,7 +44,12 @@ from protrain.engine.weights.added import AddedParameters
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
-from protrain.engine.weights.parameter import frozen_error, refuse_foreign_gradients, take_gradient
+from protrain.engine.weights.parameter import (
+    frozen_error,
+    refuse_foreign_gradients,
+    refuse_hooks_on_sums,
+    take_gradient,
+)
 
 
 class Engine:
@@ -175,6 +180,7 @@ class Engine:
             self._visits.go_on_after_error()
         self.step.abandon_backward()
         self.bindings.begin_use("backward()")
+        refuse_hooks_on_sums(self.members, self.gradients.indices())
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         self._backward = weakref.ref(end, self._report_failed if self._ranks.several else None)
@@ -214,14 +220,12 @@ class Engine:
 
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
+        member = self.members[index]
+        gradient = take_gradient(member.parameter)  # now, as a backward that is refused must leave nothing behind
         self.begin_backward()
         if self.step.phase is not Phase.BACKWARD:
-            try:
-                self.step.begin_backward()
-            except BaseException:  # backward is refused, and must leave nothing behind
-                take_gradient(self.members[index].parameter)
-                raise
-        self.gradients.collect(self.members[index])
+            self.step.begin_backward()
+        self.gradients.collect(member, gradient)
 
     def _leave_unit(self) -> None:
         self._unbind_current()
@@ -292,11 +296,6 @@ class Engine:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""
         self.abandon_backward()
         return self.gradients.is_pending(index)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended. One that has raised counts until it is cleaned up."""
-        return self._backward is not None
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 

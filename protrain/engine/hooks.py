@@ -25,7 +25,7 @@ from protrain.engine.engine import Engine
 from protrain.engine.planned_batch import PlannedBatch
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
-from protrain.engine.weights.parameter import GradientHook, PresentParameter, manage
+from protrain.engine.weights.parameter import PresentParameter, manage
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
@@ -37,7 +37,7 @@ def install(engine: Engine) -> None:
     for member in engine.members:
         handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
         if member.parameter.requires_grad:
-            member.parameter.register_post_accumulate_grad_hook(GradientHook(handle))
+            member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
         manage(member.parameter, handle)
         member.edits = member.parameter._version
         engine.bindings.release(member)
@@ -80,13 +80,13 @@ def _refuse_compiler() -> None:
         )
 
 
-def _refuse_transforms(engine: Engine) -> None:
+def _refuse_transforms() -> None:
     """MisuseError if torch.func has the model, or a part of it, called with tensors that stand for others.
 
     It would fail where weights are moved, and so under some plans only. A backward may be transformed, as
     torch.autograd.grad(is_grads_batched=True) does.
     """
-    if torch._C._functorch.peek_interpreter_stack() is not None and not engine.in_backward:
+    if torch._C._functorch.peek_interpreter_stack() is not None and torch._C._current_graph_task_id() == -1:
         raise MisuseError(
             "a model that protrain.wrap has wrapped, or a part of one, was called inside a transform of torch.func "
             "(grad, vjp, jvp, vmap and the like), where its weights cannot be moved: use torch.autograd.grad or "
@@ -101,7 +101,7 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_compiler()
-        _refuse_transforms(engine)
+        _refuse_transforms()
         return engine.run_unit(unit, original, args, kwargs)
 
     return run
@@ -191,7 +191,7 @@ class _Root:
         """Begin a forward of the model. Returns the arguments with which it runs: on the device, and in its type."""
         _refuse_compiler()
         engine = self._engine
-        _refuse_transforms(engine)
+        _refuse_transforms()
         refuse_others(engine.memory.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)

@@ -88,8 +88,9 @@ class Clipping:
                 raise MisuseError(
                     f"{len(known.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
                     f"{missing[0]} among them: ProTrain multiplies all or none. Clip all of the model's parameters at "
-                    "once, change single gradients in parameter.register_post_accumulate_grad_hook, or clear the "
-                    "gradients with optimizer.zero_grad()"
+                    "once, change single gradients in parameter.register_post_accumulate_grad_hook, or in "
+                    "parameter.register_hook where a step has several backward() calls, or clear the gradients with "
+                    "optimizer.zero_grad()"
                 )
         for known in self._multiplied:
             self._multiply(known.value)

@@ -68,13 +68,10 @@ class Gradients:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
 
-    def collect(self, member: Member) -> None:
-        """Take the gradient of ``member`` that autograd has just finished."""
-        gradient = take_gradient(member.parameter)
+    def collect(self, member: Member, gradient: Tensor | None) -> None:
+        """Keep the gradient of ``member`` that autograd has just finished, until ``flush``."""
         if gradient is not None and member.group >= 0:
-            if gradient.requires_grad:  # with create_graph=True
-                gradient = gradient.detach()
-            self.pending.setdefault(member.chunk, []).append((member, gradient))
+            self.pending.setdefault(member.chunk, []).append((member, gradient.detach()))  # of create_graph=True
 
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""

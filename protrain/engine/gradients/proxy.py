@@ -68,7 +68,8 @@ class GradientProxy(Tensor):
                     "Its 2-norm can be read, and all gradients can be multiplied by one factor, as "
                     "torch.nn.utils.clip_grad_norm_ does. Use optimizer.zero_grad() to clear it, "
                     "optimizer.backward(loss) in place of torch.amp.GradScaler, and "
-                    "parameter.register_post_accumulate_grad_hook to see or change it"
+                    "parameter.register_post_accumulate_grad_hook to see or change it, or parameter.register_hook "
+                    "where a step has several backward() calls"
                 )
         raise AssertionError("a gradient proxy was dispatched without being an argument")
 

@@ -34,9 +34,8 @@ class ParameterEngine(Protocol):
     def members(self) -> Sequence[Member]:
         """All managed parameters."""
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward has begun and not ended."""
+    def begin_backward(self) -> None:
+        """Begin a backward, unless one runs already. This is called inside it."""
 
     def end_interrupted(self) -> None:
         """Clean up after a step that an error has ended. MisuseError in a forked process, which has no states."""
@@ -82,13 +81,11 @@ class Handle:
             raise MisuseError(f"{self.name} belongs to a model that no longer exists: keep the model that was wrapped")
         return engine
 
+    def gradient_ready(self, _: Tensor) -> None:
+        """The engine's own hook on the parameter, called after all others: autograd has accumulated its gradient."""
+        self.engine.gradient_ready(self.index)
+
     @property
     def gradient_pending(self) -> bool:
         """Whether the parameter has a gradient that no step has used."""
         return self.engine.gradient_pending(self.index)
-
-    @property
-    def is_updated_inside(self) -> bool:
-        """Whether backward has updated the parameter already, so that its gradient is gone."""
-        engine = self.engine
-        return engine.members[self.index].chunk.index in engine.updated_inside

@@ -8,7 +8,7 @@ chunk and not in ``.grad``. The other classes are in ``protrain.engine.weights.r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -24,17 +24,6 @@ _MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-
-
-class GradientHook:
-    """The engine's own hook on a parameter, which takes the gradient away. It is called after all other hooks."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-
-    def __call__(self, parameter: Tensor) -> None:
-        """Autograd has accumulated the whole gradient of ``parameter``."""
-        self._handle.engine.gradient_ready(self._handle.index)
 
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
@@ -81,20 +70,21 @@ class PresentParameter(nn.Parameter):
     def grad(self) -> Tensor | None:
         """None if there is no gradient, and a stand-in if the gradient lies in a chunk.
 
-        In a hook (``register_post_accumulate_grad_hook``) it is the gradient of this backward, which the hook may
-        change.
+        In a hook (``register_post_accumulate_grad_hook``) it is the gradient of the first backward of a step, which the
+        hook may change. A second backward would need the sum there, as in torch, and is refused.
 
         Raises:
-            MisuseError: an update inside backward has used the gradient up, or something else has put one here.
+            MisuseError: an update inside backward has used the gradient up, something else has put one here, or this is
+                a hook and the gradient is not the first one of the step.
         """
-        handle = self.protrain_handle
-        if (arriving := raw_gradient(self)) is not None:
-            if not handle.engine.in_backward:
-                raise foreign_gradient(handle.name)
+        if (arriving := self._arriving()) is not None:
             return arriving
-        if handle.gradient_pending:
+        handle = self.protrain_handle
+        pending, member = handle.gradient_pending, handle.engine.members[handle.index]
+        refuse_foreign_gradients([member])
+        if pending:
             return GradientProxy.of(handle, self.shape)
-        if handle.is_updated_inside:
+        if member.chunk.index in handle.engine.updated_inside:
             raise MisuseError(
                 f"the gradient of {handle.name} is gone: with step_during_backward=True its update was made inside "
                 "backward. To clip or read gradients wrap with step_during_backward=False"
@@ -103,7 +93,7 @@ class PresentParameter(nn.Parameter):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if raw_gradient(self) is not None:
+        if self._arriving() is not None or raw_gradient(self) is not None:
             with torch._C.DisableTorchFunctionSubclass():
                 _RAW_GRAD.__set__(self, value)
             return
@@ -113,18 +103,28 @@ class PresentParameter(nn.Parameter):
         if value is not None:
             raise MisuseError(
                 f"the gradient of {handle.name} is kept in ProTrain's chunks and cannot be assigned: let "
-                "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook"
+                "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook, or in "
+                "parameter.register_hook where a step has several backward() calls"
             )
         if handle.gradient_pending:
             handle.engine.forget_gradient(handle.index)
 
+    def _arriving(self) -> Tensor | None:
+        """The gradient with which a hook is called now. MisuseError if torch would add it to an earlier one first."""
+        gradient, handle = raw_gradient(self), self.protrain_handle
+        if gradient is None or torch._C._current_graph_task_id() == -1:
+            return None
+        handle.engine.begin_backward()  # the hook may come before everything else that tells of this backward
+        if handle.gradient_pending:  # a backward inside this one, as of a checkpoint, may have brought the earlier one
+            refuse_hooks_on_sums(handle.engine.members, {handle.index})
+        return gradient
+
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Have ``hook`` called with the gradient of a backward in ``.grad``, before the gradient goes into a chunk."""
+        """Have ``hook`` called with the first gradient of a step in ``.grad``, before it goes into a chunk."""
         handle = super().register_post_accumulate_grad_hook(hook)
         hooks: Any = self._post_accumulate_grad_hooks
-        last = next((key for key, known in hooks.items() if isinstance(known, GradientHook)), None)
-        if last is not None:
-            hooks[last] = hooks.pop(last)  # autograd calls hooks in the order of insertion
+        for key in [key for key, known in hooks.items() if known == self.protrain_handle.gradient_ready]:
+            hooks[key] = hooks.pop(key)  # autograd calls hooks in the order of insertion
         return handle
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PresentParameter:
@@ -168,14 +168,32 @@ def take_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 def receives_gradient(parameter: nn.Parameter) -> bool:
     """Whether the backward that runs now, and calls this, accumulates a gradient of ``parameter`` in ``.grad``."""
-    if not parameter.requires_grad:
-        return False
-    with torch._C.DisableTorchFunctionSubclass():
-        node = get_gradient_edge(parameter).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad was asked for it, and returns it
+        with torch._C.DisableTorchFunctionSubclass():
+            return bool(torch._C._will_engine_execute_node(get_gradient_edge(parameter).node))
+    except RuntimeError:  # it is frozen, or torch.autograd.grad was asked for its gradient and returns it
         return False
+
+
+def refuse_hooks_on_sums(members: Sequence[Member], summed: set[int]) -> None:
+    """MisuseError if the backward that runs now would call a hook of the user for any of the ``summed`` members.
+
+    They have gradients, to which torch would add those of this backward before it calls the hooks. The sums lie in
+    chunks, perhaps on other ranks, and are not whole while backward runs.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        hooked = [m for m in members if m.index in summed and len(m.parameter._post_accumulate_grad_hooks or ()) > 1]
+    for member in hooked:  # by more than the engine
+        if receives_gradient(member.parameter):
+            for each in members:  # nothing is left behind, even if a hook is just called
+                take_gradient(each.parameter)
+            raise MisuseError(
+                f"{member.name} has a hook (register_post_accumulate_grad_hook) and a gradient of an earlier "
+                "backward(), to which torch would add this one before it calls the hook. ProTrain keeps such sums in "
+                "its chunks, so the hook cannot have them: see or change the gradient of each backward() in a tensor "
+                "hook (parameter.register_hook), make one backward() between calls of zero_grad(), or clip the sums "
+                "with optimizer.clip_grad_norm_()"
+            )
 
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -196,21 +214,16 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-def foreign_gradient(name: str) -> MisuseError:
-    """The error for a gradient that other code has put into ``.grad`` of the parameter ``name``."""
-    return MisuseError(
-        f"something other than ProTrain has put a gradient into .grad of {name}, which no step would use. "
-        "DistributedDataParallel and similar wrappers do so: train the model that protrain.wrap returned as it is, "
-        "without another wrapper around it or inside it"
-    )
-
-
 def refuse_foreign_gradients(members: Iterable[Member]) -> None:
     """MisuseError if other code has left a gradient in the ``.grad`` of a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         for member in members:
             if _RAW_GRAD.__get__(member.parameter) is not None:
-                raise foreign_gradient(member.name)
+                raise MisuseError(
+                    f"something other than ProTrain has put a gradient into .grad of {member.name}, which no step "
+                    "would use. DistributedDataParallel and similar wrappers do so: train the model that protrain.wrap "
+                    "returned as it is, without another wrapper around it or inside it"
+                )
 
 
 def frozen_error(name: str) -> MisuseError:
