@@ -250,6 +250,8 @@ def hook(side: Any, block: int, kind: str) -> list[Any]:
         handle = module.register_full_backward_pre_hook(lambda _, of_outputs: (of_outputs[0] * 0.5,))
     elif kind == "gradient of the output":
         handle = module.register_forward_hook(_halve_later)
+    elif kind == "accumulated gradient":
+        handle = side.hook_accumulated(module.second.weight)
     elif kind == "forward of a layer":
         handle = module.first.register_forward_hook(_double)
     elif kind == "backward":

@@ -108,6 +108,12 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
         # Until the first call weights have their own type, and no step is made inside backward.
         if case.dtype.itemsize < 4 or case.inside:
             found.insert(0, (steps.backward, {"kind": "usual", "seed": 0, "size": 8, "block": 0}))
+    # A rank whose batches do not reach the parameter does not refuse the backward.
+    if rng.random() < 0.2 and not (case.ranks > 1 and case.model in ("routed", "branching")):
+        options = {"block": rng.randrange(DEPTH), "kind": "accumulated gradient"}
+        found.insert(rng.randrange(len(found) + 1), (between.hook, options))
+        if case.inside:  # a backward inside the backward is refused only when some updates are made
+            found = [each for each in found if each[1].get("kind") != "reentrant"]
     return found
 
 

@@ -91,6 +91,15 @@ class Side:
             self.scheduler = lr_scheduler.SequentialLR(self.optimizer, [warm, rest], milestones=[2])
         self.scheduler.kind = kind
 
+    def hook_accumulated(self, parameter: nn.Parameter) -> Any:
+        """Halve the gradient of a parameter as soon as it is in ``.grad``. Returns the handle of the hook."""
+        return parameter.register_post_accumulate_grad_hook(self.halve_accumulated)
+
+    def halve_accumulated(self, parameter: Any) -> None:
+        """The hook. Some backwards reach a parameter that was frozen after the forward."""
+        if parameter.requires_grad:
+            parameter.grad.mul_(0.5)
+
     def parameter(self, index: int) -> nn.Parameter:
         """In definition order, beginning again after the last."""
         found = list(self.model.parameters())
