@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from protrain.common.caches import copied, is_cache, tensors_of
+from protrain.common.parameters import is_plain
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.meta_autocast import AutocastOnMeta
@@ -106,9 +107,10 @@ def _measure(
     """
     saved: dict[StorageWeakRef, int] = {}
     not_only_bools: set[StorageWeakRef] = set()
-    for tensor in tensors_in((args, kwargs)):
-        if tensor.grad_fn is not None:  # leaves out masks, and tensors that the caller holds anyway
-            use.inputs |= storages_in(tensor)
+    # Masks and tensors that the caller holds anyway have no grad_fn. Tensors of other classes are never offloaded.
+    use.inputs |= storages_in(
+        [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None and is_plain(tensor)]
+    )
     given = memory_in((args, kwargs))
     cached: list[Tensor] = []
 
@@ -155,9 +157,7 @@ def _measure(
     put_back()
     with weights.unobserved():  # the copies are freed
         del before
-    outputs = {
-        storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(output) if tensor.is_floating_point()
-    }
+    outputs = storages_in([tensor for tensor in memory_in(output) if tensor.is_floating_point()])
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes)
     use.saved_bytes += sum(saved.values())
     use.saved_tensors += len(saved)

@@ -139,7 +139,7 @@ def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) ->
             found[packed] = copies_of(spec, patch)[1]
     assert found[True] == {"offload": DEPTH, "upload": DEPTH}
     assert found[False] == {"offload": found[False]["upload"], "upload": found[False]["upload"]}
-    assert found[False]["upload"] == 7 * DEPTH
+    assert found[False]["upload"] == 10 * DEPTH
 
 
 def test_packing_is_planned_in_the_first_step_and_once_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,3 +156,34 @@ class _Collecting(nn.Module):
 def test_inputs_that_the_model_holds_are_in_the_plan_for_as_long(keep: str, modes: Any, packed: bool) -> None:
     torch.manual_seed(0)
     assert 1.0 <= planned_to_true(_Collecting(keep), torch.randn(256, 64), modes, packed=packed) <= 1.03
+
+
+class _OfWhatStays(nn.Module):
+    """Saves tensors that a swapped block leaves on the device: small ones, conjugate views or negative ones."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        if self.kind == "small":
+            for index in range(40):
+                h = h + (h.detach().mean(-1) * index).tanh().exp().unsqueeze(-1) * self.outer.bias.sum().tanh()
+            return x + torch.stack([row * row.tanh() for row in self.outer(h)])
+        f = torch.fft.rfft(h)
+        if self.kind == "conjugate":
+            return x + self.outer(torch.fft.irfft(f * f.conj() * torch.exp(1j * f.angle().detach()), n=32))
+        imaginary = f.conj().imag
+        return x + self.outer(nn.functional.pad(imaginary * imaginary.sigmoid(), (0, 32 - imaginary.shape[-1])))
+
+
+@pytest.mark.parametrize(
+    ("modes", "packed"), [((SWAP,), False), ((SWAP,), True), ((SWAP, CKPT_SWAP, CKPT, NONE), False)]
+)
+@pytest.mark.parametrize("kind", ["small", "conjugate", "negative"])
+def test_what_stays_of_a_swapped_block_is_in_the_plan(kind: str, modes: Any, packed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(*(_OfWhatStays(kind) for _ in range(4))), nn.Linear(32, 3))
+    assert planned_to_true(model, torch.randn(64, 32), modes, packed=packed) >= 1.0

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from protrain.common.trees import tensors_in
 from protrain.engine.weights.views import storage_address
 from protrain.forward.attention import for_backward, is_attention
 from protrain.forward.dispatch import RuntimeMode, detached
@@ -70,12 +71,12 @@ class KeptAttention:
     def _first_run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
         # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
-        keeps = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in _tensors(args, kwargs))
+        keeps = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
         # Detached, as autograd turns the result into an output that refers to its own graph.
         outputs = _with_tensors(detached, result) if keeps and isinstance(result, tuple) else ()
         call = _Call(operator, _shapes(args, kwargs), outputs, RandomState(self._device))
         self._calls.append(call)
-        addresses = map(storage_address, _tensors(outputs))
+        addresses = map(storage_address, tensors_in(outputs))
         self._with_output.update((address, call) for address in addresses if address)
         return result
 
@@ -91,7 +92,7 @@ class KeptAttention:
         """The first run is over. Returns the tensors that are kept."""
         for call in self._calls:
             call.check()
-        return [tensor for call in self._calls for tensor in _tensors(call.outputs)]
+        return [tensor for call in self._calls for tensor in tensors_in(call.outputs)]
 
     def move(self, function: Callable[[Tensor], Any]) -> None:
         """Replace each kept tensor by ``function`` of it."""
@@ -137,15 +138,10 @@ class _InPlaceOfAttention(RuntimeMode):
         return self._run(func, args, kwargs or {}) if is_attention(func) else func(*args, **(kwargs or {}))
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> list[Tensor]:
-    """The tensors among the arguments or outputs of attention, which takes and returns no lists of tensors."""
-    return [value for value in (*args, *(kwargs or {}).values()) if isinstance(value, Tensor)]
-
-
 def _with_tensors(function: Callable[[Tensor], Any], outputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """``outputs`` with ``function`` of each tensor in its place."""
     return tuple([function(value) if isinstance(value, Tensor) else value for value in outputs])
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Size]:
-    return [tensor.shape for tensor in _tensors(args, kwargs)]
+    return [tensor.shape for tensor in tensors_in((args, kwargs))]

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from protrain.engine.activations.swap import Offload, OffloadedTensor, Storage, SwapEngine, SwapFrame
 from protrain.engine.units import Unit
+from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached
 from protrain_kernels import PackPlan, pack
 
@@ -32,6 +33,7 @@ class _PackedTensor(OffloadedTensor):
     """Stands for a tensor that is packed."""
 
     index: int  # in the order in which tensors were saved
+    form: ViewForm
 
 
 class PackedOffload(Offload):
@@ -51,10 +53,12 @@ class PackedOffload(Offload):
 
     @override
     def add(self, tensor: Tensor) -> OffloadedTensor:
-        original, watch = detached(tensor), detached(tensor)
+        form = ViewForm.of(tensor)
+        original = form.flipped(detached(tensor))  # the kernels know neither conjugate nor negative views
+        watch = detached(original)
         self._engine.ledger.hold(original)
         watch.data = self._empty  # it shares the version counter of ``tensor`` but not the memory
-        packed = _PackedTensor(self._buffer, len(self._originals))
+        packed = _PackedTensor(self._buffer, len(self._originals), form)
         self._originals.append(original)
         self._watched.append((packed, watch, tensor._version))
         self._buffer.users += 1
@@ -74,7 +78,7 @@ class PackedOffload(Offload):
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         assert isinstance(offloaded, _PackedTensor)
         if self._plan is None:  # not packed yet: the block computes gradients itself
-            return self._originals[offloaded.index]
+            return offloaded.form.flipped(self._originals[offloaded.index])
         buffer = self._for_one_user(self._buffer)
         tensor = self._rebuilt[offloaded.index] if self._rebuilt else None
         if tensor is None:
@@ -87,7 +91,7 @@ class PackedOffload(Offload):
         if self._buffer.device is None:
             self._rebuilt.clear()
         assert tensor is not None
-        return tensor
+        return offloaded.form.flipped(tensor)
 
 
 class PackedSwapFrame(SwapFrame):

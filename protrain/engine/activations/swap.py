@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from protrain.common.errors import BudgetError
-from protrain.common.parameters import made_of, split_up, unmanaged_memory
+from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, FrameEngine
@@ -31,8 +31,6 @@ from protrain.engine.units import Unit
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.recomputation import INPUTS, watch, written_over
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
-
-_SMALLEST_BYTES = 512  # to offload a smaller storage (a random seed, a scalar) frees nothing in the allocator
 
 
 def _swapped_bytes(size_bytes: int) -> int:
@@ -138,12 +136,9 @@ class Offload:
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
-        if tensor.layout != torch.strided or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-            return False
-        if tensor.device.type != self._engine.memory.device.type:
-            return False
-        address, size_bytes = storage_address(tensor), tensor.untyped_storage().nbytes()
-        return address != 0 and size_bytes >= _SMALLEST_BYTES and address not in self._engine.buffers.by_address
+        address = storage_address(tensor)
+        here = tensor.device.type == self._engine.memory.device.type
+        return here and address != 0 and address not in self._engine.buffers.by_address
 
     def add(self, tensor: Tensor) -> OffloadedTensor:
         """Offload the storage of ``tensor``. Returns what to keep in place of it."""
@@ -206,16 +201,14 @@ class Offload:
         streams = self._engine.streams
         allocated = streams.mark()
         for storage in missing:
-            storage.device = torch.empty(
-                _swapped_bytes(storage.size_bytes), dtype=torch.uint8, device=self._engine.memory.device
-            )
+            storage.device = torch.empty(storage.size_bytes, dtype=torch.uint8, device=self._engine.memory.device)
             self._engine.ledger.hold(storage.device)
         streams.compute.place(allocated)
         streams.h2d.wait_for(self._offload_done)
         for storage in missing:
             assert storage.device is not None
             assert storage.host is not None
-            streams.upload(storage.device[: storage.size_bytes], storage.host, after=allocated, done=self._fetch_done)
+            streams.upload(storage.device, storage.host, after=allocated, done=self._fetch_done)
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""
@@ -252,9 +245,8 @@ class SwapFrame(Frame):
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = tensors_in((args, kwargs))
-        self._stays = {storage_address(part) for tensor in given for part in made_of(tensor).values()}
-        self._stays |= {storage_address(part) for part in unmanaged_memory(self.unit.module)}
+        given = [part for tensor in tensors_in((args, kwargs)) for part in made_of(tensor).values()]
+        self._stays = {*map(storage_address, (*given, *unmanaged_memory(self.unit.module)))}
         output = super().run(function, args, kwargs)
         if self.offload:
             self.offload.start()
@@ -262,12 +254,9 @@ class SwapFrame(Frame):
 
     @override
     def keep(self, tensor: Tensor) -> Any:
-        # Sparse and nested tensors are made in forward. Others that consist of several are quantised weights, and stay.
-        made = tensor.layout is not torch.strided or tensor.is_nested
-        if made and (parts := split_up(tensor)) is not None:
+        if not is_plain(tensor) and (parts := split_up(tensor)) is not None:
             return self.keep_parts(*parts)
-        address = storage_address(tensor)
-        if address in self.engine.buffers.by_address or address in self._stays or not self.offload.accepts(tensor):
+        if storage_address(tensor) in self._stays or not self.offload.accepts(tensor):
             return super().keep(tensor)
         return self.offload.add(tensor)
 
@@ -323,7 +312,7 @@ class CheckpointSwapFrame(CheckpointFrame):
         alone = computed - shared - self.shared
 
         def offloaded(leaf: Any) -> Any:
-            if type(leaf) is Tensor and self.offload.accepts(leaf) and storage_address(leaf) in alone:
+            if type(leaf) is Tensor and storage_address(leaf) in alone and self.offload.accepts(leaf):
                 return _OffloadedInput(self.offload.add(leaf), leaf.requires_grad)
             return leaf
 
@@ -349,7 +338,7 @@ class CheckpointSwapFrame(CheckpointFrame):
 
 def _plain_tensors(tree: Any) -> list[Tensor]:
     """The tensors in ``tree`` that have an ordinary storage, without parameters and other subclasses."""
-    return [tensor for tensor in tensors_in(tree) if type(tensor) is Tensor and tensor.layout == torch.strided]
+    return [tensor for tensor in tensors_in(tree) if is_plain(tensor)]
 
 
 class Swaps:

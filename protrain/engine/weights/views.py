@@ -70,7 +70,9 @@ class ViewForm(NamedTuple):
     def on(self, memory: Tensor) -> Tensor:
         """A tensor of this form on ``memory``, which is 1-d and covers its storage."""
         view = memory if memory.dtype == self.dtype else memory.view(self.dtype)
-        view = view.as_strided(self.shape, self.stride, self.offset)
-        if self.conjugate:
-            view = view.conj()
+        return self.flipped(view.as_strided(self.shape, self.stride, self.offset))
+
+    def flipped(self, tensor: Tensor) -> Tensor:
+        """``tensor`` as a conjugate or negative view, if this form is one, or without that if it is one already."""
+        view = tensor.conj() if self.conjugate else tensor
         return torch._neg_view(view) if self.negative else view
