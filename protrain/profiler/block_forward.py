@@ -63,18 +63,12 @@ def measure_block(
     """
     eager = eager_of(forward)
     if eager is forward or weights.device.type == "cpu":
-        _measure(use, eager, args, kwargs, block, weights)
+        _measure(use, use, eager, args, kwargs, block, weights)
         return eager
-    computed = BlockUse()
-    _measure(computed, eager, args, kwargs, block, weights)
-    use.flops += computed.flops
-    use.traffic_bytes += computed.traffic_bytes
-    use.fused_bytes += computed.fused_bytes
-    use.attention += computed.attention
-    use.collective |= computed.collective
+    _measure(BlockUse(), use, eager, args, kwargs, block, weights)
     known = graphs_compiled()
     with without_own_modes():
-        _measure(use, forward, args, kwargs, block, weights, count=False)
+        _measure(use, None, forward, args, kwargs, block, weights)
     if graphs_compiled() != known:
         # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
         gc.collect()
@@ -92,21 +86,19 @@ def without_own_modes() -> Iterator[None]:
 
 def _measure(
     use: BlockUse,
+    computed: BlockUse | None,
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     block: BlockModules,
     weights: StandInWeights,
-    *,
-    count: bool = True,
 ) -> None:
-    """Call ``forward`` with copies of the arguments and add what it uses to ``use``.
+    """Call ``forward`` with copies of the arguments. Add what it holds to ``use`` and its operations to ``computed``.
 
-    Saved tensors are counted by storage, without the arguments, weights and buffers. Operations are counted with
-    ``count`` only.
+    Saved tensors are counted by storage, without the arguments, weights and buffers.
     """
     saved: dict[StorageWeakRef, int] = {}
-    not_only_bools: set[StorageWeakRef] = set()
+    bools: dict[StorageWeakRef, int] = {}
     # Masks and tensors that the caller holds anyway have no grad_fn. Tensors of other classes are never offloaded.
     use.inputs |= storages_in(
         [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None and is_plain(tensor)]
@@ -133,9 +125,7 @@ def _measure(
             if key in copies:
                 use.saved_inputs.add(copies[key])
             elif key not in known:
-                saved[key] = allocated_bytes(part)
-                if part.dtype != torch.bool:
-                    not_only_bools.add(key)
+                (bools if part.dtype == torch.bool else saved)[key] = allocated_bytes(part)
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     meter = weights.meter
@@ -151,22 +141,24 @@ def _measure(
         alive_bytes = meter.alive_bytes
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            Operations() if count else nullcontext() as operations,
+            Operations() if computed is not None else nullcontext() as operations,
         ):
             output = forward(*args, **kwargs)
+    # The graph of a gradient that the block computed itself is gone, with what it saved.
+    alive = {key: size for key, size in (saved | bools).items() if not key.expired()}
     put_back()
     with weights.unobserved():  # the copies are freed
         del before
     outputs = storages_in([tensor for tensor in memory_in(output) if tensor.is_floating_point()])
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes)
-    use.saved_bytes += sum(saved.values())
-    use.saved_tensors += len(saved)
-    use.saved_bool_bytes += sum(size for key, size in saved.items() if key not in not_only_bools)
+    use.saved_bytes += sum(alive.values())
+    use.saved_tensors += len(alive)
+    use.saved_bool_bytes += sum(size for key, size in alive.items() if key not in saved)
     use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
-    if operations is not None:
-        operations.write(saved)
-        use.flops += operations.flops
-        use.traffic_bytes += operations.traffic_bytes
-        use.fused_bytes += operations.fused_bytes
-        use.collective |= operations.collective
-        use.attention += [call for key, call in operations.attention if key in saved]
+    if computed is not None and operations is not None:
+        operations.write(alive)
+        computed.flops += operations.flops
+        computed.traffic_bytes += operations.traffic_bytes
+        computed.fused_bytes += operations.fused_bytes
+        computed.collective |= operations.collective
+        computed.attention += [call for key, call in operations.attention if key in alive]

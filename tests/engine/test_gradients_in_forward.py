@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import protrain
 from tests.engine.harness import (
@@ -170,8 +172,15 @@ def test_a_graph_of_gradients_may_be_of_another_thread(copy: bool, monkeypatch: 
 
 
 def in_a_thread(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run ``work`` in a thread that has the hooks of this one, as autograd's own threads have."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def run() -> Any:
+        with saved_tensors_hooks(*hooks) if hooks else nullcontext():
+            return work(*args, **kwargs)
+
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(work, *args, **kwargs).result()
+        return thread.submit(run).result()
 
 
 def test_blocks_that_compute_gradients_through_others_are_refused() -> None:

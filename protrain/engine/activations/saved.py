@@ -16,8 +16,8 @@ memory and run forward again (CKPT_SWAP).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -99,15 +99,25 @@ class Frame:
         self.weights_version = engine.weights_version  # backward must come before weights change
         self.updated_before = engine.updated_inside.copy()  # chunks that backward had updated before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
+        self.running = False  # whether the unit runs now, forward or again, with its weights on the device
         self._buffers = engine.buffers.by_address
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
         self.shared = self.engine.swaps.offload_deferred((args, kwargs))
-        with self.hooks():
+        with self.runs(), self.hooks():
             output = function(*args, **kwargs)
         self.engine.swaps.free_offloaded()  # the offload of the block before had the time of this forward
         return output
+
+    @contextmanager
+    def runs(self) -> Iterator[None]:
+        """A context in which the unit runs: a backward that comes here is one of its own (``torch.autograd.grad``)."""
+        before, self.running = self.running, True
+        try:
+            yield
+        finally:
+            self.running = before
 
     def hooks(self) -> saved_tensors_hooks:
         """A context in which what autograd saves goes through this frame."""
@@ -120,7 +130,11 @@ class Frame:
         which [Note: written over] works, and for a view of a weight the buffer and the chunk that is there now.
         """
         address = storage_address(tensor)
-        if not address and (parts := split_up(tensor)) is not None and self._hold_weights(tensor):
+        if (
+            not address
+            and (parts := split_up(tensor)) is not None
+            and any(storage_address(part) in self._buffers for part in made_of(tensor).values())
+        ):
             return self.keep_parts(*parts)
         buffer = self._buffers.get(address)
         saved = detached(tensor)
@@ -135,18 +149,15 @@ class Frame:
         """What keeps a tensor that consists of ``parts``, and that ``remade`` makes of such."""
         return SavedParts({name: self.keep(part) for name, part in parts.items()}, remade)
 
-    def _hold_weights(self, tensor: Tensor) -> bool:
-        """Whether some of the tensors that ``tensor`` consists of are views of weights."""
-        return any(storage_address(part) in self._buffers for part in made_of(tensor).values())
-
     def restore(self, kept: Any) -> Tensor:
         """Autograd needs the tensor that ``kept`` keeps. MisuseError if its values have changed."""
-        if not self.engine.in_backward_of(self):
-            self.enter_backward()
+        self.reach()
         return self.tensor_of(kept)
 
-    def enter_backward(self) -> None:
-        """Tell the engine that backward has reached this unit."""
+    def reach(self) -> None:
+        """Tell the engine that backward has reached this unit, unless it knows."""
+        if self.running or self.engine.in_backward_of(self):
+            return
         if self.weights_version != self.engine.weights_version:
             raise MisuseError(
                 f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
@@ -174,7 +185,8 @@ class Frame:
             return saved
         memory = self.engine.buffers.content(chunk)
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
-        if torch.is_grad_enabled():  # with create_graph=True the graph outlives the content of the buffer
+        # With create_graph=True the graph outlives the content of the buffer. That of a unit that runs is saved here.
+        if torch.is_grad_enabled() and not self.running:
             weight = own_copy(weight)
             self.engine.ledger.hold(weight)
         return weight
@@ -214,22 +226,24 @@ class CheckpointFrame(Frame, Recomputation):
 
     @override
     def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self.note if self.attention is None else self._note_with_attention, self.restore)
+        return saved_tensors_hooks(self.note, self.restore)
 
-    def _note_with_attention(self, tensor: Tensor) -> int:
-        assert self.attention is not None
-        self.attention.note_saved(tensor)
-        return self.note(tensor)
+    @override
+    def note(self, tensor: Tensor) -> int:
+        if self.attention is not None:
+            self.attention.note_saved(tensor)
+        return super().note(tensor)
 
     @override
     def restore(self, kept: int) -> Tensor:
-        if not self.engine.in_backward_of(self):
-            self.enter_backward()
+        self.reach()
         return self.tensor_of(self.again(kept))
 
     @override
-    def around_second_run(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.attention is None else self.attention.again(self.fresh_input)
+    @contextmanager
+    def around_second_run(self) -> Iterator[None]:
+        with self.runs(), nullcontext() if self.attention is None else self.attention.again(self.fresh_input):
+            yield
 
     @override
     def refuse_changes(self) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -29,6 +29,7 @@ from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
+from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, watch, written_over
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
 
@@ -38,30 +39,25 @@ def _swapped_bytes(size_bytes: int) -> int:
     return -(-size_bytes // SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Storage:
     """Memory that is copied: on the device before the offload and after the fetch, on the host in between."""
 
     size_bytes: int
     device: Tensor | None  # 1-d uint8
     host: Tensor | None = None
-    users: int = 0  # tensors that lie in it
-    waiting: int = 0  # users that this backward has not rebuilt yet
+    waiting: int = 0  # tensors in it that this backward has not rebuilt yet
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class OffloadedTensor:
     """Stands for a tensor that is offloaded."""
 
     storage: Storage
-    written_over: bool = field(default=False, init=False)  # the tensor was changed before the copy to the host was done
-
-
-@dataclass(slots=True)
-class _OffloadedView(OffloadedTensor):
-    """Stands for a tensor whose storage is offloaded by itself."""
-
+    watch: Tensor  # shares the tensor's version counter, but not its memory
+    version: int  # of the tensor when it was saved
     form: ViewForm
+    written_over: bool = False  # the tensor was changed before the copy to the host was done
 
 
 class HostSlots:
@@ -119,20 +115,24 @@ class _Place(enum.Enum):
 class Offload:
     """The tensors that one call of ``unit`` keeps in host memory between forward and backward, by storage.
 
-    It belongs to the frame of that call. When the frame is freed the host memory is released.
+    It belongs to the frame of that call. When the frame is freed the host memory is released. Tensors belong to whoever
+    saves them, and until the offload starts storages belong to their tensors. So if the unit computes gradients itself,
+    nothing is offloaded of the graph that ends with that.
     """
 
     def __init__(self, engine: SwapEngine, unit: Unit) -> None:
         self.unit = unit
         self._engine = engine
-        self._storages: dict[int, Storage] = {}
-        self._watched: list[tuple[OffloadedTensor, Tensor, int]] = []  # until the copies are done: [Note: written over]
+        # By address. Until the offload starts they belong to their tensors, and then to this.
+        self._storages: MutableMapping[int, Storage] = weakref.WeakValueDictionary()
+        self._tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
+        self._empty = torch.empty(0, device=engine.memory.device)
         self._place = _Place.DEVICE
         self._offload_done = engine.streams.mark()
         self._fetch_done = engine.streams.mark()
 
     def __len__(self) -> int:
-        return len(self._storages)
+        return len(self._tensors)
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
@@ -142,20 +142,26 @@ class Offload:
 
     def add(self, tensor: Tensor) -> OffloadedTensor:
         """Offload the storage of ``tensor``. Returns what to keep in place of it."""
+        watch = detached(tensor)
+        watch.data = self._empty
+        offloaded = self._placeholder(tensor, watch)
+        self._tensors[id(offloaded)] = offloaded
+        return offloaded
+
+    def _placeholder(self, tensor: Tensor, watch: Tensor) -> OffloadedTensor:
+        """What stands for ``tensor``. Its memory is offloaded by ``start``."""
         address = storage_address(tensor)
         storage = self._storages.get(address)
         if storage is None:
             flat = storage_bytes(tensor)
             self._engine.ledger.hold(flat)
             storage = self._storages[address] = Storage(flat.nbytes, flat)
-        storage.users += 1
-        view = _OffloadedView(storage, ViewForm.of(tensor))
-        self._watched.append((view, tensor.detach(), tensor._version))
-        return view
+        return OffloadedTensor(storage, watch, tensor._version, ViewForm.of(tensor))
 
     def start(self) -> None:
         """Start to copy all storages to host memory. No tensor may be added afterwards."""
         streams = self._engine.streams
+        self._storages = dict(self._storages)
         total = sum(_swapped_bytes(storage.size_bytes) for storage in self._storages.values())
         slot, free = self._engine.swaps.slots.take(total)
         weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
@@ -173,9 +179,8 @@ class Offload:
     def free_device_memory(self) -> None:
         """Free the device memory. Later work on the compute stream waits for the offload, as it may get that memory."""
         self._engine.streams.compute.wait_for(self._offload_done)
-        for view, tensor, version in self._watched:
-            view.written_over = tensor._version != version
-        self._watched.clear()
+        for tensor in self._tensors.values():
+            tensor.written_over = tensor.watch._version != tensor.version
         for storage in self._storages.values():
             storage.device = None
         self._place = _Place.HOST
@@ -186,7 +191,9 @@ class Offload:
             return
         missing = [storage for storage in self._storages.values() if storage.device is None]
         for storage in self._storages.values():
-            storage.waiting = storage.users
+            storage.waiting = 0
+        for tensor in self._tensors.values():
+            tensor.storage.waiting += 1
         try:
             self._upload(missing)
         except BaseException:  # out of memory, or Ctrl-C: storages without content must not be used
@@ -212,7 +219,6 @@ class Offload:
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""
-        assert isinstance(offloaded, _OffloadedView)
         memory = self._for_one_user(offloaded.storage)
         itemsize = offloaded.form.dtype.itemsize
         return offloaded.form.on(memory[: offloaded.storage.size_bytes // itemsize * itemsize])
