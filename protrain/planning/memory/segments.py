@@ -11,7 +11,7 @@ modes of a block add to that:
 and they take away from it:
 
     input offload          the block's inputs that nothing outside blocks holds, from the end of the next unit's forward
-                           until the backward before its own begins
+                           until the backward before its own begins. Those that are held are there twice in backward
     untouched or swapped   the block's inputs that none of its saved tensors holds, between its forward and its backward
 
 An input goes only once the model itself, in a list of hidden states say, no longer holds it.
@@ -67,11 +67,12 @@ class Segments(NamedTuple):
     live_bytes: Bytes  # held at the begin of the segment
     peak_bytes: Bytes  # the most at once beside live_bytes, with every block checkpointed
     keeping_bytes: Bytes  # the most at once in forward when the block keeps what it saves
-    packing_bytes: Bytes  # the most at once when the block is swapped, in forward or backward
+    output_bytes: Bytes  # of one call of the block
     packed_bytes: Bytes  # of the buffer that one call of the block is packed into; 0 if it is not packed
     share_bytes: Bytes  # saved by one call of the block
     unsaved_input_bytes: Bytes  # inputs of one call that none of its saved tensors holds
     input_bytes: Bytes  # inputs of one call that input offload frees, saved or not
+    held_bytes: Bytes  # inputs of one call that input offload does not free, but fetches
     neighbour_bytes: Bytes  # what one call of the neighbour saves, or its packed buffer
     neighbour_input_bytes: Bytes
 
@@ -87,10 +88,9 @@ class Segments(NamedTuple):
         share = per_call([block.saved_bytes for block in blocks])
         output = per_call([block.output_bytes for block in blocks])
         inputs = per_call([block.input_bytes - block.held_input_bytes for block in blocks])
+        held = per_call([block.held_input_bytes for block in blocks])
         unsaved = per_call([block.unsaved_input_bytes for block in blocks])
-        packed = {-1: 0}
-        for index, block in enumerate(blocks):
-            packed[index] = -(-swapped_block_bytes(block, packed=True) // max(1, calls[index])) * packs[index]
+        packed = per_call([swapped_block_bytes(block, packed=True) * packs[at] for at, block in enumerate(blocks)])
         order = [segment.block for segment in profile.segments]
         rows, held_inputs = [], []
         before, at_loss = -1, True  # at_loss: the backward of no block has begun yet
@@ -104,24 +104,22 @@ class Segments(NamedTuple):
             keeping = segment.peak_bytes
             if share[at]:
                 # What the block saves may be part of the most it uses at once, and then it is counted once.
-                most = min(segment.peak_bytes + share[at], blocks[at].forward_peak_bytes)
-                keeping = max(share[at], most)
+                keeping = max(share[at], min(segment.peak_bytes + share[at], blocks[at].forward_peak_bytes))
             if at < 0 and order[max(0, index - 1)] is None:
                 before = -1  # a unit lies between, and when that ended, what the block offloads was gone
             neighbour = before if forward else after
-            neighbour_inputs = inputs[neighbour]
+            # Before the backward of any unit nothing is fetched.
+            neighbour_inputs = inputs[neighbour] + held[neighbour] * (profile.segments[index - 1].phase != "forward")
             if forward and index < held_before[1]:
                 neighbour_inputs = max(0, neighbour_inputs - held_before[0])  # the model holds the others anyway
             if segment.held_bytes:
                 held_inputs.append((index, segment.held_until, segment.held_bytes))
-            live = segment.live_bytes + (profile.output_bytes if forward else 0)  # the output of the step before
-            packing = keeping if forward else segment.peak_bytes
-            if packed[at] and forward:
-                packing = max(keeping, share[at] + output[at] + packed[at])
-            elif packed[at]:
-                packing += packed[at]
-            sizes = (live, segment.peak_bytes, keeping, packing, packed[at], share[at], unsaved[at], inputs[at])
-            rows.append((at, neighbour, forward, *sizes, packed[neighbour] or share[neighbour], neighbour_inputs))
+            live = segment.live_bytes + profile.output_bytes * forward  # the output of the step before
+            of_block = [size[at] for size in (output, packed, share, unsaved, inputs, held)]
+            copied = packed[neighbour] or share[neighbour]
+            rows.append(
+                (at, neighbour, forward, live, segment.peak_bytes, keeping, *of_block, copied, neighbour_inputs)
+            )
             if at >= 0:
                 before, held_before = at, (segment.held_bytes, segment.held_until)
         block_column, neighbours, is_forward, *columns = (
@@ -135,23 +133,24 @@ class Segments(NamedTuple):
         """By choice, the peak of activations, and an upper bound of the saved activations held at once."""
         # By block and choice. The last row is for "no block" (index -1), which saves nothing.
         ckpt, swap, offload = (np.pad(of_block, ((0, 1), (0, 0))) for of_block in choices)
-        recomputed = ckpt[self.block]
+        recomputed, swapped, offloaded = ckpt[self.block], swap[self.block], offload[self.block]
         # By segment and choice: what a block adds on the device from its forward until its backward. Untouched blocks
         # add what they save. Inputs that the trace held there are subtracted if the choice gives them up.
-        kept = (~(recomputed | swap[self.block])) * self.share_bytes
-        kept -= offload[self.block] * self.input_bytes + ~recomputed * self.unsaved_input_bytes
+        kept = ~(recomputed | swapped) * self.share_bytes
+        kept -= offloaded * self.input_bytes + ~recomputed * self.unsaved_input_bytes
         waiting = np.cumsum(np.where(self.forward, kept, -kept), axis=0) - self.forward * kept
         for row, until, held_bytes in self.held_inputs:  # inputs that the model holds for a while are not gone yet
-            block = self.block[row]
             unsaved = ~recomputed[row] * np.minimum(held_bytes, self.unsaved_input_bytes[row])
-            waiting[row + 1 : until] += offload[block] * np.minimum(held_bytes, self.input_bytes[row]) + unsaved
+            waiting[row + 1 : until] += offloaded[row] * np.minimum(held_bytes, self.input_bytes[row]) + unsaved
+        waiting += self.live_bytes
+        # A block is packed when what the neighbour offloads is gone.
+        packing = waiting + self.forward * swapped * (self.share_bytes + self.output_bytes + self.packed_bytes)
         # The neighbour's saved activations or inputs, which are still there while they are copied.
         waiting += swap[self.neighbour] * self.neighbour_bytes + offload[self.neighbour] * self.neighbour_input_bytes
-        waiting += self.live_bytes
         keeps = self.forward & ~recomputed
         own = np.where(keeps, self.keeping_bytes, self.peak_bytes)
-        swapped = swap[self.block]
-        peak = (waiting + np.where(swapped, self.packing_bytes, own)).max(axis=0, initial=0)
+        own += ~self.forward * (swapped * self.packed_bytes + offloaded * self.held_bytes)
+        peak = np.maximum(waiting + own, packing).max(axis=0, initial=0)
         # In backward the block has been recomputed or fetched, so what it saves is held in either case.
         of_block = (keeps | ~self.forward) * self.share_bytes + swapped * self.packed_bytes
         return peak, (waiting + of_block).max(axis=0, initial=0)
