@@ -87,6 +87,7 @@ class Engine:
         self.all_read = False  # whether every rank reads the same parameters now
         self.updated_inside = step.updated_inside
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
+        self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         self._process = os.getpid()
         self._ranks = memory.ranks
         self._visits = visits
@@ -215,7 +216,7 @@ class Engine:
         self._current, self._current_frame = unit, weakref.ref(frame)
         self._visits.prefetch_in_backward(unit)
         before = self._unit_before.get(unit.index)
-        if before is not None:
+        if before is not None and not self.in_forward:
             self.swaps.fetch_ahead(self.units[before])
 
     def gradient_ready(self, index: int) -> None:

@@ -170,7 +170,11 @@ class _Root:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begin a forward of the model, and run it."""
         args, kwargs = self._begin(args, kwargs)
-        return self._original(*args, **kwargs)
+        self._engine.in_forward = True
+        try:
+            return self._original(*args, **kwargs)
+        finally:
+            self._engine.in_forward = False
 
     def watch_calls(self) -> None:
         """Let a call of the model begin a forward, even if a script has replaced ``model.forward``."""

@@ -227,7 +227,7 @@ class _Between(nn.Module):
         x = self.enter(x)
         if self.between == "nested":
             x = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 10, 30, len(x)]))
-        more = []
+        start, more = x, list[Tensor]()
         for index, block in enumerate(self.blocks):
             given = x
             if self.between == "penalty":
@@ -244,6 +244,10 @@ class _Between(nn.Module):
             elif self.between == "gradient":
                 more.append(torch.autograd.grad(x.square().sum(), [x], create_graph=True)[0].mean())
         x = x.values() if self.between == "nested" else x
+        if "forces" in self.between:
+            graph = "graph" in self.between
+            more += torch.autograd.grad(x.square().sum(), [start], create_graph=graph, retain_graph=True)
+            more = [force.square().mean() for force in more]
         return torch.stack([self.head(x).square().mean(), *more]).sum()
 
 
@@ -259,6 +263,7 @@ GRADIENTS = ("of a copy", "of a copy, graph", "of the input", "of the input, gra
     [
         *[(kind, "") for kind in (*SAVED, *GRADIENTS)],
         *[("tanh", between) for between in ("penalty", "retain", "gate", "heads", "skip", "gradient", "nested")],
+        ("tanh", "forces, graph"),
         *[("_small", "penalty"), ("_conjugate", "heads"), ("of the input, graph", "gate"), ("of a copy", "retain")],
     ],
 )
@@ -271,3 +276,9 @@ def test_a_step_takes_no_more_than_its_plan(kind: str, between: str) -> None:
     assert min(ratios.values()) >= 1.0, ratios
     assert max(ratios[name] for name in ("ckpt", "ckpt_swap")) <= 1.1, ratios
     assert max(ratios.values()) <= 1.5, ratios
+
+
+@pytest.mark.parametrize("modes", [(SWAP, NONE), (SWAP, CKPT)], ids=str)
+def test_gradients_through_all_blocks_fetch_nothing_ahead_in_forward(modes: Any) -> None:
+    torch.manual_seed(0)
+    assert 1.0 <= planned_to_true(_Between("_slices", "forces"), torch.randn(64, 32), modes) <= 1.02

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -68,7 +69,8 @@ class PackedOffload(Offload):
         buffer = self._for_one_user(self._buffer)
         tensor = self._rebuilt[offloaded.index] if self._rebuilt else None
         if tensor is None:
-            unpacked = self._plan.unpack(buffer, in_place=True)
+            # A graph of gradients holds some of the tensors, and must not hold the whole buffer.
+            unpacked = self._plan.unpack(buffer, in_place=not torch.is_grad_enabled())
             for each in unpacked:
                 self._engine.ledger.hold(each)
             self._rebuilt = [*unpacked]
