@@ -26,7 +26,7 @@ from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
-from protrain.profiler.storages import storage_key
+from protrain.profiler.storages import storage_key, storages_in
 
 _STAGE_ELEMENTS = 16 * 1024**2
 # Where the code lies whose frames see each operation: this package, and torch's calls of operators.
@@ -184,8 +184,7 @@ class StandInWeights:
 
     def unmanaged_bytes(self) -> int:
         """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""
-        sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in self.unmanaged_memory()}
-        return sum(sizes.values())
+        return sum(storages_in(self.unmanaged_memory()).values())
 
     def unmanaged_memory(self) -> list[Tensor]:
         """The plain tensors that buffers and unmanaged parameters consist of."""

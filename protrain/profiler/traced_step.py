@@ -41,7 +41,7 @@ from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.segments import Call, Segment, StepState, time_stamp
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import memory_in, storage_key, storages_in
+from protrain.profiler.storages import storages_in
 from protrain.profiler.weight_uses import InnerBackwards, Uses
 
 # How torch says that an operation does not mix two types.
@@ -152,8 +152,7 @@ class TracedStep:
             with uses if self._measure else nullcontext(), saved if self._measure else nullcontext():
                 output = self._model(*args, **kwargs)
                 loss = batches.loss_of(output)
-            sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in memory_in(output)}
-            self.output_bytes = sum(size for key, size in sizes.items() if key not in given)
+            self.output_bytes = sum(size for key, size in storages_in(output).items() if key not in given)
             self._state = StepState.BACKWARD
             self._switch(None)
             self.kept_until_backward |= self._inputs.look(len(self.segments), returned=True)
@@ -198,7 +197,7 @@ class TracedStep:
             return
         self._open.end = time_stamp(self._device)
         if (meter := self._weights.meter) is not None:
-            self._open.peak_bytes = max(0, meter.peak_bytes - self._open.live_bytes)
+            self._open.peak_bytes += max(0, meter.peak_bytes - self._open.live_bytes)
         self.segments.append(self._open)
         self._segment_gradients.clear()
         # On a GPU, autograd's own thread runs the operations of a graph of gradients. They may still come after all
@@ -383,6 +382,8 @@ class TracedStep:
     def _reached(self, unit: str, *, lasting: bool) -> None:
         self.within.setdefault(unit, set()).update(self._active)
         self._inner.reached(unit, self._active, lasting=lasting)
+        if unit in self.blocks and self._open is not None:  # its inputs come back, if they are offloaded
+            self._open.peak_bytes = max(self._open.peak_bytes, sum(self.blocks[unit].inputs.values()))
 
     def _differentiates(self) -> None:
         self.differentiating.update(path for path in self._active if path in self._modules)
