@@ -139,9 +139,10 @@ def _measure(
         known |= storages_in([*block.module.buffers()]).keys()  # copies replace the buffers that the run may change
         meter.reset_peak()
         alive_bytes = meter.alive_bytes
+        operations = Operations()
         with (
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            Operations() if computed is not None else nullcontext() as operations,
+            nullcontext() if computed is None else operations,
         ):
             output = forward(*args, **kwargs)
     # The graph of a gradient that the block computed itself is gone, with what it saved.
@@ -149,13 +150,16 @@ def _measure(
     put_back()
     with weights.unobserved():  # the copies are freed
         del before
-    outputs = storages_in([tensor for tensor in memory_in(output) if tensor.is_floating_point()])
-    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes)
+    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes, sum((saved | bools).values()))
     use.saved_bytes += sum(alive.values())
     use.saved_tensors += len(alive)
     use.saved_bool_bytes += sum(size for key, size in alive.items() if key not in saved)
-    use.output_bytes += sum(size for key, size in outputs.items() if key not in known)
-    if computed is not None and operations is not None:
+    use.output_bytes += sum(
+        size
+        for key, size in storages_in([*filter(Tensor.is_floating_point, memory_in(output))]).items()
+        if key not in known
+    )
+    if computed is not None:
         operations.write(alive)
         computed.flops += operations.flops
         computed.traffic_bytes += operations.traffic_bytes

@@ -50,7 +50,8 @@ class BlockRecord(Record):
     name: str
     saved_bytes: int  # what autograd saves if the block is neither checkpointed nor swapped, without its inputs
     saved_tensors: int  # the number of distinct storages in saved_bytes
-    # The most that one call allocates above what was there before, in a forward that keeps what autograd saves.
+    # The most that one call allocates above what was there before, in a forward that keeps what autograd saves. It is
+    # no less than all that autograd saves, also for gradients that the block computes itself.
     forward_peak_bytes: int
     # Inputs with a gradient that only this block is given. They stay on the GPU while the block is checkpointed, unless
     # they are offloaded.

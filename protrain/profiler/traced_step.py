@@ -382,7 +382,7 @@ class TracedStep:
     def _reached(self, unit: str, *, lasting: bool) -> None:
         self.within.setdefault(unit, set()).update(self._active)
         self._inner.reached(unit, self._active, lasting=lasting)
-        if unit in self.blocks and self._open is not None:  # its inputs come back, if they are offloaded
+        if unit in self.blocks and self._open:  # its inputs come back, if they are offloaded
             self._open.peak_bytes = max(self._open.peak_bytes, sum(self.blocks[unit].inputs.values()))
 
     def _differentiates(self) -> None:

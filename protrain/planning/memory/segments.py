@@ -66,7 +66,7 @@ class Segments(NamedTuple):
     forward: NDArray[np.bool_]
     live_bytes: Bytes  # held at the begin of the segment
     peak_bytes: Bytes  # the most at once beside live_bytes, with every block checkpointed
-    keeping_bytes: Bytes  # the most at once in forward when the block keeps what it saves
+    keeping_bytes: Bytes  # the most at once in a forward of the block that keeps what it saves
     output_bytes: Bytes  # of one call of the block
     packed_bytes: Bytes  # of the buffer that one call of the block is packed into; 0 if it is not packed
     share_bytes: Bytes  # saved by one call of the block
@@ -151,6 +151,7 @@ class Segments(NamedTuple):
         own = np.where(keeps, self.keeping_bytes, self.peak_bytes)
         own += ~self.forward * (swapped * self.packed_bytes + offloaded * self.held_bytes)
         peak = np.maximum(waiting + own, packing).max(axis=0, initial=0)
-        # In backward the block has been recomputed or fetched, so what it saves is held in either case.
-        of_block = (keeps | ~self.forward) * self.share_bytes + swapped * self.packed_bytes
+        # In backward the block has been recomputed or fetched, so what it saves is held in either case. That is more
+        # than it still holds at its end if it computes gradients itself.
+        of_block = (keeps | ~self.forward) * self.keeping_bytes + swapped * self.packed_bytes
         return peak, (waiting + of_block).max(axis=0, initial=0)
