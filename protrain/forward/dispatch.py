@@ -1,12 +1,10 @@
-"""Dispatch modes that must not change what is compiled, and that see what operators on wrapped tensors run."""
+"""Dispatch modes that must not change what is compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class RuntimeMode(TorchDispatchMode):
@@ -31,14 +29,6 @@ class RuntimeMode(TorchDispatchMode):
         (``protrain.forward.compilation.compile_blocks``).
         """
         return False
-
-
-def are_wrappers(types: Iterable[type]) -> bool:
-    """Whether tensors of ``types`` consist of others (nested, quantised).
-
-    Operators on them run operators on those others. A mode that returns NotImplemented for the former sees the latter.
-    """
-    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 def detached(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves
 from protrain.forward.autocast import autocast_of_now
 from protrain.forward.module_state import BlockModules
-from protrain.forward.rng import BlockRandomState
+from protrain.forward.rng import RandomState
 
 INPUTS = "its inputs, as it is recomputed"
 
@@ -85,13 +85,11 @@ class Recomputation:
     def refuse_changes(self) -> None:
         """MisuseError if the second run would find something that has changed since the first."""
         self._look_at_caches()
-        if self.modules.given_changed():
-            raise written_over(self._label, "parameters that it was given, as it is recomputed")
-        if (name := self.modules.changed_table()) is not None:
+        if (name := self.modules.changed_tensor()) is not None:
             raise MisuseError(
-                f"backward through {self._label} needs its buffer {name} as it was in forward, but the buffer has "
-                "changed since. This had not happened before, so no copy was made: run this step again, for which a "
-                "copy will be made"
+                f"backward through {self._label} needs {name} as it was in forward, but it was written to since, and "
+                "no copy had been made: write to a copy (tensor.clone()), or, if the model's own forward does it, run "
+                "this step again, for which it will be copied"
             )
 
     # -- the first run
@@ -102,7 +100,7 @@ class Recomputation:
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
         self._autocast = autocast_of_now(self._on.type)
         self.modules = self._block.called()
-        self._random_state = BlockRandomState(self._on, self._block.generators)
+        self._random_state = RandomState(self._on, self.modules.generators)
 
     def note(self, tensor: Tensor) -> int:
         """The first run saves ``tensor``. Returns what stands for it."""

@@ -19,9 +19,9 @@ from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.forward.module_state import BlockModules
+from protrain.forward.rng import RandomState
 from protrain.profiler.attention_calls import AttentionCall
 from protrain.profiler.operations import Operations
-from protrain.profiler.restored_model import snapshot
 from protrain.profiler.stand_in_weights import StandInWeights
 from protrain.profiler.storages import allocated_bytes, memory_in, storage_key, storages_in
 from protrain.profiler.weight_uses import Uses
@@ -134,22 +134,22 @@ def _measure(
     with weights.unobserved():
         before = block.called()
         known |= weights.storages()
-    put_back = snapshot(block.module, weights.device)
-    with before.again():
-        known |= storages_in([*block.module.buffers()]).keys()  # copies replace the buffers that the run may change
-        meter.reset_peak()
-        alive_bytes = meter.alive_bytes
-        operations = Operations()
-        with (
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-            nullcontext() if computed is None else operations,
-        ):
-            output = forward(*args, **kwargs)
+    random_state = RandomState(weights.device, before.generators)
+    meter.reset_peak()
+    alive_bytes = meter.alive_bytes
+    operations = Operations()
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        nullcontext() if computed is None else operations,
+    ):
+        output = forward(*args, **kwargs)
     # The graph of a gradient that the block computed itself is gone, with what it saved.
     alive = {key: size for key, size in (saved | bools).items() if not key.expired()}
-    put_back()
-    with weights.unobserved():  # the copies are freed
+    with weights.unobserved():
+        before.over()
+        before.undo()
         del before
+    random_state.set()
     use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes, sum((saved | bools).values()))
     use.saved_bytes += sum(alive.values())
     use.saved_tensors += len(alive)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from protrain.forward.compilation import inside_graph
-from protrain.forward.dispatch import RuntimeMode, are_wrappers
-from protrain.profiler.operations import is_product
+from protrain.forward.dispatch import RuntimeMode
+from protrain.profiler.operations import are_wrappers, is_product
 from protrain.profiler.storages import memory_in, storages_in
 
 

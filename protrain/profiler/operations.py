@@ -10,18 +10,25 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx.operator_schemas import normalize_function
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
 
 from protrain.common.trees import tensors_in
 from protrain.forward.attention import for_backward, is_attention
-from protrain.forward.dispatch import are_wrappers
 from protrain.profiler.attention_calls import AttentionCall, attention_call
 from protrain.profiler.storages import memory_in, storage_key
 
 _FOUR_BIT = "gemm_4bit"  # of bitsandbytes: activations [..., K] times a packed weight, whose own shape is (N, K)
 
 _COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces
+
+
+def are_wrappers(types: Iterable[type]) -> bool:
+    """Whether tensors of ``types`` consist of others (nested, quantised).
+
+    Operators on them run operators on those others. A mode that returns NotImplemented for the former sees the latter.
+    """
+    return any(map(is_traceable_wrapper_subclass_type, types))
 
 
 class Operations(TorchDispatchMode):

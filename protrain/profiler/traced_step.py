@@ -32,7 +32,7 @@ from protrain.common.trees import tensors_in
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward, eager_of
 from protrain.forward.meta_autocast import AutocastOnMeta
-from protrain.forward.module_state import BlockModules, ModulesBefore
+from protrain.forward.module_state import BlockModules
 from protrain.forward.replacing import replace_attributes
 from protrain.profiler.block_forward import BlockUse, measure_block, without_own_modes
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
@@ -98,8 +98,6 @@ class TracedStep:
         self._constants = weights.storages()  # they are no outputs, even where the model returns them
         self.output_bytes = 0  # of the tensors that the model returned and was not given
         self._inputs = BlockInputs()
-        # Of every call of a block. The meter must not see being freed what they have copied of buffers.
-        self._modules_before: list[ModulesBefore] = []
         self._open: Segment | None = None
         self._open_call: Call | None = None
         self._segment_gradients: list[Tensor] = []  # parameters' gradients of the open segment
@@ -109,13 +107,14 @@ class TracedStep:
         """Queue one forward and backward. An exception of the model passes, with a note on where it came from."""
         with ExitStack() as stack:
             self._add_hooks(stack)
+            for block in self._modules.values():
+                stack.callback(block.forget)  # it may refer to this step, as the forward that the step gave the block
             stack.callback(torch.clear_autocast_cache)  # its casts of weights would outlast the weights
             if self._device.type == "meta":
                 stack.enter_context(as_if_on_gpu(self._known, compiled=self.compiled))
             if self._measure:
                 meter: Meter = CudaMeter(self._device) if self._device.type == "cuda" else StorageMeter()
                 self._weights.measured_by(meter)
-                stack.callback(self._modules_before.clear)
                 stack.callback(self._weights.measured_by, None)
                 meter.count(tensors_in((args, kwargs)))
                 stack.enter_context(meter)
@@ -301,10 +300,9 @@ class TracedStep:
             # torch suspends function modes while a backward runs
             around = AutocastOnMeta if self._device.type == "meta" and not self.compiled else nullcontext
             checkpointed_call = CheckpointedCall(path, self._modules[path], self._device, around)
-            with self._weights.unobserved():
+            with torch._C.DisableTorchFunction():  # to look at parameters is no use of them
                 checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
             if self._measure:
-                self._modules_before.append(checkpointed_call.modules)
                 self._open.held_until = self._inputs.add(len(self.segments), inputs)
             with nullcontext() if traced is eager_of(forward) else without_own_modes():
                 output = checkpointed_call.run(args, kwargs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.forward.rng import BlockRandomState
+from protrain.forward.rng import SHARED, RandomState
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -208,7 +208,7 @@ def test_normal_numbers_of_numpy_are_drawn_again_from_either_half_of_a_pair(
     expected = np.random.randn(before + inside + between + 2)
     np.random.seed(5)
     np.random.randn(before)
-    state = BlockRandomState(CPU, ())
+    state = RandomState(CPU, SHARED)
     first = np.random.randn(inside)
     np.random.randn(between)
     with state:
@@ -245,9 +245,9 @@ def test_numbers_of_shared_generators_are_drawn_again(
         begin()
         numbers = [draw() for _ in range(before + 3)]
         begin()
-        BlockRandomState(CPU, ())  # the block before
+        RandomState(CPU, SHARED)  # the block before
         assert [draw() for _ in range(before)] == numbers[:before]
-        state = BlockRandomState(CPU, ())
+        state = RandomState(CPU, SHARED)
         assert draw() == numbers[before]
         assert [draw() for _ in range(between)] == numbers[before + 1 :][:between]
         with state:
@@ -263,11 +263,11 @@ def test_a_state_that_the_script_sets_is_noticed() -> None:
     random.seed(5)
     np.random.seed(5)
     python, numpy = random.getstate(), np.random.get_state()
-    BlockRandomState(CPU, ())
+    RandomState(CPU, SHARED)
     expected = random.random(), np.random.rand()
     random.setstate(python)
     np.random.set_state(numpy)
-    state = BlockRandomState(CPU, ())
+    state = RandomState(CPU, SHARED)
     random.seed(6)
     np.random.seed(6)
     with state:

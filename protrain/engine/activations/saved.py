@@ -215,6 +215,8 @@ class CheckpointFrame(Frame, Recomputation):
                 self.engine.ledger.hold(tensor, within=self)
         self.watched = watch(given)
         self.called(function, args, kwargs)
+        for copy in self.modules.copies.values():
+            self.engine.ledger.hold(copy, within=self)
         if self.attention is None:
             output = super().run(function, args, kwargs)
         else:
