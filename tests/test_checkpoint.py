@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import re
 import resource
@@ -17,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+import protrain
 from protrain.checkpoint import saving, tensor_files
 from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
@@ -54,6 +56,26 @@ def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, keep=2)
     assert [save.name for save in list_saves(tmp_path)] == ["00003-step-3", "00004-step-4"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
+
+
+def test_a_folder_may_have_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
+    folder, batch = tmp_path / os.fsdecode(b"old\xff"), torch.ones(2, 8)
+
+    def wrapped(seed: int, **options: Any) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
+        return protrain.wrap(
+            model, torch.optim.AdamW(model.parameters()), example_batch=(batch,), device="cpu", **options
+        )
+
+    model, optimizer = wrapped(0)
+    protrain.save_checkpoint(folder, model, optimizer)
+    protrain.export(model, folder / "model")
+    loaded, loaded_optimizer = wrapped(1)
+    protrain.load_checkpoint(folder, loaded, loaded_optimizer)
+    read, _ = wrapped(2, weights=folder / "model")
+    assert torch.equal(loaded(batch), model(batch))
+    assert torch.equal(read(batch), model(batch))
 
 
 def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:

@@ -81,11 +81,8 @@ def check_files(save: Path, manifest: dict[str, Any]) -> None:
         if size != entry["bytes"]:
             raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
     for name, entry in manifest["files"].items():
-        with _reading(save / name):
-            with open(save / name, "rb"):  # the errors of safetensors say less
-                pass
-            with open_tensors(save / name) as tensors:
-                owners = {key.partition("/")[2] for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
+        with _reading(save / name), open_tensors(save / name) as tensors:
+            owners = {key.partition("/")[2] for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
         lost = [parameter for parameter in entry["parameters"] if parameter not in owners]
         if lost:
             raise CheckpointError(

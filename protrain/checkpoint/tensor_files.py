@@ -10,25 +10,15 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from protrain.common.errors import CheckpointError
 from protrain.common.folder_use import used_alone
+from protrain.engine.states.stored_tensors import open_file, safetensors_package
 
 FILE_BYTES = 1024**3  # the host memory that a save may need besides the training state
-
-
-def _safetensors() -> ModuleType:
-    """The package ``safetensors``. An ImportError says what to install."""
-    try:
-        import safetensors
-        import safetensors.torch
-    except ImportError:
-        raise ImportError("checkpoints need the package safetensors: pip install 'protrain[hf]'") from None
-    return safetensors
 
 
 @dataclass(frozen=True)
@@ -81,7 +71,7 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
         ValueError: a tensor has a type that safetensors files cannot hold.
         OSError: the disk is full or not writable; the message names the file.
     """
-    module = _safetensors()
+    module = safetensors_package()
     try:
         path.touch()
         # the usual permissions of this user's files; safetensors makes its files private
@@ -102,9 +92,9 @@ def open_tensors(path: Path) -> AbstractContextManager[Any]:
 
     An OSError is raised as it is, for example of too many open files, or no memory to map one.
     """
-    module = _safetensors()
+    module = safetensors_package()
     try:
-        opened: AbstractContextManager[Any] = module.safe_open(path, framework="pt")
+        opened: AbstractContextManager[Any] = open_file(path)
     except module.SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     return opened

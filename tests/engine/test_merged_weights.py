@@ -105,7 +105,7 @@ def test_a_folder_in_the_models_own_layout_loads(source: Any, tmp_path: Path) ->
 
 
 def test_a_base_model_and_a_model_around_it_read_each_others_folders(source: Any, tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"holds a tensor that MixtralModel has no place for: lm_head\.weight\. Left"):
+    with pytest.warns(UserWarning, match=r"holds what MixtralModel has no place for: lm_head\.weight\. Left"):
         base, _ = wrap(empty("MixtralModel"), tmp_path, example_batch={"input_ids": batch()["input_ids"]})
     assert_same(dict(base.state_dict()), dict(source.model.state_dict()))
     source.model.save_pretrained(tmp_path / "base")
@@ -195,7 +195,7 @@ def test_experts_that_the_model_has_no_place_for_are_warned_of(tmp_path: Path) -
         tensors.update(more)
 
     rewrite(tmp_path, add)
-    words = r"tensors that MixtralForCausalLM has no place for: model\.layers\.7\.block_sparse_moe\.experts\.0\.w1"
+    words = r"holds what MixtralForCausalLM has no place for: model\.layers\.7\.block_sparse_moe\.experts\.0\.w1"
     with pytest.warns(UserWarning, match=words):
         wrap(empty(), tmp_path)
 

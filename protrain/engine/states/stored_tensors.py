@@ -61,7 +61,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """
     found: dict[str, StoredTensor] = {}
     for file in weight_files(folder):
-        with _must_be_readable(file), _open(file) as tensors:
+        with _must_be_readable(file), open_file(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118 - it is no mapping
                 header = tensors.get_slice(key)
                 stored = StoredTensor(file=file, key=key, dtype=header.get_dtype(), shape=tuple(header.get_shape()))
@@ -80,7 +80,7 @@ def reading(stored: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor],
         files = {}
         for file in sorted({tensor.file for tensor in stored}):
             with _must_be_readable(file):
-                files[file] = stack.enter_context(_open(file))
+                files[file] = stack.enter_context(open_file(file))
 
         def read(tensor: StoredTensor) -> Tensor:
             with _must_be_readable(tensor.file):
@@ -89,12 +89,19 @@ def reading(stored: Iterable[StoredTensor]) -> Iterator[Callable[[StoredTensor],
         yield read
 
 
-def _open(file: Path) -> Any:
+def safetensors_package() -> Any:
+    """The package ``safetensors``. An ImportError says what to install."""
     try:
-        from safetensors import safe_open
+        import safetensors.torch
     except ImportError:
-        raise ImportError("weights= needs the package safetensors: pip install 'protrain[hf]'") from None
-    return safe_open(file, framework="pt")
+        raise ImportError("checkpoints and weights= need the package safetensors: pip install 'protrain[hf]'") from None
+    return safetensors
+
+
+def open_file(file: Path) -> Any:
+    """``safetensors.safe_open`` on ``file``, also where its path is not UTF-8, which safetensors itself refuses."""
+    with open(file, "rb") as opened:
+        return safetensors_package().safe_open(f"/dev/fd/{opened.fileno()}", framework="pt")
 
 
 @contextmanager
@@ -102,7 +109,5 @@ def _must_be_readable(file: Path) -> Iterator[None]:
     """Name ``file`` in the error if reading it fails. Only reads belong inside, as other code may raise OSError."""
     try:
         yield
-    except Exception as error:
-        if isinstance(error, OSError) or type(error).__name__ == "SafetensorError":
-            raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
-        raise
+    except (OSError, safetensors_package().SafetensorError) as error:
+        raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None

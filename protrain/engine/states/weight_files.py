@@ -173,9 +173,8 @@ def check_weights(model: nn.Module, folder: Path) -> None:
                         "does not (tie_word_embeddings=False in a configuration of transformers)"
                     )
     if found.unused:
-        several = f"{len(found.unused)} tensors" if len(found.unused) > 1 else "a tensor"
         warn_user(
-            f"weights: {folder} holds {several} that {type(model).__name__} has no place for: "
+            f"weights: {folder} holds what {type(model).__name__} has no place for: "
             f"{_listed(found.unused)}. Left out; for them to count, build the model that they were saved from"
         )
 
@@ -204,7 +203,7 @@ def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
 
 
 def _listed(keys: list[str]) -> str:
-    return f"{', '.join(keys[:_NAMED])}{', ...' if len(keys) > _NAMED else ''}"
+    return f"{', '.join(keys[:_NAMED])}{f' and {len(keys) - _NAMED} more' if len(keys) > _NAMED else ''}"
 
 
 def _spellings(name: str, prefix: str) -> tuple[str, str]:
