@@ -317,6 +317,32 @@ def test_a_save_killed_at_any_moment_leaves_a_loadable_one(tmp_path: Path) -> No
     assert serials == sorted(set(serials)), "every process saved on top of what the killed one left"
 
 
+def save_by_turns(folder: Path, turns: tuple[int, ...]) -> None:
+    model, optimizer, _ = make_run(0)
+    for turn in turns:
+        while turn and not (folder / f"turn {turn - 1}").exists():
+            time.sleep(0.005)
+        save_checkpoint(folder, model, optimizer, keep=1)
+        (folder / f"turn {turn}").touch()
+
+
+def test_a_save_deletes_none_of_another_run(tmp_path: Path) -> None:
+    """Two processes that save by turns. A run has what it has saved itself, and what was there when it was loaded."""
+    process = Process(save_by_turns, tmp_path, (1, 3), environment={})
+    save_by_turns(tmp_path, (0, 2))
+    while process.status is None:
+        time.sleep(0.005)
+    assert process.status == 0
+    assert [save.name[:5] for save in list_saves(tmp_path)] == ["00003", "00004"]
+
+    model, optimizer, _ = make_run(0)
+    save_checkpoint(tmp_path, model, optimizer, keep=1)
+    assert [save.name[:5] for save in list_saves(tmp_path)] == ["00003", "00004", "00005"], "it has loaded none"
+    load_checkpoint(tmp_path / "00004-step-0", model, optimizer)
+    save_checkpoint(tmp_path, model, optimizer, keep=2)
+    assert [save.name[:5] for save in list_saves(tmp_path)] == ["00005", "00006"]
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_a_folder_that_is_a_link_is_written_where_it_leads(tmp_path: Path, exists: bool) -> None:
     target, link = tmp_path / "target", tmp_path / "link"

@@ -47,10 +47,10 @@ def _one_cycle(inner: Any) -> Any:
 @pytest.mark.parametrize(
     ("saved", "given", "words"),
     [
-        (_steps, _lambda, "a StepLR, not of a LambdaLR"),
-        (_lambda, _sequential(_steps), r"a LambdaLR, not of a SequentialLR\(ConstantLR, StepLR\)"),
-        (_lambda, _one_cycle, "a LambdaLR, not of a OneCycleLR"),
-        (_sequential(_steps), _sequential(_exponential), r".*, StepLR\), not of a .*, ExponentialLR\)"),
+        (_steps, _lambda, "StepLR, and LambdaLR was given"),
+        (_lambda, _sequential(_steps), r"LambdaLR, and SequentialLR\(ConstantLR, StepLR\) was given"),
+        (_lambda, _one_cycle, "LambdaLR, and OneCycleLR was given"),
+        (_sequential(_steps), _sequential(_exponential), r".*, StepLR\), and .*, ExponentialLR\) was given"),
         (_sequential(_lambda), _sequential(_lambda), ""),
     ],
 )
@@ -63,7 +63,7 @@ def test_another_scheduler_is_refused(tmp_path: Path, saved: Any, given: Any, wo
         load_checkpoint(tmp_path, other, other_optimizer, scheduler=scheduler)
         return
     before, position = other.state_dict()["0.weight"].clone(), scheduler.state_dict()
-    with pytest.raises(CheckpointError, match=f"{save} holds the state of {words}.*; pass the scheduler it was saved"):
+    with pytest.raises(CheckpointError, match=f"{save} holds the state of {words}; pass the scheduler it was saved"):
         load_checkpoint(tmp_path, other, other_optimizer, scheduler=scheduler)
     assert other.state_dict()["0.weight"].equal(before)
     assert scheduler.state_dict() == position
@@ -155,7 +155,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
     train(model, optimizer, scheduler, 1)
     save_checkpoint(tmp_path, model, optimizer)
-    with pytest.raises(CheckpointError, match="no scheduler state"):
+    with pytest.raises(CheckpointError, match="the state of no scheduler, and MultiStepLR was given"):
         load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
     deeper = nn.Sequential(*model, nn.Linear(2, 2))
     with pytest.raises(CheckpointError, match=r"lacks the parameter '4.bias', which the model has"):

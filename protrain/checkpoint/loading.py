@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.adapters import Base, base_weights, check_base
 from protrain.checkpoint.json_values import decode
-from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes
+from protrain.checkpoint.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes
 from protrain.checkpoint.parameter_files import check_parameters, own_parts
 from protrain.checkpoint.random_state import check_random_state, set_random_state
 from protrain.checkpoint.saving import (
@@ -20,6 +20,7 @@ from protrain.checkpoint.saving import (
     OTHER_RANDOMS,
     check_wrapped,
     class_of,
+    own_saves,
     wait_for_async_saves,
     with_extra_state,
 )
@@ -78,7 +79,7 @@ def load_checkpoint(
         _check(save, manifest, model, optimizer.parameter_names(), base)
         verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
         scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
-        _check_scheduler(save, manifest["scheduler_class"], scheduler_state, scheduler)
+        _check_scheduler(save, manifest["scheduler_class"], scheduler)
         buffers = match_saved(save, model, base_weights(model, manifest.get("base")))
         scalars = decode(manifest["scalars"])
         try:
@@ -102,6 +103,7 @@ def load_checkpoint(
     _load_extra_state(save, modules, manifest["modules"], has_tensors=MODULES in files)
     if random is not None:
         set_random_state(random)
+    own_saves(optimizer).extend(each for each in list_saves(save.parent) if each.name <= save.name)
     return extra
 
 
@@ -151,22 +153,17 @@ def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, 
     return state
 
 
-def _check_scheduler(
-    save: Path, saved_class: str | None, state: dict[str, Any] | None, scheduler: LRScheduler | None
-) -> None:
-    """Raise a CheckpointError unless ``state`` is of a scheduler like ``scheduler``.
+def _check_scheduler(save: Path, saved_class: str | None, scheduler: LRScheduler | None) -> None:
+    """Raise a CheckpointError unless the save has the state of a scheduler like ``scheduler``, or of none as here.
 
     A scheduler itself would load the state of any other scheduler without an error.
     """
-    remedy = "pass the scheduler it was saved with"
-    if scheduler is None or state is None:
-        if scheduler is not state:
-            has, needs = ("no ", "one was given") if state is None else ("a ", "none was given")
-            raise CheckpointError(f"{save} holds {has}scheduler state and {needs}; {remedy}")
-        return
-    present_class = class_of(scheduler)
+    present_class = None if scheduler is None else class_of(scheduler)
     if saved_class != present_class:
-        raise CheckpointError(f"{save} holds the state of a {saved_class}, not of a {present_class}; {remedy}")
+        raise CheckpointError(
+            f"{save} holds the state of {saved_class or 'no scheduler'}, and {present_class or 'none'} was given; pass "
+            "the scheduler it was saved with"
+        )
 
 
 def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:

@@ -62,6 +62,8 @@ MODULES = "modules.safetensors"
 OTHER_RANDOMS = "random_of_other_ranks"  # the random states of rank 1 and those after it
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
+_of_run: WeakKeyDictionary[ProTrainOptimizer, list[Path]] = WeakKeyDictionary()
+
 # The last async_save of each, and the folder that it saves to.
 _beside: WeakKeyDictionary[ProTrainOptimizer, tuple[str, Future[Path]]] = WeakKeyDictionary()
 
@@ -87,7 +89,9 @@ def save_checkpoint(
         optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
         extra: Anything JSON can hold; ``load_checkpoint`` returns it.
-        keep: How many saves stay, this one included. Older ones are deleted once it is complete.
+        keep: How many saves of this run stay, this one included. Older ones are deleted once it is complete. Those of
+            the run are what ``optimizer`` has saved, what it has loaded, and what was in that folder before. No others
+            are deleted.
         base: The model that an adapter was added to. Its weights are then left out, and a load needs the same base.
 
     Raises:
@@ -102,7 +106,7 @@ def save_checkpoint(
     """
     check_wrapped(model, optimizer)
     optimizer.ranks.meet("save_checkpoint()")
-    save = _begin(Path(folder), model, optimizer, scheduler, extra, keep, base)
+    save = _begin(Path(folder).absolute(), model, optimizer, scheduler, extra, keep, base)
     parts = optimizer.export_parts(_saved_names(model, optimizer, base))
     return _finish(save, parts, optimizer.ranks)
 
@@ -156,6 +160,11 @@ def wait_for_async_saves(optimizer: ProTrainOptimizer, folder: Path) -> None:
             del _beside[other]
 
 
+def own_saves(optimizer: ProTrainOptimizer) -> list[Path]:
+    """The saves of the run of ``optimizer``: those that it has made, the one that it has loaded, and those before."""
+    return _of_run.setdefault(optimizer, [])
+
+
 def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | None) -> list[str]:
     """The names of the parameters that a save holds: all but those of ``base``."""
     left_out = base_weights(model, base)
@@ -185,6 +194,7 @@ class _Save:
 
     root: Path
     keep: int
+    of_run: list[Path]  # the saves that are not another run's
     manifest: dict[str, Any] = field(default_factory=dict)  # what it says so far, on the first rank
     serial: int = 0
     unlock: ExitStack = field(default_factory=ExitStack)  # lets others save to the folder
@@ -208,7 +218,7 @@ def _begin(
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be at least 1, and a whole number, not {keep!r}")
     wait_for_async_saves(optimizer, root)
-    ranks, save = optimizer.ranks, _Save(root, keep)
+    ranks, save = optimizer.ranks, _Save(root, keep, own_saves(optimizer))
     first = ranks.rank == 0
     randoms = ranks.all_values(random_state())
     try:
@@ -262,7 +272,8 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
             raise
         with raised_on_all(ranks):
             if first:
-                _delete_all_but(list_saves(save.root), save.keep)
+                save.of_run.append(target)
+                _delete_all_but([each for each in list_saves(save.root) if each in save.of_run], save.keep)
         return target
 
 

@@ -7,7 +7,7 @@ import shutil
 import stat
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,17 +87,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, in
     return path.stat().st_size, file_crc32(path)
 
 
-def open_tensors(path: Path) -> AbstractContextManager[Any]:
+def open_tensors(path: Path) -> Any:
     """``safetensors.safe_open`` on ``path``. A CheckpointError names a file that is no safetensors file.
 
     An OSError is raised as it is, for example of too many open files, or no memory to map one.
     """
-    module = safetensors_package()
     try:
-        opened: AbstractContextManager[Any] = open_file(path)
-    except module.SafetensorError as error:
+        return open_file(path)
+    except safetensors_package().SafetensorError as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
-    return opened
 
 
 def file_crc32(path: Path) -> int:
