@@ -132,6 +132,7 @@ def async_save(
 
     Raises:
         BudgetError: the plan leaves too little of the host memory for the copy. It says how much that is.
+        DistError: of torch.distributed, if the process has ended that has the store of the process group.
         ValueError, MisuseError: as ``save_checkpoint`` does.
     """
     check_wrapped(model, optimizer)
@@ -139,12 +140,13 @@ def async_save(
     ranks.meet("async_save()")
     root = Path(folder).absolute()  # the thread goes by it, whatever folder the process works in by then
     wait_for_async_saves(optimizer, root)
+    name = ranks.of_first(f"async_save {uuid4()}")
     with raised_on_all(ranks):
+        aside = Aside(ranks, name)  # before the folder is locked, as the store may be gone
         names = _saved_names(model, optimizer, base)
         _refuse_without_room(optimizer, names)
         parts = list(optimizer.export_parts(names))
     save = _begin(root, model, optimizer, scheduler, extra, keep, base)
-    aside = Aside(ranks, ranks.of_first(f"async_save {uuid4()}"))
     thread = ThreadPoolExecutor(1, "protrain async_save")
     saved = thread.submit(_finish_beside, save, _given_up(parts), aside, user_line())
     thread.shutdown(wait=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from time import sleep
 from typing import Any, TypeVar
 
@@ -106,11 +106,8 @@ def raised_on_all(ranks: Ranks | Aside) -> Iterator[None]:
 
 def _sendable(error: BaseException) -> Exception:
     """``error`` as an exception that another process can load and raise."""
-    if isinstance(error, Exception):
-        try:
-            pickle.loads(pickle.dumps(error))
-        except Exception:  # the constructors of some exceptions need more arguments than they keep
-            pass
-        else:
+    with suppress(Exception):  # the constructors of some exceptions need more arguments than they keep
+        pickle.loads(pickle.dumps(error))
+        if isinstance(error, Exception):
             return error
     return RuntimeError(f"{type(error).__name__}: {error}")

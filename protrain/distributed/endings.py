@@ -12,29 +12,18 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 _ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
 _END_S = 10  # how long it may take to end after that
 
 
-class Watching(Protocol):
-    """A watch that all ranks stay in step."""
-
-    @property
-    def is_out_of_step(self) -> bool:
-        """Whether it is decided that they do not."""
-
-    def raised(self, error: BaseException) -> None:
-        """This process has raised ``error``."""
-
-
-_watches: weakref.WeakSet[Watching] = weakref.WeakSet()
+_watches: weakref.WeakSet[Any] = weakref.WeakSet()  # each is a Watch
 _aborting: list[threading.Thread] = []  # which give communicators up
 _left: list[threading.Thread] = []  # which wait inside torch for ranks that may never come
 
 
-def see_to_the_end(watch: Watching) -> None:
+def see_to_the_end(watch: Any) -> None:
     """Let ``watch`` hear of an exception that ends the process, and bound its end when the ranks are out of step."""
     _watches.add(watch)
     _report_uncaught()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain.common.errors import MisuseError
 from protrain.common.warned import warn_user
-from protrain.distributed.processes import announced_processes
+from protrain.distributed.processes import CONNECT, announced_processes
 from protrain.distributed.ranks import Communicators, Ranks
 from protrain.distributed.watch import WARN_S
 
@@ -83,27 +83,26 @@ def start_group() -> None:
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
-    """The store in which the processes meet. The launcher has it, or else rank 0."""
+    """The store in which the processes meet. The launcher has it before they start, or else rank 0 opens it."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     launcher_has_it = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master, end_s = rank == 0 and not launcher_has_it, monotonic() + timeout.total_seconds()
+    end_s = monotonic() + timeout.total_seconds()
     while True:
         try:
             store = dist.TCPStore(
                 host,
                 port,
-                is_master=is_master,
-                timeout=timedelta(seconds=WARN_S),
+                is_master=rank == 0 and not launcher_has_it,
+                timeout=CONNECT,
                 wait_for_workers=False,  # the watcher waits for them
                 multi_tenant=not launcher_has_it,
             )
             store.set_timeout(timeout)
             return store
         except dist.DistNetworkError:
-            if is_master or monotonic() > end_s:
+            if rank == 0 or launcher_has_it or monotonic() > end_s:
                 raise
-            whose = "the launcher" if launcher_has_it else "rank 0"
-            warn_user(f"rank {rank} has waited {WARN_S:.0f} s for {whose} to open {host}, port {port}")
+            warn_user(f"rank {rank} has waited {WARN_S:.0f} s for rank 0 to open {host}, port {port}")
 
 
 def _end_group(ranks: Ranks) -> None:

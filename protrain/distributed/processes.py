@@ -6,11 +6,13 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 _FIRST_PORT, _PORTS = 20_000, 10_000  # those that job steps of SLURM take in turn
+CONNECT = timedelta(seconds=15)  # how long torch tries to reach a store, which it does twice, and rests between
 
 
 def announced_processes() -> int:
@@ -24,10 +26,16 @@ def own_store() -> Any:
     """The store in which the processes of the default group meet, by a connection of its own.
 
     Where a thread waits for others in a store, as at the start of a process group, further threads that use the same
-    connection wait as well.
+    connection wait as well. Where the process with the store was killed, a DistError is raised within a minute, and not
+    after the timeout of the group.
     """
     store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()
+    timeout = store.timeout
+    store.set_timeout(CONNECT)
+    try:
+        return store.clone()
+    finally:
+        store.set_timeout(timeout)
 
 
 def local_rank() -> int:
@@ -76,10 +84,8 @@ def announced_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 def _tasks_per_node(text: str) -> list[int]:
     """The number of tasks on each node, of a text such as ``4(x2),2``."""
-    counts = []
-    for count, _, times in re.findall(r"(\d+)(\(x(\d+)\))?", text):
-        counts += [int(count)] * int(times or 1)
-    return counts
+    found = re.findall(r"(\d+)(\(x(\d+)\))?", text)
+    return [int(count) for count, _, times in found for _ in range(int(times or 1))]
 
 
 def _first_node(environment: Mapping[str, str]) -> str:

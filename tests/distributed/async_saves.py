@@ -96,6 +96,23 @@ def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[tuple[str
     return text, [(str(each.message), each.filename) for each in warned], sorted(os.listdir(folder))
 
 
+def save_without_a_store(rank: int, size: int, folder: str) -> tuple[str, list[str]]:
+    """Save while the last rank cannot connect to the store, and again. Returns the error and the saves."""
+    training = Training(rank, size, None)  # the harness would leave no memory for a copy on one rank
+    training.train(range(1))
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == size - 1:
+            patch.setattr(type(dist.distributed_c10d._get_default_store()), "clone", _refuse)
+        with pytest.raises(dist.DistError) as raised:
+            protrain.async_save(folder, training.model, training.optimizer)
+    training.save(folder)
+    return str(raised.value), sorted(os.listdir(folder))
+
+
+def _refuse(_: dist.Store) -> None:
+    raise dist.DistNetworkError("the store is gone")
+
+
 def save_and_wait_to_be_killed(rank: int, size: int, folder: str) -> None:
     """Save, and begin another save, of which the last rank never writes its part."""
     torch.set_num_threads(1)

@@ -23,6 +23,7 @@ from tests.distributed.async_saves import (
     save_and_train,
     save_and_wait_to_be_killed,
     save_twice,
+    save_without_a_store,
 )
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import SECOND, THIRD, Run, Training, go_on
@@ -59,6 +60,11 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(
         (place,) = {file for said, file in warned if said.startswith("an async_save has failed: OSError: cannot write")}
         assert place == async_saves.__file__, "the script's"
         assert names == ["00001-step-0"]
+
+
+def test_a_store_that_is_gone_is_an_error_on_all_and_leaves_the_folder_free(tmp_path: Path) -> None:
+    expected = "the store is gone", ["00001-step-1"]
+    assert on_ranks(2, save_without_a_store, 2, str(tmp_path)) == [expected] * 2
 
 
 def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> None:

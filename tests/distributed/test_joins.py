@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import protrain.cli.main
 from protrain.cli.job import TrainJob
+from protrain.distributed import joining
 from tests.distributed.apart import Ending, Group
 from tests.distributed.joins import (
     GROUPS,
@@ -108,3 +112,15 @@ def test_a_rank_is_killed_while_it_writes_a_save_after_the_end_of_the_group(tmp_
     (error,) = ending.errors
     assert error.startswith(f"{ERROR}async_save "), error
     assert ("the store of all ranks" if odd == 0 else "as rank 1 has ended") in error
+
+
+@pytest.mark.timeout(60)
+def test_a_launcher_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    announced = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in {**announced, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(joining, "CONNECT", timedelta(seconds=0.1))
+    with pytest.raises(dist.DistNetworkError):
+        joining.start_group()

@@ -186,6 +186,38 @@ def test_a_stop_is_passed_on_and_all_end_after_the_same_step(
     assert ranks.are_gone()
 
 
+@pytest.mark.slow
+def test_the_ranks_of_a_killed_launcher_save_and_end(workplace: Path, tmp_path: Path) -> None:
+    folder, rows = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
+    words = [sys.executable, "-m", "protrain", *arguments(workplace, folder, gpus=2, steps=100_000)]
+    with open(tmp_path / "said", "w") as said, subprocess.Popen(words, stdout=said, stderr=said) as launcher:
+        try:
+            while not rows.exists() or '"step": 3,' not in rows.read_text():
+                assert launcher.poll() is None
+                time.sleep(0.02)
+            ranks = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        finally:
+            launcher.kill()
+    assert len(ranks) == 2
+    end_s = time.monotonic() + 60
+    while (left := [int(rank) for rank in ranks if is_running(int(rank))]) and time.monotonic() < end_s:
+        time.sleep(0.05)
+    for rank in left:
+        os.kill(rank, signal.SIGKILL)
+    assert not left
+    step = json.loads(rows.read_text().splitlines()[-1])["step"]
+    assert [save.name.rpartition("-")[2] for save in list_saves(folder / "checkpoints")] == [str(step)]
+    assert f"stopped at step {step} of 100000" in (tmp_path / "said").read_text()
+
+
+def is_running(process: int) -> bool:
+    """Whether there is such a process that has not ended. One that has may have nobody who asks for its status."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def children_that_run() -> list[str]:
     """The commands of this process's children that train."""
     found = subprocess.run(
