@@ -12,10 +12,24 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import protrain
-from tests.engine.harness import FEW_PLANS, Loop, adamw, check_equal_to_plain, plain_run, seeded, wrap_under
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    FEW_PLANS,
+    NONE,
+    SWAP,
+    Loop,
+    Spec,
+    adamw,
+    check_equal_to_plain,
+    plain_run,
+    seeded,
+    wrap_under,
+)
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
+rescale_adapter_scale = pytest.importorskip("peft.helpers").rescale_adapter_scale
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -67,6 +81,38 @@ def test_adapters_of_parameters_that_are_no_layers() -> None:
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = lora(target_parameters=targets)
     check_equal_to_plain(lambda: adapted(mixtral(), config), batches(), device=CPU, specs=FEW_PLANS[:1])
+
+
+def of_both(model: Any, batch: Any) -> Tensor:
+    """A loss of two forwards, each with an adapter of its own, and of one without adapters and with a smaller one."""
+    total = torch.zeros(())
+    for name in ("one", "other"):
+        model.set_adapter(name)
+        train_adapters(model)
+        total = total + model(**batch).loss
+    with model.disable_adapter():
+        total = total - 0.1 * model(**batch).loss
+    with rescale_adapter_scale(model, 0.5):
+        return total + model(**batch).loss
+
+
+def train_adapters(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "norm" in name)
+
+
+@pytest.mark.parametrize("mode", [CKPT, CKPT_SWAP, SWAP, NONE])
+def test_adapters_are_switched_between_the_forwards_of_a_loss(mode: Any) -> None:
+    def make() -> Any:
+        base = llama()
+        with seeded(1):
+            model = peft.get_peft_model(base, lora(), adapter_name="one")
+            model.add_adapter("other", lora())
+        train_adapters(model)
+        return model
+
+    specs = (Spec("none", "least", (mode,)),)
+    check_equal_to_plain(make, batches(3), device=CPU, loop=Loop(loss=of_both), specs=specs)
 
 
 def head_too() -> Any:

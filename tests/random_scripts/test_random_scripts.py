@@ -45,6 +45,13 @@ def test_scripts_on_ranks(seed: int, ranks: int) -> None:
         run(each, ranks)
 
 
+@pytest.mark.parametrize("plan", [9, 14], ids=["recomputed", "recomputed from offloaded inputs"])
+@pytest.mark.parametrize("what", range(9))
+def test_what_changes_between_two_forwards_of_a_loss(what: int, plan: int) -> None:
+    script: list[Action] = [(steps.backward, {**_LOSS, "kind": "switched", "seed": what}), (steps.step_and_zero, {})]
+    assert compare(Case("adapted", torch.float32, PLANS[plan], inside=False), script) == []
+
+
 def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = Wrapped.edit
     script: list[Action] = [(between.edit, {"index": 0, "factor": 0.5, "outer": False}), (steps.backward, _LOSS)]
