@@ -43,12 +43,11 @@ def _kind(cls: Any) -> Any:
     return next((kind for kind in _CONTAINERS if issubclass(cls, kind)), object if cls.__dictoffset__ else None)
 
 
-def _values(container: Any, kind: Any) -> list[Any]:
-    return [*(kind.values(container) if issubclass(kind, dict) else kind.__iter__(container))]
-
-
-def _keys(container: Any, kind: Any) -> tuple[Any, ...]:
-    return tuple(kind.keys(container)) if issubclass(kind, dict) else ()
+def _read(container: Any, kind: Any) -> tuple[tuple[Any, ...], list[Any]]:
+    """The keys of the container, if it is a dictionary, and its values."""
+    if issubclass(kind, dict):
+        return (*kind.keys(container),), [*kind.values(container)]
+    return (), [*kind.__iter__(container)]
 
 
 class Contents:
@@ -68,8 +67,9 @@ class Contents:
         self._sizes = [*map(len, self._tables)]
         self._keys = [*chain.from_iterable(self._tables)]
         self._values = [*chain.from_iterable(map(dict.values, self._tables))]
+        self._named = self._names()
         others = [(c, kind) for c, kind in held if type(c) is not dict and (c or type(c) is not kind)]
-        self._others = [(*other, _keys(*other), _values(*other)) for other in others]
+        self._others = [(*other, _read(*other)) for other in others]
 
     @classmethod
     def of(cls, module: nn.Module) -> Contents:
@@ -80,10 +80,15 @@ class Contents:
         for _ in range(_DEPTH):
             new = {id(c): (c, _kind(type(c))) for c in level if id(c) not in containers}
             containers |= new
-            inner = [v for container, kind in new.values() if container for v in _values(container, kind)]
+            inner = [v for container, kind in new.values() if container for v in _read(container, kind)[1]]
             level = [value for value in inner if _kind(type(value)) not in (None, object)]
             level += [vars(v) for v in inner if type(v).__dictoffset__ and _kind(type(v)) not in (None, type(v))]
         return cls(modules, containers)
+
+    def _names(self) -> list[Any]:
+        """The last attribute of each module, as a new one comes behind it, and the keys of all other dictionaries."""
+        own, others = self._tables[: len(self.modules)], self._tables[len(self.modules) :]
+        return [*map(next, map(reversed, own)), *chain.from_iterable(others)]
 
     def now(self) -> Contents:
         """What the same modules and containers consist of now. Others are not looked for."""
@@ -92,7 +97,7 @@ class Contents:
     @property
     def generators(self) -> list[Any]:
         """The random generators in the containers."""
-        values = chain(self._values, *(values for _, _, _, values in self._others))
+        values = chain(self._values, *(held for _, _, (_, held) in self._others))
         return [value for value in values if isinstance(value, GENERATORS)]
 
     def entries(self) -> Iterable[tuple[dict[str, Any], str, Any]]:
@@ -104,7 +109,7 @@ class Contents:
         return (
             not any(self._empty)
             and [*map(len, self._tables)] == self._sizes
-            and [*chain.from_iterable(self._tables)] == self._keys
+            and self._names() == self._named
             and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._values))
             and [*map(type, self.modules)] == self._classes
             and all(_holds(*other) for other in self._others)
@@ -120,22 +125,22 @@ class Contents:
             container.clear()
         keys, values = iter(self._keys), iter(self._values)
         for table, size in zip(self._tables, self._sizes, strict=True):
-            _refill(table, dict, (*islice(keys, size),), [*islice(values, size)])
+            _refill(table, dict, ((*islice(keys, size),), [*islice(values, size)]))
         for other in self._others:
             _refill(*other)
 
 
-def _holds(container: Any, kind: Any, keys: tuple[Any, ...], values: list[Any]) -> bool:
-    now = _values(container, kind)
-    return len(now) == len(values) and all(map(is_, now, values)) and _keys(container, kind) == keys
+def _holds(container: Any, kind: Any, held: Any) -> bool:
+    (keys, values), (keys_now, now) = held, _read(container, kind)
+    return keys == keys_now and len(values) == len(now) and all(map(is_, values, now))
 
 
-def _refill(container: Any, kind: Any, keys: tuple[Any, ...], values: list[Any]) -> None:
-    if _holds(container, kind, keys, values):
+def _refill(container: Any, kind: Any, held: Any) -> None:
+    if _holds(container, kind, held):
         return
     kind.clear(container)
     if issubclass(kind, dict):
-        for key, value in zip(keys, values, strict=True):
+        for key, value in zip(*held, strict=True):
             kind.__setitem__(container, key, value)
     else:
-        (kind.update if kind is set else kind.extend)(container, values)
+        (kind.update if kind is set else kind.extend)(container, held[1])

@@ -67,11 +67,11 @@ class BlockModules:
     def __init__(self, module: nn.Module, watched_elsewhere: type[nn.Parameter]) -> None:
         self.module = module
         self.watched_elsewhere = watched_elsewhere
-        self.updated: set[tuple[int, str]] = set()  # the places of the tensors that are copied in each call
-        # Small tensors that a watched run has not changed, by their ids, with their versions and copies in host memory.
-        self.constants: dict[int, tuple[Tensor, int, Tensor]] = {}
-        self.drawn: set[Any] = set()  # the generators of Python and numpy from which a forward draws
-        self.watched: set[bool] = set()  # the modes, training or not, in which a run was watched
+        self.updated = set[tuple[int, str]]()  # the places of the tensors that are copied in each call
+        # Small tensors that a watched run has not changed, and copies in host memory, by the tensors' ids and versions.
+        self.constants: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.drawn = set[Any]()  # the generators of Python and numpy from which a forward draws
+        self.watched = set[bool]()  # the modes, training or not, in which a run was watched
         self._found: _Found | None = None  # at the last call, unless the modules have changed since
 
     def called(self) -> ModulesBefore:
@@ -91,39 +91,35 @@ class ModulesBefore:
     def __init__(self, block: BlockModules, found: _Found) -> None:
         self._block = block
         self._contents = found.contents
-        self._training = block.module.training
-        watched = self._training not in block.watched
+        watched = block.module.training not in block.watched
         self._shared = {generator: pickle.dumps(generator) for generator in SHARED if watched}
         self.generators = [*found.contents.generators, *(self._shared or block.drawn)]
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in found.parameters]
         self._entries = [(entry, entry.tensor._version) for entry in found.entries]
         self.copies: dict[int, Tensor] = {}  # of tensors that a forward changes, by their ids; they take device memory
         self._compared: dict[int, Tensor] = {}  # by the id, in host memory, until ``over``
-        for entry, version in self._entries:
-            tensor, (_, constant, _) = entry.tensor, block.constants.get(id(entry.tensor), (None, None, None))
+        for (_, _, tensor, place), version in self._entries:
             if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # part of a graph, or a weight
                 continue
-            if constant not in (None, version):  # it was written to between two calls
-                block.updated.add(entry.place)
-            unknown = constant is None and not watched and tensor.numel() <= TABLE_ELEMENTS
-            if entry.place in block.updated or unknown or tensor.is_meta:
+            known = watched or tensor.numel() > TABLE_ELEMENTS or (id(tensor), version) in block.constants
+            if place in block.updated or tensor.is_meta or not known:
                 self.copies[id(tensor)] = tensor.detach().clone()
             elif watched and tensor.layout == torch.strided:
                 self._compared[id(tensor)] = tensor.detach().to("cpu", copy=True)
 
     def over(self) -> None:
         """The first run is over: note what it has changed. If it was watched, this waits for the device."""
-        self._block.watched.add(self._training)
+        self._block.watched.add(self._block.module.training)
         self._block.drawn.update(g for g, before in self._shared.items() if pickle.dumps(g) != before)
-        for entry, version in self._entries:
-            tensor, copy = entry.tensor, self._compared.get(id(entry.tensor))
+        for (_, _, tensor, place), version in self._entries:
+            copy = self._compared.get(id(tensor))
             # The versions do not show everything, as a write through .data has none.
             if tensor._version != version or not (copy is None or same_bytes(tensor.detach().cpu(), copy)):
-                self._block.updated.add(entry.place)
+                self._block.updated.add(place)
                 if copy is not None:
                     self.copies[id(tensor)] = copy
             elif copy is not None and tensor.numel() <= TABLE_ELEMENTS:
-                self._block.constants[id(tensor)] = (tensor, version, copy)
+                self._block.constants[id(tensor), version] = tensor, copy
         self._compared.clear()
 
     def changed_tensor(self) -> str | None:
@@ -131,22 +127,22 @@ class ModulesBefore:
         for entry, version in self._entries:
             if entry.tensor._version != version and self._copy(entry.tensor, version) is None:
                 self._block.updated.add(entry.place)
-                names = {id(tensor): name for name, tensor in self._block.module.named_buffers()}
-                return names.get(id(entry.tensor), entry.key)
+                buffers = self._block.module.named_buffers()
+                return next((name for name, buffer in buffers if buffer is entry.tensor), entry.key)
         return None
 
     def _copy(self, tensor: Tensor, version: int) -> Tensor | None:
         """The copy that stands in for ``tensor``, of which the first run found ``version``."""
-        _, known, copy = self._block.constants.get(id(tensor), (None, None, None))
-        return self.copies.get(id(tensor), copy if known == version != tensor._version else None)
+        _, copy = self._block.constants.get((id(tensor), version), (None, None))
+        return self.copies.get(id(tensor), copy if version != tensor._version else None)
 
     def undo(self) -> None:
         """Put the modules back to how they were, as if the first run, which is over, had never been."""
         self._contents.put_back()
         with torch.no_grad():
-            for entry, _ in self._entries:
-                if id(entry.tensor) in self.copies:
-                    entry.tensor.copy_(self.copies[id(entry.tensor)])
+            for (_, _, tensor, _), _ in self._entries:
+                if id(tensor) in self.copies:
+                    tensor.copy_(self.copies[id(tensor)])
 
     @contextmanager
     def again(self) -> Iterator[None]:
