@@ -5,14 +5,13 @@ contents of lists, dictionaries and sets (a module's hooks, parameters, buffers 
 attributes of other objects, such as configurations and tensors. Nothing is copied: a tensor is the same tensor,
 whatever is written to it. Some things are not looked into: functions, with what they close over; objects of torch, of
 threads and of queues, which others use meanwhile; objects with slots, and objects of C; what lies deeper than
-``_DEPTH``.
+``_DEPTH``, and in containers of ``_LONGEST`` entries and more.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from enum import Enum
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
 from operator import is_
@@ -23,9 +22,10 @@ from torch import Tensor, nn
 
 from protrain.forward.rng import GENERATORS
 
+_LONGEST = 1000  # entries of a container, as a longer one is no setting, and would take long to compare
 _DEPTH = 6  # of containers and objects in each other, from a module's attributes on
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
-_WHOLE = (nn.Module, type, ModuleType, FunctionType, partial, Enum, *GENERATORS)
+_WHOLE = (nn.Module, type, ModuleType, FunctionType, partial, *GENERATORS)
 _OPAQUE = {"torch", "protrain", "threading", "queue", "concurrent", "asyncio", "multiprocessing", "logging"}
 _remembered: Any = lru_cache(4096)
 
@@ -78,7 +78,7 @@ class Contents:
         containers: dict[int, tuple[Any, Any]] = {}
         level: Iterable[Any] = map(vars, modules)
         for _ in range(_DEPTH):
-            new = {id(c): (c, _kind(type(c))) for c in level if id(c) not in containers}
+            new = {id(c): (c, _kind(type(c))) for c in level if id(c) not in containers and len(c) < _LONGEST}
             containers |= new
             inner = [v for container, kind in new.values() if container for v in _read(container, kind)[1]]
             level = [value for value in inner if _kind(type(value)) not in (None, object)]

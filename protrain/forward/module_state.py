@@ -8,10 +8,10 @@ which parameters require a gradient, too.
 [Note: tensors of modules] What is written into a tensor, such as a buffer, is kept only by a copy. Most buffers are
 masks and tables that nothing writes to, and to copy them in every call would take memory and time. So the first run of
 a block in training mode, and the first in evaluation mode, is watched: it compares the modules' tensors with copies in
-host memory. A tensor that it has changed is copied in every later call, and so are small tensors that lie there anew.
-Other small ones keep the copy in host memory, which stands in if the tensor's version shows that it was written to
-since the call. A large one has no copy. If it is written to between a call and its second run, the second run is
-refused, and later calls copy it.
+host memory. So does a later run with a small tensor that is the first in its place. A tensor that a run has changed is
+copied in every later call. Of the others, small ones keep the copy in host memory, which stands in if the tensor's
+version shows that it was written to since the call. A large one, and one that takes the place of another, have no copy.
+If one is written to between a call and its second run, the second run is refused, and later calls copy it.
 
 [Note: shared generators] Code of a block may draw from the generators of Python and numpy that all code shares. To read
 or set their states takes a tenth of a millisecond, and hardly any block draws from them. So a watched run shows whether
@@ -23,7 +23,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,15 +33,7 @@ from protrain.forward.contents import Contents
 from protrain.forward.rng import SHARED
 
 TABLE_ELEMENTS = 1 << 16  # larger tensors of modules are usually masks and tables
-
-
-class _Entry(NamedTuple):
-    """A tensor that may be written to, and where it lies."""
-
-    table: dict[str, Any]  # the attributes of a module or object, its buffers, or another dictionary
-    key: str
-    tensor: Tensor
-    place: tuple[int, str]  # what tells the place from others in later calls, when another tensor may lie there
+_UNKNOWN = (None, None, None)
 
 
 class _Found:
@@ -50,8 +42,9 @@ class _Found:
     def __init__(self, module: nn.Module, managed: type[nn.Parameter]) -> None:
         self.contents = Contents.of(module)
         self.parameters = [p for m in self.contents.modules for p in m._parameters.values() if p is not None]
+        # The tensors that may be written to, each with the dictionary and the key where it lies, and this place.
         self.entries = [
-            _Entry(table, key, value, (id(table), key))
+            (table, key, value, (id(table), key))
             for table, key, value in self.contents.entries()
             if isinstance(value, Tensor) and not (isinstance(value, managed) or value.is_inference())
         ]
@@ -68,8 +61,8 @@ class BlockModules:
         self.module = module
         self.watched_elsewhere = watched_elsewhere
         self.updated = set[tuple[int, str]]()  # the places of the tensors that are copied in each call
-        # Small tensors that a watched run has not changed, and copies in host memory, by the tensors' ids and versions.
-        self.constants: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        # Small tensors that a run has not changed, by their places, with their versions and copies in host memory.
+        self.constants: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         self.drawn = set[Any]()  # the generators of Python and numpy from which a forward draws
         self.watched = set[bool]()  # the modes, training or not, in which a run was watched
         self._found: _Found | None = None  # at the last call, unless the modules have changed since
@@ -95,52 +88,54 @@ class ModulesBefore:
         self._shared = {generator: pickle.dumps(generator) for generator in SHARED if watched}
         self.generators = [*found.contents.generators, *(self._shared or block.drawn)]
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in found.parameters]
-        self._entries = [(entry, entry.tensor._version) for entry in found.entries]
+        self._entries = [(*entry, entry[2]._version) for entry in found.entries]
         self.copies: dict[int, Tensor] = {}  # of tensors that a forward changes, by their ids; they take device memory
         self._compared: dict[int, Tensor] = {}  # by the id, in host memory, until ``over``
-        for (_, _, tensor, place), version in self._entries:
+        for _, _, tensor, place, version in self._entries:
             if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # part of a graph, or a weight
                 continue
-            known = watched or tensor.numel() > TABLE_ELEMENTS or (id(tensor), version) in block.constants
-            if place in block.updated or tensor.is_meta or not known:
+            known, constant, _ = block.constants.get(place, _UNKNOWN)
+            if known is tensor and constant != version:  # it was written to between two calls
+                block.updated.add(place)
+            new = watched or (known is None and tensor.numel() <= TABLE_ELEMENTS)
+            if place in block.updated or tensor.is_meta:
                 self.copies[id(tensor)] = tensor.detach().clone()
-            elif watched and tensor.layout == torch.strided:
+            elif new and tensor.layout == torch.strided:
                 self._compared[id(tensor)] = tensor.detach().to("cpu", copy=True)
 
     def over(self) -> None:
         """The first run is over: note what it has changed. If it was watched, this waits for the device."""
         self._block.watched.add(self._block.module.training)
         self._block.drawn.update(g for g, before in self._shared.items() if pickle.dumps(g) != before)
-        for (_, _, tensor, place), version in self._entries:
-            copy = self._compared.get(id(tensor))
+        for _, _, tensor, place, version in self._entries:
+            copy = self._compared.pop(id(tensor), None)
             # The versions do not show everything, as a write through .data has none.
             if tensor._version != version or not (copy is None or same_bytes(tensor.detach().cpu(), copy)):
                 self._block.updated.add(place)
                 if copy is not None:
                     self.copies[id(tensor)] = copy
             elif copy is not None and tensor.numel() <= TABLE_ELEMENTS:
-                self._block.constants[id(tensor), version] = tensor, copy
-        self._compared.clear()
+                self._block.constants[place] = tensor, version, copy
 
     def changed_tensor(self) -> str | None:
         """The name of a tensor that has changed, so that a copy is missing. From now on it is copied."""
-        for entry, version in self._entries:
-            if entry.tensor._version != version and self._copy(entry.tensor, version) is None:
-                self._block.updated.add(entry.place)
-                buffers = self._block.module.named_buffers()
-                return next((name for name, buffer in buffers if buffer is entry.tensor), entry.key)
+        for _, key, tensor, place, version in self._entries:
+            if tensor._version != version and self._copy(tensor, place, version) is None:
+                self._block.updated.add(place)
+                return key
         return None
 
-    def _copy(self, tensor: Tensor, version: int) -> Tensor | None:
+    def _copy(self, tensor: Tensor, place: tuple[int, str], version: int) -> Tensor | None:
         """The copy that stands in for ``tensor``, of which the first run found ``version``."""
-        _, copy = self._block.constants.get((id(tensor), version), (None, None))
-        return self.copies.get(id(tensor), copy if version != tensor._version else None)
+        known, constant, copy = self._block.constants.get(place, _UNKNOWN)
+        changed = known is tensor and constant == version != tensor._version
+        return self.copies.get(id(tensor), copy if changed else None)
 
     def undo(self) -> None:
         """Put the modules back to how they were, as if the first run, which is over, had never been."""
         self._contents.put_back()
         with torch.no_grad():
-            for (_, _, tensor, _), _ in self._entries:
+            for _, _, tensor, *_ in self._entries:
                 if id(tensor) in self.copies:
                     tensor.copy_(self.copies[id(tensor)])
 
@@ -155,8 +150,8 @@ class ModulesBefore:
         made: dict[int, Tensor] = {}  # a tensor with several names has one copy
         try:
             before.put_back()
-            for (table, key, tensor, _), version in self._entries:
-                if (copy := self._copy(tensor, version)) is not None:
+            for table, key, tensor, place, version in self._entries:
+                if (copy := self._copy(tensor, place, version)) is not None:
                     if id(tensor) not in made:
                         made[id(tensor)] = copy.to(tensor.device, copy=True)
                     table[key] = made[id(tensor)]

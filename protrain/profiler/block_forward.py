@@ -36,6 +36,7 @@ class BlockUse:
     saved_bool_bytes: int = 0
     forward_peak_bytes: int = 0
     output_bytes: int = 0
+    kept_bytes: int = 0  # what a call that is recomputed keeps beside its inputs
     flops: int = 0
     traffic_bytes: int = 0  # bytes moved by what is neither a product nor attention
     fused_bytes: int = 0  # the same, if the block is compiled

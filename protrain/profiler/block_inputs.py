@@ -90,6 +90,7 @@ class CheckpointedCall(Recomputation):
     ) -> None:
         super().__init__(label, modules, device)
         self._around = around
+        self.kept: Tensor | None = None  # takes the memory of what else a call keeps
 
     @override
     def as_given(self, leaf: Any) -> Any:

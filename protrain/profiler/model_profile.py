@@ -62,7 +62,8 @@ class BlockRecord(Record):
     recompute_ms: float  # until the last saved tensor exists
     forward_flops: int  # of products, convolutions and attention; under a causal mask, half of the scores
     forward_traffic_bytes: int = 0  # bytes read and written by the other operators
-    unsaved_input_bytes: int = 0  # the part of input_bytes that only a checkpoint keeps; at most saved_bytes
+    # What only a checkpoint keeps: a part of input_bytes, and what lies or is copied in modules; at most saved_bytes.
+    unsaved_input_bytes: int = 0
     # the part of input_bytes that code outside the blocks keeps too, so offloading frees nothing
     held_input_bytes: int = 0
     saved_bool_bytes: int = 0  # the part of saved_bytes in storages of which only bools are saved

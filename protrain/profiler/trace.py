@@ -325,7 +325,10 @@ def _blocks(
             recompute_ms=recompute[path],
             unsaved_input_bytes=min(
                 use.saved_bytes,  # otherwise a block would need less memory when it is not recomputed
-                sum(size for key, size in own[path].items() if key not in use.saved_inputs | step.kept_until_backward),
+                use.kept_bytes
+                + sum(
+                    size for key, size in own[path].items() if key not in use.saved_inputs | step.kept_until_backward
+                ),
             ),
             output_bytes=use.output_bytes,
             forward_ms=forward[path],

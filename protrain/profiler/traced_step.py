@@ -31,6 +31,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward, eager_of
+from protrain.forward.contents import Contents
 from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.forward.module_state import BlockModules
 from protrain.forward.replacing import replace_attributes
@@ -303,9 +304,15 @@ class TracedStep:
             with torch._C.DisableTorchFunction():  # to look at parameters is no use of them
                 checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
             if self._measure:
+                known = _storages_of(self._modules[path].module)
                 self._open.held_until = self._inputs.add(len(self.segments), inputs)
             with nullcontext() if traced is eager_of(forward) else without_own_modes():
                 output = checkpointed_call.run(args, kwargs)
+            if self._measure:  # in later steps a call keeps what the call before has put into the modules
+                made = _storages_of(self._modules[path].module)
+                made_bytes = sum(size for key, size in made.items() if key not in known)
+                checkpointed_call.kept = torch.empty(made_bytes, dtype=torch.uint8, device=self._device)
+                use.kept_bytes += made_bytes + sum(copy.nbytes for copy in checkpointed_call.modules.copies.values())
             self._watch(call, inputs, tensors_in(output))
             self._switch(None)
             return output
@@ -395,3 +402,8 @@ class TracedStep:
             self._weights.keep((index,))
         if not owned:
             self.uses.setdefault(unit, set()).add(index)
+
+
+def _storages_of(module: nn.Module) -> dict[StorageWeakRef, int]:
+    """The storages of the tensors in the attributes of ``module`` and of the modules inside it, with their bytes."""
+    return storages_in([value for *_, value in Contents.of(module).entries() if isinstance(value, Tensor)])
