@@ -297,7 +297,7 @@ def test_a_warning_is_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert status == 0, err
     lines = [line for line in err.splitlines() if "score.weight" in line]
     assert len(lines) == 1, err
-    assert lines[0].startswith(f"protrain: --model: {tmp_path}/model holds a tensor that LlamaForCausalLM has no place")
+    assert lines[0].startswith(f"protrain: --model: {tmp_path}/model holds what LlamaForCausalLM has no place")
     assert "UserWarning" not in err
 
 
