@@ -103,7 +103,8 @@ def draw(rng: random.Random, case: Case) -> list[Action]:
     if case.late:  # the batch of the first call must be the longest
         found = [each for each in found if each[0] not in _NOT_LATE]
         if case.ranks > 1:  # each rank keeps the gradients of parts that are called before the model
-            found = [each for each in found if each[1].get("kind") != "by hand"]
+            parts = "by hand", "block", "reentrant", "checkpointed"
+            found = [each for each in found if each[1].get("kind") not in parts]
         found = [(each, {**options, "size": 8} if "size" in options else options) for each, options in found]
         # Until the first call weights have their own type, and no step is made inside backward. A first call that fails
         # does so in the profile, which changes no buffer.
