@@ -143,13 +143,13 @@ class ModulesBefore:
     def again(self) -> Iterator[None]:
         """A context for another run, in which the modules have the content that the first run found."""
         before = now = self._contents
-        if not before.same():
-            now = before.now()
-            self._block.forget()
         switched = [(p, required) for p, required in self._requires_grad if p.requires_grad != required]
         made: dict[int, Tensor] = {}  # a tensor with several names has one copy
         try:
-            before.put_back()
+            if not before.same():
+                now = before.now()
+                self._block.forget()
+                before.put_back()
             for table, key, tensor, place, version in self._entries:
                 if (copy := self._copy(tensor, place, version)) is not None:
                     if id(tensor) not in made:
