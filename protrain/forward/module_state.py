@@ -8,10 +8,11 @@ which parameters require a gradient, too.
 [Note: tensors of modules] What is written into a tensor, such as a buffer, is kept only by a copy. Most buffers are
 masks and tables that nothing writes to, and to copy them in every call would take memory and time. So the first run of
 a block in training mode, and the first in evaluation mode, is watched: it compares the modules' tensors with copies in
-host memory. So does a later run with a small tensor that is the first in its place. A tensor that a run has changed is
-copied in every later call. Of the others, small ones keep the copy in host memory, which stands in if the tensor's
-version shows that it was written to since the call. A large one, and one that takes the place of another, have no copy.
-If one is written to between a call and its second run, the second run is refused, and later calls copy it.
+host memory. So does a later run with a tensor that is the first in its place. A tensor that a run has changed is copied
+in every later call. The others keep the copy in host memory, which stands in if the tensor's version shows that it was
+written to since the call. A tensor of more than ``TABLE_ELEMENTS`` has no copy, as it may be one of many quantized
+weights, nor has one that takes the place of another. If one of these is written to between a call and its second run,
+the second run is refused, and later calls copy it.
 
 [Note: shared generators] Code of a block may draw from the generators of Python and numpy that all code shares. To read
 or set their states takes a tenth of a millisecond, and hardly any block draws from them. So a watched run shows whether
@@ -32,7 +33,7 @@ from protrain.common.parameters import same_bytes
 from protrain.forward.contents import Contents
 from protrain.forward.rng import SHARED
 
-TABLE_ELEMENTS = 1 << 16  # larger tensors of modules are usually masks and tables
+TABLE_ELEMENTS = 1 << 22  # larger tensors of modules are usually quantized weights, which nothing writes to
 _UNKNOWN = (None, None, None)
 
 
@@ -61,7 +62,7 @@ class BlockModules:
         self.module = module
         self.watched_elsewhere = watched_elsewhere
         self.updated = set[tuple[int, str]]()  # the places of the tensors that are copied in each call
-        # Small tensors that a run has not changed, by their places, with their versions and copies in host memory.
+        # Tensors that a run has not changed, by their places, with their versions and copies in host memory.
         self.constants: dict[tuple[int, str], tuple[Any, Any, Any]] = {}
         self.drawn = set[Any]()  # the generators of Python and numpy from which a forward draws
         self.watched = set[bool]()  # the modes, training or not, in which a run was watched

@@ -31,7 +31,8 @@ from tests.engine.residual import batches
 
 WIDTH = 16
 SPECS = tuple(Spec("none", "least", (mode,)) for mode in (CKPT, CKPT_SWAP, NONE))
-LARGE = 5000 * WIDTH  # elements: more than a buffer may have to be copied before every run
+LARGE = 5000 * WIDTH  # elements of a table
+HUGE = (1 << 22) + WIDTH  # elements: more than a buffer may have for a copy to be kept of it in case it is changed
 
 
 class Block(nn.Module):
@@ -50,6 +51,7 @@ class Block(nn.Module):
 class Averaging(Block):
     """An exponential average in a buffer that could be a table."""
 
+    elements = LARGE
     starts = 0  # in which forward it is updated first
     hidden = False  # updates have no version
     average: Tensor
@@ -57,7 +59,7 @@ class Averaging(Block):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("average", torch.ones(LARGE // WIDTH, WIDTH))
+        self.register_buffer("average", torch.ones(self.elements // WIDTH, WIDTH))
         self.register_buffer("table", torch.full((LARGE,), 2.0))
         self.forwards = 0
 
@@ -78,6 +80,10 @@ class Late(Averaging):
     """As some quantisers do, which begin when training has settled."""
 
     starts = 2
+
+
+class HugeLate(Late):
+    elements = HUGE
 
 
 class Lazy(Block):
@@ -173,19 +179,19 @@ def profile(block: type[Block], device: torch.device) -> None:
     shared_profile(model, batches()[0], optimizer=adamw(model), device=device, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("block", [Averaging, Hidden, Lazy, Replaced, Counting, Dropping, LateDropping])
+@pytest.mark.parametrize("block", [Averaging, Hidden, Late, Lazy, Replaced, Counting, Dropping, LateDropping])
 def test_what_forward_changes(block: type[Block], device: torch.device) -> None:
     profile(block, device)
     check_equal_to_plain(lambda: make(block), batches(4), device=device, specs=SPECS)
 
 
 @pytest.mark.parametrize("spec", SPECS[:2], ids=str)
-def test_a_large_buffer_that_is_first_changed_later(spec: Spec, device: torch.device) -> None:
+def test_a_huge_buffer_that_is_first_changed_later(spec: Spec, device: torch.device) -> None:
     """The step in which that happens is refused; run once more it goes well."""
 
     def run(model: nn.Module, optimizer: Trainer, refused: Callable[[Tensor], None]) -> dict[str, Tensor]:
         for number, batch in enumerate(batches(4)):
-            if number == Late.starts:
+            if number == HugeLate.starts:
                 refused(default_loss(model, batch))
                 optimizer.zero_grad()
             optimizer.backward(default_loss(model, batch))
@@ -197,10 +203,10 @@ def test_a_large_buffer_that_is_first_changed_later(spec: Spec, device: torch.de
         with pytest.raises(MisuseError, match="needs average as it was in forward"):
             loss.backward()
 
-    profile(Late, device)
-    model = make(Late)
+    profile(HugeLate, device)
+    model = make(HugeLate)
     expected = run(*prepare_plain(model, adamw(model), device=device, dtype=torch.float32), lambda loss: None)
-    model = make(Late)
+    model = make(HugeLate)
     assert_same(run(*wrap_under(spec, model, adamw(model), batches()[0], device=device), refused), expected)
 
 
