@@ -13,6 +13,7 @@ from protrain_kernels.fold import fold
 from protrain_kernels.fold_kernels import fold_reference
 from protrain_kernels.from_host import from_host
 from protrain_kernels.host_kernels import host_accumulate
+from protrain_kernels.linear_cross_entropy import linear_cross_entropy
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, pack, unpack
 from protrain_kernels.slices import Slice
@@ -43,6 +44,7 @@ __all__ = [
     "host_accumulate",
     "join",
     "join_reference",
+    "linear_cross_entropy",
     "pack",
     "padded",
     "split",
