@@ -28,6 +28,6 @@ def change_forwards(
     changes: ExitStack[None] = ExitStack()
     with changes:
         if chunked_loss:
-            changes.callback(chunk_loss(model, device, on_meta=on_meta))
+            changes.callback(chunk_loss(model))
         changes.callback(compile_blocks(blocks, on_meta=on_meta))
         return changes.pop_all().close

@@ -70,7 +70,12 @@ def linear_cross_entropy(
         softcap: logits become ``softcap * tanh(logits / softcap)``, unless it is 0.
         z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to a row's loss.
     """
-    kind = hidden.device.type
+    if hidden.dim() != 2 or weight.dim() != 2 or targets.shape != hidden.shape[:1] or targets.dtype != torch.int64:
+        raise ValueError(
+            f"hidden states {[*hidden.shape]} need as many targets of int64, not {[*targets.shape]} of {targets.dtype}"
+        )
+    # The meta device stands for whichever device something is counted for.
+    kind = "cuda" if hidden.is_cuda or (hidden.is_meta and torch.is_autocast_enabled("cuda")) else "cpu"
     if torch.is_autocast_enabled(kind):
         hidden, weight = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (hidden, weight))
         bias = None if bias is None else bias.to(weight.dtype)

@@ -1,46 +1,52 @@
-"""Computes the loss of a causal language model piece by piece with Liger's kernels, so the logits never exist whole.
-
-For a batch of 65,536 tokens and 32,000 words, the logits, their fp32 copy and both gradients are 25 GB. Liger's fused
-linear cross-entropy goes through them in pieces and returns the gradients of the hidden states and of the weight.
+"""Computes the loss of a causal language model piece by piece, so that its logits never exist whole.
 
 The model's code stays as it is; three of its functions are replaced. When the model's forward begins, its labels are
-put aside. Where its head would compute logits, it computes the loss and returns a placeholder. When its loss function
-is given the placeholder, it returns that loss. So the head's weight is used inside the head's own forward, while the
-engine has it on the device.
+put aside. Where its head would compute logits, it computes the loss by ``protrain_kernels.linear_cross_entropy`` and
+returns a placeholder. When its loss function is given the placeholder, it returns that loss. So the head's weight is
+used inside the head's own forward, while the engine has it on the device.
+
+[Note: the same loss] Some models scale their logits or cap them before the loss. So the model's forward is run once
+with a stand-in for everything before the head, which returns zeros, and one for the head, which returns known logits.
+What the loss function is given shows what the model does to logits. The loss is computed in pieces if that is nothing,
+or a cap by a tanh, which the kernel can do as well.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import os
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from protrain.forward import liger
-from protrain.forward.chunked_loss_on_meta import causal_lm_loss
+from protrain.common.errors import MisuseError
+from protrain.common.trees import map_leaves
 from protrain.forward.replacing import replace_attributes
+from protrain_kernels import linear_cross_entropy
 
-_ROW_BYTES = 16  # products are slow if the bytes of a row of logits are no multiple of this
-_WIDE_ROW_BYTES = 128  # such a row is widened to a multiple of this
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
+_KEPT = {"dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta", "is_sparse"}
+_CAST = {"to", "float", "contiguous"}  # what models do to logits between head and loss
+_CAPPED = {"div", "__truediv__", "tanh", "mul", "__mul__"}  # and those that cap them
+_LARGE = 1000.0  # a logit that every cap reaches
 
 
 class _Head:
     """The three replaced functions of one model, and what they share during a forward."""
 
-    def __init__(self, model: Any, head: Any, compute: Callable[..., Tensor]) -> None:
-        self.compute = compute
+    def __init__(self, model: Any, head: nn.Linear, softcap: float) -> None:
         self.head = head
+        self.softcap = softcap
+        self.ignored = _CAST | _CAPPED if softcap else _CAST
         self.model_forward = model.forward
         self.head_forward = head.forward
         self.loss_function = model.loss_function
         self.signature = inspect.signature(model.forward)
-        self.options: dict[str, Any] | None = None  # labels and the other arguments of the loss
-        self.placeholder: Tensor | None = None
+        self.options: dict[str, Any] | None = None  # labels and the other arguments of the loss, inside the forward
         self.loss: Tensor | None = None
 
     def run_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -52,107 +58,236 @@ class _Head:
         try:
             return self.model_forward(*args, **kwargs)
         finally:
-            self.options = self.placeholder = self.loss = None
+            self.options = self.loss = None
 
     def run_head(self, hidden: Tensor) -> Tensor:
         """Compute the loss in place of the logits. Without labels, compute the logits."""
         if self.options is None:
             return self.head_forward(hidden)
-        weight, bias = widened(self.head.weight, self.head.bias)
-        self.loss = self.compute(
-            hidden_states=hidden,
-            lm_head_weight=weight,
-            bias=bias,
-            hidden_size=hidden.shape[-1],
-            accum_dtype=torch.float32,
-            **self.options,
-        )
-        self.placeholder = hidden.new_empty((*hidden.shape[:-1], 0))
-        return self.placeholder
+        self.loss = causal_lm_loss(hidden, self.head.weight, self.head.bias, softcap=self.softcap, **self.options)
+        logits = hidden.detach().new_empty((*hidden.shape[:-1], 0)).as_subclass(LaterLogits)
+        logits.head, logits.hidden = self, hidden
+        if self.loss.requires_grad:
+            self.loss.register_hook(functools.partial(_forget_hidden, weakref.ref(logits)))
+        return logits
 
     def run_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the loss that the head computed."""
         if self.options is None:
             return self.loss_function(logits, *args, **kwargs)
-        if logits is not self.placeholder:
-            raise ValueError(
-                "chunked_loss=True does not work with a model that changes its logits before the loss; leave it out"
-            )
         return self.loss
 
 
-def widened(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Pad a head's weight [words, hidden] and bias [words] with unused words, until rows of logits are aligned.
+class LaterLogits(Tensor):
+    """Logits that are computed when something is done with them, in place of which there is a tensor without elements.
 
-    GPT-2 has 50,257 words, and products that read or write rows of that length are slow
-    (bench/results/h100/NOTES.md). The added words have a bias of -inf, so they add nothing to the sum of exponentials.
-    Their gradients are all zero and are dropped.
+    Most scripts never look at them. The hidden states that they are computed of are kept until the backward of the
+    loss begins, as the plan has no room for them then.
     """
-    size = weight.element_size()
-    if len(weight) * size % _ROW_BYTES == 0:
-        return weight, bias
-    missing = -len(weight) % (_WIDE_ROW_BYTES // size)
-    if bias is None:
-        bias = weight.new_zeros(len(weight))
-    return (
-        torch.cat([weight, weight.new_zeros(missing, weight.shape[1])]),
-        torch.cat([bias, bias.new_full((missing,), -torch.inf)]),
+
+    head: _Head
+    hidden: Tensor | None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` with the logits. Inside the model's forward they stay as they are, as the loss has the cap."""
+        first = args[0]
+        if isinstance(first, cls) and first.head.options is not None and func.__name__ in first.head.ignored:
+            return first
+        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        with torch._C.DisableTorchFunctionSubclass():
+            if name not in _KEPT:
+                args, kwargs = map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, cls) else leaf, (args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    def whole(self) -> Tensor:
+        """The logits, which the head computes again."""
+        if self.head.options is not None:
+            raise ValueError(
+                "something uses the logits before the loss, which is computed without them: pass chunked_loss=False"
+            )
+        if self.hidden is None:
+            raise MisuseError(
+                "these logits were not computed in forward, and now that backward has begun it is too late: use them "
+                "before, or pass chunked_loss=False"
+            )
+        logits: Tensor = self.head.head(self.hidden)
+        cap = self.head.softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def _forget_hidden(logits: weakref.ref[LaterLogits], gradient: Tensor) -> None:
+    known = logits()
+    if known is not None:
+        known.hidden = None
+
+
+def causal_lm_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    num_items_in_batch: int | Tensor | None = None,
+    shift_labels: Tensor | None = None,
+    ignore_index: int = -100,
+    softcap: float = 0.0,
+) -> Tensor:
+    """The loss ``ForCausalLMLoss`` of transformers, a scalar in fp32.
+
+    Args:
+        hidden: [batch, sequence, hidden].
+        weight: [words, hidden], of the head.
+        bias: [words], of the head, or none.
+        labels: [batch, sequence].
+        num_items_in_batch: the divisor of the sum of losses. If it is None, that is the number of labels that count.
+        shift_labels: labels that are shifted already.
+        ignore_index: the label that does not count.
+        softcap: the cap of the logits, or 0.
+    """
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    return linear_cross_entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        shift_labels.reshape(-1).to(hidden.device),
+        bias=bias,
+        divisor=num_items_in_batch,
+        ignore_index=ignore_index,
+        softcap=softcap,
     )
 
 
-def find_head(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> nn.Linear:
-    """The module that computes the logits of ``model``, if ``chunk_loss`` can take its place.
+def chunk_loss(model: nn.Module) -> Callable[[], None]:
+    """Replace the loss of ``model``, or of the one language model inside it. Returns a function that undoes it.
+
+    Whenever labels are given, the output's ``logits`` are only computed when something is done with them.
 
     Raises:
-        ValueError: Liger is not installed, the model is no causal language model of transformers, or there is no GPU.
+        ValueError: it is not known to be the same loss. See [Note: the same loss].
     """
-    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError("chunked_loss=True needs a CUDA GPU: leave it out on a CPU")
-    if not on_meta and not liger.is_installed():
-        raise ValueError("chunked_loss=True needs the package liger-kernel: pip install 'protrain[liger]'")
-    kind: Any = model
-    find: Callable[[], Any] = getattr(kind, "get_output_embeddings", lambda: None)
-    head = find()
-    # The loss is compared by name: a model with a loss of its own, or with other shifting, has a function of another
-    # name. A model with an encoder has this name by default, and does not use the function.
-    loss = getattr(getattr(kind, "loss_function", None), "__name__", "")
-    has_encoder = getattr(getattr(kind, "config", None), "is_encoder_decoder", False)
-    if not isinstance(head, nn.Linear) or loss != "ForCausalLMLoss" or has_encoder:
+    found = _find(model)
+    if found is None:
         raise ValueError(
             f"chunked_loss=True works with causal language models of transformers, not with {type(model).__name__}: "
             "leave it out"
         )
-    return head
-
-
-def chunk_loss(model: nn.Module, device: torch.device, *, on_meta: bool = False) -> Callable[[], None]:
-    """Replace the loss of ``model``. Returns a function that undoes it.
-
-    Whenever labels are given, the output's ``logits`` have no elements.
-
-    Args:
-        model: a causal language model of transformers.
-        device: where it trains.
-        on_meta: whether it is only traced on the meta device, as if on ``device``. That needs neither a GPU nor Liger.
-
-    Raises:
-        ValueError: as ``find_head``.
-    """
-    head = find_head(model, device, on_meta=on_meta)
-    kind: Any = model
-    shared = _Head(kind, head, causal_lm_loss if on_meta else liger.import_loss())
+    language_model, head = found
+    softcap = _softcap(language_model, head)
+    if softcap is None:
+        raise ValueError(
+            f"chunked_loss=True does not work with {type(language_model).__name__}, which changes its logits before "
+            "the loss: leave it out"
+        )
+    shared = _Head(language_model, head, softcap)
     return replace_attributes(
         [
-            (kind, "forward", _like(shared.model_forward, shared.run_model)),
+            (language_model, "forward", _like(shared.model_forward, shared.run_model)),
             (head, "forward", _like(shared.head_forward, shared.run_head)),
-            (kind, "_loss_function", shared.run_loss),
+            (language_model, "_loss_function", shared.run_loss),
         ]
     )
 
 
+def can_chunk(model: nn.Module) -> bool:
+    """Whether ``chunk_loss`` works with ``model``."""
+    try:
+        chunk_loss(model)()
+    except ValueError:
+        return False
+    return True
+
+
 def is_chunked(model: nn.Module) -> bool:
     """Whether ``chunk_loss`` replaced the loss of ``model``."""
-    return isinstance(getattr(vars(model).get("_loss_function"), "__self__", None), _Head)
+    return any(isinstance(getattr(vars(m).get("_loss_function"), "__self__", None), _Head) for m in model.modules())
+
+
+def _find(model: nn.Module) -> tuple[Any, nn.Linear] | None:
+    """The one language model that ``model`` is or has inside, as an adapter's model has, and its head."""
+    found = [module for module in model.modules() if hasattr(type(module), "loss_function") and _head_of(module)]
+    return (found[0], _head_of(found[0])) if len(found) == 1 else None
+
+
+def _head_of(module: Any) -> Any:
+    """The linear layer that computes logits for the usual loss, or None.
+
+    The loss is compared by name: a model with a loss of its own, or with other shifting, has a function of another
+    name. A model with an encoder has this name by default, and does not use the function.
+    """
+    find: Callable[[], Any] = getattr(module, "get_output_embeddings", lambda: None)
+    head: Any = find()
+    usual = getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+    if not usual or getattr(module.config, "is_encoder_decoder", False) or not isinstance(head, nn.Linear):
+        return None
+    changed = type(head).forward is not nn.Linear.forward or "forward" in vars(head)
+    return None if changed or head._forward_hooks or head._forward_pre_hooks else head
+
+
+class _StandIn:
+    """Takes the place of ``module`` in the model, and is called in its place."""
+
+    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
+        self._module, self._call = module, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Output:
+    """What the model before the head returns: hidden states first, and nothing else."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+def _softcap(model: Any, head: nn.Linear) -> float | None:
+    """The cap of the model's logits, 0 if it does not change them, or None. See [Note: the same loss]."""
+    names = {id(module): (owner, name) for owner in model.modules() for name, module in owner._modules.items()}
+    base = model.base_model
+    if id(base) not in names or id(head) not in names:
+        return None
+    plain = torch.linspace(-_LARGE, _LARGE, head.out_features).expand(1, 2, -1)
+    given: list[Tensor] = []
+
+    def loss(logits: Tensor, *args: Any, **kwargs: Any) -> None:
+        given.append(logits)
+        raise _Stop
+
+    stand_ins = [(base, lambda *_, **__: _Output(torch.zeros(1, 2, head.in_features))), (head, lambda *_: plain)]
+    undo = [replace_attributes([(model, "_loss_function", loss)])]
+    for module, call in stand_ins:
+        owner, name = names[id(module)]
+        undo.append(functools.partial(owner._modules.__setitem__, name, module))
+        owner._modules[name] = _StandIn(module, call)
+    labels = torch.zeros(1, 2, dtype=torch.int64)
+    try:
+        with suppress(Exception), torch.no_grad():  # a model that expects more is not known
+            model.forward(input_ids=labels, labels=labels)
+    finally:
+        for each in undo:
+            each()
+    if not given or given[0].shape != plain.shape:
+        return None
+    if torch.equal(given[0], plain):
+        return 0.0
+    cap = float(given[0].max())
+    return cap if torch.allclose(given[0], cap * torch.tanh(plain / cap)) else None
+
+
+class _Stop(Exception):
+    """Ends the model's forward where it has shown enough."""
 
 
 def _like(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
