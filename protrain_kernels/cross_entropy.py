@@ -29,6 +29,7 @@ from protrain_kernels.split_master import widen
 
 _OPTIONS: dict[str, Any] = {"num_warps": 16}
 _LANES = 1024  # each has a sum of its own over eight neighbours at a time, which are 16 bytes of a 16-bit type
+_REFERENCE_ROWS = 64
 _LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite, as the difference of two infinities is none
 
 
@@ -140,7 +141,25 @@ def cross_entropy_reference(
     z_loss: float,
     writes: bool,
 ) -> None:
-    """What the kernel computes, in plain torch, for any device."""
+    """What the kernel computes, in plain torch, for any device. It takes few rows at a time, to need little memory."""
+    rows = zip(
+        logits.split(_REFERENCE_ROWS), targets.split(_REFERENCE_ROWS), losses.split(_REFERENCE_ROWS), strict=True
+    )
+    for part in rows:
+        _reference(*part, divisor, ignore_index, label_smoothing, softcap, z_loss, writes)
+
+
+def _reference(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    losses: torch.Tensor,
+    divisor: torch.Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    softcap: float,
+    z_loss: float,
+    writes: bool,
+) -> None:
     counts = targets != ignore_index
     is_word = (targets >= 0) & (targets < logits.shape[1])
     own = torch.where(counts & is_word, targets, 0)[:, None]

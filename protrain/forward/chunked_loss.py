@@ -29,7 +29,10 @@ from protrain.forward.replacing import replace_attributes
 from protrain_kernels import linear_cross_entropy
 
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
-_KEPT = {"dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta", "is_sparse"}
+_OWN = {  # what is asked of the tensor without elements itself, as the logits have the same or it is about memory
+    *("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta", "is_sparse"),
+    *("untyped_storage", "data_ptr", "_version", "is_inference"),
+}
 _CAST = {"to", "float", "contiguous"}  # what models do to logits between head and loss
 _CAPPED = {"div", "__truediv__", "tanh", "mul", "__mul__"}  # and those that cap them
 _LARGE = 1000.0  # a logit that every cap reaches
@@ -96,9 +99,9 @@ class LaterLogits(Tensor):
         first = args[0]
         if isinstance(first, cls) and first.head.options is not None and func.__name__ in first.head.ignored:
             return first
-        name = getattr(getattr(func, "__self__", None), "__name__", "")
+        name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            if name not in _KEPT:
+            if name not in _OWN:
                 args, kwargs = map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, cls) else leaf, (args, kwargs))
             return func(*args, **(kwargs or {}))
 
@@ -227,13 +230,13 @@ def _head_of(module: Any) -> Any:
 
 
 class _StandIn:
-    """Takes the place of ``module`` in the model, and is called in its place."""
+    """Takes the place of ``module`` in the model, and returns ``output`` when it is called."""
 
-    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
-        self._module, self._call = module, call
+    def __init__(self, module: Any, output: Any) -> None:
+        self._module, self._output = module, output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._output
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -265,12 +268,11 @@ def _softcap(model: Any, head: nn.Linear) -> float | None:
         given.append(logits)
         raise _Stop
 
-    stand_ins = [(base, lambda *_, **__: _Output(torch.zeros(1, 2, head.in_features))), (head, lambda *_: plain)]
     undo = [replace_attributes([(model, "_loss_function", loss)])]
-    for module, call in stand_ins:
+    for module, output in ((base, _Output(torch.zeros(1, 2, head.in_features))), (head, plain)):
         owner, name = names[id(module)]
         undo.append(functools.partial(owner._modules.__setitem__, name, module))
-        owner._modules[name] = _StandIn(module, call)
+        owner._modules[name] = _StandIn(module, output)
     labels = torch.zeros(1, 2, dtype=torch.int64)
     try:
         with suppress(Exception), torch.no_grad():  # a model that expects more is not known

@@ -1,9 +1,10 @@
-"""wrap(chunked_loss=True): the usual loss to rounding, the same bits under every plan, and no logits."""
+"""wrap(chunked_loss=True): the usual loss to rounding, the same bits under every plan, and logits for who uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,89 +12,123 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.common.errors import PlanError
-from protrain.forward import liger
-from protrain.forward.chunked_loss import chunk_loss, widened
+from protrain.common.errors import MisuseError, PlanError
+from protrain.forward.chunked_loss import can_chunk, causal_lm_loss, chunk_loss, is_chunked
 from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 _LARGE = 4096  # a vocabulary
 _ODD = 101  # one whose rows of logits are no multiple of 16 bytes
 
-pytest.importorskip("liger_kernel")
+transformers = pytest.importorskip("transformers")
+_Llama: Any = transformers.LlamaForCausalLM
 Build = Callable[..., nn.Module]
 Batch = dict[str, Tensor]
-CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _kernels_run(device: torch.device, request: pytest.FixtureRequest) -> None:
-    if device.type == "cpu":
-        request.getfixturevalue("interpreted_kernels")
-
-
-def _with_chunks(model: nn.Module, device: torch.device) -> nn.Module:
-    chunk_loss(model, device)
+def _model(family: str, words: int = 96, seed: int = 0, **options: Any) -> nn.Module:
+    """A small model of a family that ``tiny_model`` does not make."""
+    config = transformers.AutoConfig.for_model(
+        family,
+        vocab_size=words,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+        **options,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
 
 
-@pytest.mark.parametrize(("family", "words"), [("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD)])
-def test_loss_and_gradients_are_the_usual_ones(
-    tiny_model: Build,
-    tiny_batch: Callable[..., Batch],
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    words: int,
-    device: torch.device,
+def _with_chunks(model: nn.Module) -> nn.Module:
+    chunk_loss(model)
+    return model
+
+
+def _capped(words: int) -> nn.Module:
+    """Gemma 2, with logits so large that its cap matters."""
+    model = _model("gemma2", words, head_dim=8, final_logit_softcapping=2.0)
+    with torch.no_grad():
+        next(model.parameters()).mul_(50)  # the embedding, which is the head as well
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "words"), [("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD), ("gemma2", 96), ("mixtral", 96)]
+)
+@pytest.mark.parametrize("given", ["labels", "num_items_in_batch", "shift_labels"])
+def test_loss_gradients_and_logits_are_the_usual_ones(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], family: str, words: int, given: str, device: torch.device
 ) -> None:
-    rows, compute = [], liger.import_loss()
+    def build() -> nn.Module:
+        if family == "gemma2":
+            return _capped(words)
+        return _model(family, words) if family == "mixtral" else tiny_model(family, words=words)
 
-    def watched(**options: Any) -> Tensor:
-        rows.append(len(options["lm_head_weight"]))
-        return compute(**options)
-
-    monkeypatch.setattr(liger, "import_loss", lambda: watched)
-    batch = {name: value.to(device) for name, value in tiny_batch(sequence=6).items()}
+    batch: dict[str, Any] = {name: value.to(device) for name, value in tiny_batch(sequence=6).items()}
     batch["labels"][:, :3] = -100
-    models = [tiny_model(family, words=words).to(device) for _ in range(2)]
-    _with_chunks(models[1], device)
+    if given == "num_items_in_batch":
+        batch[given] = torch.tensor(7, device=device)
+    elif given == "shift_labels":
+        batch[given] = batch["labels"].roll(-2, dims=1)
+    models = [build().to(device) for _ in range(2)]
+    _with_chunks(models[1])
     usual, ours = (model(**batch) for model in models)
     assert usual.loss.item() == pytest.approx(ours.loss.item(), rel=1e-6)
-    assert ours.logits.shape == (*usual.logits.shape[:2], 0)
-    assert rows == [128 if words == _ODD else words], "a row of logits is a multiple of 16 bytes"
+    assert torch.equal(ours.logits, usual.logits)
     usual.loss.backward()
     (3 * ours.loss).backward()
     largest = max(float(p.grad.abs().max()) for p in models[0].parameters() if p.grad is not None)
     for (name, first), second in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert first.grad is not None, name
-        assert second.grad is not None, name
+        if first.grad is None or second.grad is None:
+            assert first.grad is second.grad, name
+            continue
         torch.testing.assert_close(second.grad / 3, first.grad, rtol=1e-3, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_words_that_no_token_is_change_nothing(bias: bool, device: torch.device) -> None:
-    """Neither the loss nor a gradient, that of a bias included."""
-    head = nn.Linear(16, _ODD, bias=bias, device=device)
-    hidden = torch.randn(3, 7, 16, device=device, requires_grad=True)
-    labels = torch.randint(_ODD, (3, 7), device=device)
-    labels[:, 2] = -100
-    weight, wide_bias = widened(head.weight, head.bias)
-    loss = liger.import_loss()(
-        hidden_states=hidden,
-        lm_head_weight=weight,
-        bias=wide_bias,
-        labels=labels,
-        hidden_size=16,
-        accum_dtype=torch.float32,
-    )
-    usual = nn.functional.cross_entropy(head(hidden)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    inputs = hidden, *head.parameters()
-    for found, expected in zip(
-        (loss, *torch.autograd.grad(loss, inputs)), (usual, *torch.autograd.grad(usual, inputs)), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+def test_autocast_is_that_of_a_linear_layer(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    batch = tiny_batch(sequence=6)
+    losses = []
+    for change in (lambda model: model, _with_chunks):
+        model = change(tiny_model("llama"))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        head = model.get_submodule("lm_head")
+        assert isinstance(head.weight, nn.Parameter)
+        assert head.weight.grad is not None
+        assert head.weight.grad.dtype == torch.float32
+        losses.append((loss.item(), head.weight.grad))
+    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)
+    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=0.05, atol=1e-4)
 
 
-@pytest.mark.slow
+def _looking(when: str) -> Loop:
+    """A step that computes the logits again, for a figure or a part of the loss."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        output = model(**batch)
+        if when == "for a figure":
+            with torch.no_grad():
+                assert output.logits.argmax(-1).shape == batch["labels"].shape
+        elif when == "with a graph":
+            assert output.logits.float().softmax(-1).sum().isfinite()
+        elif when == "for the loss":
+            result: Tensor = output.loss + 0.1 * output.logits.float().square().mean()
+            return result
+        own: Tensor = output.loss
+        return own
+
+    return Loop(max_norm=0.5, loss=loss)
+
+
+@pytest.mark.parametrize("when", ["never", "for a figure", "with a graph", "for the loss"])
 @pytest.mark.parametrize(("family", "words", "specs"), [("llama", 96, FEW_PLANS[::2]), ("gpt2", _ODD, FEW_PLANS[1::2])])
 def test_bits_are_the_same_under_every_plan(
     tiny_model: Build,
@@ -101,13 +136,14 @@ def test_bits_are_the_same_under_every_plan(
     family: str,
     words: int,
     specs: tuple[Spec, ...],
+    when: str,
     device: torch.device,
 ) -> None:
-    batches = [tiny_batch(seed=seed, sequence=6) for seed in range(2)]  # each row of logits is a program to interpret
-    loop = Loop(max_norm=0.5)
+    batches = [tiny_batch(seed=seed, sequence=6) for seed in range(2)]
+    loop = _looking(when)
 
     def chunked() -> nn.Module:
-        return _with_chunks(tiny_model(family, words=words), device)
+        return _with_chunks(tiny_model(family, words=words))
 
     expected, final = plain_run(chunked, batches, loop=loop, device=device, dtype=torch.float32)
     for spec in specs:
@@ -117,14 +153,25 @@ def test_bits_are_the_same_under_every_plan(
         assert_same(states(wrapped, optimizer), final)
 
 
+def test_logits_that_are_used_after_backward_are_refused(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    """Until then they keep the hidden states, which a plan has no room for later."""
+    model = _with_chunks(tiny_model("llama"))
+    output = model(**tiny_batch())
+    output.loss.backward()
+    with pytest.raises(MisuseError, match="use them before, or pass chunked_loss=False"):
+        output.logits.mean()
+    with torch.no_grad():
+        output = model(**tiny_batch())
+    assert output.logits.isfinite().all()
+
+
 def _wrapped_plan(device: torch.device, *, chunked_loss: bool, **options: Any) -> protrain.Plan:
     """For a model whose logits are larger than all else."""
-    transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=_LARGE, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
     )
     model = transformers.LlamaForCausalLM(config)
-    ids = torch.randint(_LARGE, (2, 16))
+    ids = torch.randint(_LARGE, (8, 512))
     _, optimizer = protrain.wrap(
         model,
         adamw(model),
@@ -140,7 +187,7 @@ def _wrapped_plan(device: torch.device, *, chunked_loss: bool, **options: Any) -
 
 def test_the_plan_knows_that_there_are_no_logits(device: torch.device) -> None:
     whole, chunked = (_wrapped_plan(device, chunked_loss=chunked).device_bytes for chunked in (False, True))
-    assert whole - chunked > 2 * 16 * _LARGE * 4
+    assert whole - chunked > 8 * 512 * _LARGE * 4
 
 
 def test_a_plan_for_it_goes_without_where_memory_does(device: torch.device) -> None:
@@ -161,15 +208,65 @@ def test_generation_and_logits_without_labels(
     plain: Any = tiny_model("llama").to(device)
     batch = {name: value.to(device) for name, value in tiny_batch().items()}
     expected = plain(input_ids=batch["input_ids"]).logits
-    _with_chunks(plain, device)
+    _with_chunks(plain)
     plain(**batch)
     assert torch.equal(plain(input_ids=batch["input_ids"]).logits, expected), "labels of the call before are forgotten"
     assert plain.generate(batch["input_ids"][:1, :4], max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
-@pytest.mark.slow
+class _Around(nn.Module):
+    """A user's module around a language model."""
+
+    def __init__(self, *models: nn.Module) -> None:
+        super().__init__()
+        self.models = nn.ModuleList(models)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.models[0](input_ids=input_ids, labels=labels)
+
+
+class _Halving(_Llama):
+    """Logits are changed in a way that is no cap."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
+        logits = self.lm_head(self.model(input_ids, **options).last_hidden_state) / 2
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def test_where_it_is_known_to_be_the_same_loss(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    llama = tiny_model("llama")
+    hooked = tiny_model("llama")
+    hooked.get_submodule("lm_head").register_forward_hook(lambda module, args, output: output / 2)
+    assert all(can_chunk(model) for model in (llama, _Around(llama), _capped(96), _model("mixtral")))
+    others = (nn.Linear(4, 4), tiny_model("t5"), _model("cohere"), _Halving(llama.config), hooked)
+    assert not any(can_chunk(model) for model in (*others, _Around(llama, tiny_model("llama"))))
+    assert not any(is_chunked(model) for model in (llama, *others))
+    with pytest.raises(ValueError, match="_Halving, which changes its logits before the loss: leave it out"):
+        chunk_loss(_Halving(llama.config))
+    around = _Around(llama)
+    expected = around(**tiny_batch()).loss.item()
+    chunk_loss(around)
+    assert is_chunked(around)
+    assert around(**tiny_batch()).loss.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_an_adapter_around_a_frozen_head(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    peft = pytest.importorskip("peft")
+    options = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    gradients = []
+    for change in (lambda model: model, _with_chunks):
+        torch.manual_seed(0)
+        model = change(peft.get_peft_model(tiny_model("llama"), options))
+        model(**tiny_batch()).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-6)
+
+
 def test_what_does_not_fit_is_refused_and_nothing_is_left(
-    tiny_model: Build, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, device: torch.device
+    tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
 ) -> None:
     plain = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ValueError, match="causal language models of transformers, not with Sequential"):
@@ -184,18 +281,20 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(
             model, adamw(model), example_batch=tiny_batch(), device=device, device_memory="1KiB", chunked_loss=True
         )
     assert (dict(vars(model)), dict(vars(model.get_submodule("lm_head")))) == before
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(ValueError, match="needs a CUDA GPU"):
-        protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", chunked_loss=True)
 
 
-def test_logits_that_are_changed_before_the_loss_are_refused(
+def test_logits_that_a_later_change_uses_before_the_loss_are_refused(
     tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
 ) -> None:
     model: Any = tiny_model("llama").to(device)
-    head = model.lm_head
-    _with_chunks(model, device)
-    forward = head.forward
-    head.forward = lambda hidden: forward(hidden) / 2  # as families with scaled logits do
-    with pytest.raises(ValueError, match="changes its logits"):
+    _with_chunks(model)
+    model.lm_head.register_forward_hook(lambda module, args, output: output / 2)
+    with pytest.raises(ValueError, match="uses the logits before the loss, which is computed without them"):
         model(**{name: value.to(device) for name, value in tiny_batch().items()})
+
+
+def test_labels_of_another_length_are_refused(device: torch.device) -> None:
+    """A kernel that read beyond them would compute something."""
+    hidden, weight = torch.randn(2, 5, 8, device=device), torch.randn(16, 8, device=device)
+    with pytest.raises(ValueError, match=r"hidden states \[10, 8\] need as many targets of int64, not \[8\]"):
+        causal_lm_loss(hidden, weight, None, torch.zeros(2, 4, dtype=torch.int64, device=device))

@@ -15,6 +15,7 @@ _ATTENTION = 1.36  # on the time of attention's products by that ceiling, with h
 _TRAFFIC = 1.37  # on the time of all other bytes by the copy ceiling
 _BACKWARD = 1.1  # on the forward's time, for each of the two kinds of gradient
 _HEAD = 1.6  # on the time of the head's products by the matmul ceiling, with the loss; these models have 1.45 to 1.9
+_CHUNKED_HEAD = 1.06  # in place of _HEAD if the loss is computed in pieces; an H200 has 1.04 to 1.07
 _ODD_HEAD = 6.0  # in place of _HEAD if a row of logits is no multiple of 16 bytes, as GPT-2's 50,257 are
 _RECOMPUTED = 0.85  # on the forward's time: recomputation stops at the last saved tensor, unless the graph is compiled
 
@@ -75,10 +76,7 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
     recomputed = 1.0 if profile.compiled else _RECOMPUTED
     recompute = tuple(recomputed * estimated(block, attention=block.recomputes_attention) for block in profile.blocks)
     head = (
-        sum(
-            2 * profile.tokens * record.numel * (_ODD_HEAD if _is_odd(record, profile) else _HEAD)
-            for record in _heads(profile)
-        )
+        sum(2 * profile.tokens * record.numel * _head_factor(record, profile) for record in _heads(profile))
         / flops_per_ms
     )
     gradients = head * (1 + share)
@@ -109,9 +107,11 @@ def _heads(profile: ModelProfile) -> list[ParameterRecord]:
     return [embedding] if embedding.numel >= max((record.numel for record in others), default=0) else others
 
 
-def _is_odd(head: ParameterRecord, profile: ModelProfile) -> bool:
-    """Whether a row of its logits is no multiple of 16 bytes. The chunked loss pads rows, so there none is odd."""
-    return bool(head.shape[0] % 8) and not profile.chunked_loss
+def _head_factor(head: ParameterRecord, profile: ModelProfile) -> float:
+    """The chunked loss pads rows of logits that are no multiple of 16 bytes."""
+    if profile.chunked_loss:
+        return _CHUNKED_HEAD
+    return _ODD_HEAD if head.shape[0] % 8 else _HEAD
 
 
 def bytes_ms(size_bytes: float, gbps: float) -> float:
