@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves
@@ -33,18 +34,16 @@ _OWN = {  # what is asked of the tensor without elements itself, as the logits h
     *("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta", "is_sparse"),
     *("untyped_storage", "data_ptr", "_version", "is_inference"),
 }
-_CAST = {"to", "float", "contiguous"}  # what models do to logits between head and loss
-_CAPPED = {"div", "__truediv__", "tanh", "mul", "__mul__"}  # and those that cap them
 _LARGE = 1000.0  # a logit that every cap reaches
 
 
 class _Head:
     """The three replaced functions of one model, and what they share during a forward."""
 
-    def __init__(self, model: Any, head: nn.Linear, softcap: float) -> None:
+    def __init__(self, model: Any, head: nn.Linear, softcap: float, between: set[str]) -> None:
         self.head = head
         self.softcap = softcap
-        self.ignored = _CAST | _CAPPED if softcap else _CAST
+        self.between = between  # the names of the functions by which the model makes of logits what the loss is given
         self.model_forward = model.forward
         self.head_forward = head.forward
         self.loss_function = model.loss_function
@@ -97,7 +96,7 @@ class LaterLogits(Tensor):
     ) -> Any:
         """Run ``func`` with the logits. Inside the model's forward they stay as they are, as the loss has the cap."""
         first = args[0]
-        if isinstance(first, cls) and first.head.options is not None and func.__name__ in first.head.ignored:
+        if isinstance(first, cls) and first.head.options is not None and func.__name__ in first.head.between:
             return first
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         with torch._C.DisableTorchFunctionSubclass():
@@ -178,13 +177,14 @@ def chunk_loss(model: nn.Module) -> Callable[[], None]:
             "leave it out"
         )
     language_model, head = found
-    softcap = _softcap(language_model, head)
+    used = _Used(head.out_features)
+    softcap = _softcap(language_model, head, used)
     if softcap is None:
         raise ValueError(
             f"chunked_loss=True does not work with {type(language_model).__name__}, which changes its logits before "
             "the loss: leave it out"
         )
-    shared = _Head(language_model, head, softcap)
+    shared = _Head(language_model, head, softcap, used.names)
     return replace_attributes(
         [
             (language_model, "forward", _like(shared.model_forward, shared.run_model)),
@@ -230,7 +230,7 @@ def _head_of(module: Any) -> Any:
 
 
 class _StandIn:
-    """Takes the place of ``module`` in the model, and returns ``output`` when it is called."""
+    """Takes the place of ``module`` and of modules inside it, and returns ``output`` when one is called."""
 
     def __init__(self, module: Any, output: Any) -> None:
         self._module, self._output = module, output
@@ -239,7 +239,8 @@ class _StandIn:
         return self._output
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
+        found = getattr(self._module, name)
+        return _StandIn(found, self._output) if isinstance(found, nn.Module) else found
 
 
 class _Output:
@@ -255,7 +256,24 @@ class _Output:
         return (self.last_hidden_state,)[index]
 
 
-def _softcap(model: Any, head: nn.Linear) -> float | None:
+class _Used(TorchFunctionMode):
+    """Notes the names of the functions that are called with tensors of as many columns as there are words."""
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.words = words
+        self.names = set[str]()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``. What it reads of a tensor is not noted."""
+        if func.__name__ != "__get__" and any(isinstance(arg, Tensor) and self.words in arg.shape[-1:] for arg in args):
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _softcap(model: Any, head: nn.Linear, used: _Used) -> float | None:
     """The cap of the model's logits, 0 if it does not change them, or None. See [Note: the same loss]."""
     names = {id(module): (owner, name) for owner in model.modules() for name, module in owner._modules.items()}
     base = model.base_model
@@ -275,7 +293,7 @@ def _softcap(model: Any, head: nn.Linear) -> float | None:
         owner._modules[name] = _StandIn(module, output)
     labels = torch.zeros(1, 2, dtype=torch.int64)
     try:
-        with suppress(Exception), torch.no_grad():  # a model that expects more is not known
+        with suppress(Exception), torch.no_grad(), used:  # a model that expects more is not known
             model.forward(input_ids=labels, labels=labels)
     finally:
         for each in undo:

@@ -60,7 +60,8 @@ def _capped(words: int) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("family", "words"), [("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD), ("gemma2", 96), ("mixtral", 96)]
+    ("family", "words"),
+    [("gpt2", 96), ("opt", 96), ("mistral", 96), ("llama", _ODD), ("gemma2", 96), ("mixtral", 96), ("granite", 96)],
 )
 @pytest.mark.parametrize("given", ["labels", "num_items_in_batch", "shift_labels"])
 def test_loss_gradients_and_logits_are_the_usual_ones(
@@ -69,7 +70,7 @@ def test_loss_gradients_and_logits_are_the_usual_ones(
     def build() -> nn.Module:
         if family == "gemma2":
             return _capped(words)
-        return _model(family, words) if family == "mixtral" else tiny_model(family, words=words)
+        return _model(family, words) if family in ("mixtral", "granite") else tiny_model(family, words=words)
 
     batch: dict[str, Any] = {name: value.to(device) for name, value in tiny_batch(sequence=6).items()}
     batch["labels"][:, :3] = -100
@@ -239,7 +240,14 @@ def test_where_it_is_known_to_be_the_same_loss(tiny_model: Build, tiny_batch: Ca
     hooked = tiny_model("llama")
     hooked.get_submodule("lm_head").register_forward_hook(lambda module, args, output: output / 2)
     assert all(can_chunk(model) for model in (llama, _Around(llama), _capped(96), _model("mixtral")))
-    others = (nn.Linear(4, 4), tiny_model("t5"), _model("cohere"), _Halving(llama.config), hooked)
+    others = (
+        nn.Linear(4, 4),
+        tiny_model("t5"),
+        _model("cohere"),
+        _model("granite", logits_scaling=2),
+        _Halving(llama.config),
+        hooked,
+    )
     assert not any(can_chunk(model) for model in (*others, _Around(llama, tiny_model("llama"))))
     assert not any(is_chunked(model) for model in (llama, *others))
     with pytest.raises(ValueError, match="_Halving, which changes its logits before the loss: leave it out"):

@@ -79,13 +79,12 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
         sum(2 * profile.tokens * record.numel * _head_factor(record, profile) for record in _heads(profile))
         / flops_per_ms
     )
-    gradients = head * (1 + share)
     return ComputeTimes(
         forward=forward,
         backward=tuple(time * _BACKWARD * (1 + share) for time in forward),
         recompute=recompute,
-        gap_forward=(*([0.0] * len(forward)), head + gradients * profile.chunked_loss),
-        gap_backward=(*([0.0] * len(forward)), gradients * (not profile.chunked_loss)),
+        gap_forward=(*([0.0] * len(forward)), head * (1 + (1 + share) * profile.chunked_loss)),
+        gap_backward=(*([0.0] * len(forward)), head * (1 + share) * (not profile.chunked_loss)),
     )
 
 
@@ -109,9 +108,7 @@ def _heads(profile: ModelProfile) -> list[ParameterRecord]:
 
 def _head_factor(head: ParameterRecord, profile: ModelProfile) -> float:
     """The chunked loss pads rows of logits that are no multiple of 16 bytes."""
-    if profile.chunked_loss:
-        return _CHUNKED_HEAD
-    return _ODD_HEAD if head.shape[0] % 8 else _HEAD
+    return _CHUNKED_HEAD if profile.chunked_loss else _ODD_HEAD if head.shape[0] % 8 else _HEAD
 
 
 def bytes_ms(size_bytes: float, gbps: float) -> float:
