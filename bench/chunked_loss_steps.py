@@ -3,8 +3,9 @@
 python bench/chunked_loss_steps.py --out bench/results/h200/chunked-loss-steps.json
 
 Every second step of one training has the loss of Liger that ``chunked_loss`` used before, so that the steps differ in
-nothing else. Then steady steps of ``wrap``, of the Trainer and, where it is installed, of TRL's SFTTrainer run while
-torch warns of every operation that waits for the device.
+nothing else. The errors of both losses, and of torch's with whole logits, are against fp64. Then steady steps of
+``wrap``, of the Trainer and, where it is installed, of TRL's SFTTrainer run while torch warns of every operation that
+waits for the device.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import protrain
 from protrain.cli.options import writable_folder
+from protrain_kernels import linear_cross_entropy
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -144,6 +146,33 @@ def measure(name: str, steps: int) -> dict[str, Any]:
     }
 
 
+def whole(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """torch's loss of whole logits, in fp32 unless they are in fp64."""
+    logits = nn.functional.linear(hidden, weight)
+    return nn.functional.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets)
+
+
+def errors(rows: int = 8192, width: int = 3584, words: int = 32000) -> dict[str, Any]:
+    """Errors of the loss and of both gradients in bf16, as the norm of the difference over that of the fp64 value."""
+    torch.manual_seed(0)
+    hidden = torch.randn(rows, width, device="cuda").bfloat16()
+    weight = (torch.randn(words, width, device="cuda") * 0.02).bfloat16()
+    targets = torch.randint(0, words, (rows,), device="cuda")
+
+    def results(compute: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (hidden, weight)]
+        loss = compute(*inputs, targets, bias=None, divisor=None, ignore_index=-100, softcap=0.0)
+        return [loss.detach().double(), *(each.double() for each in torch.autograd.grad(loss, inputs))]
+
+    expected = results(whole, torch.float64)
+    found: dict[str, Any] = {"rows": rows, "hidden": width, "words": words}
+    for name, compute in (("ours", linear_cross_entropy), ("liger", liger), ("whole logits", whole)):
+        pairs = zip(results(compute, torch.bfloat16), expected, strict=True)
+        relative = [float((one - other).norm() / other.norm()) for one, other in pairs]
+        found[name] = dict(zip(("loss", "hidden", "weight"), relative, strict=True))
+    return found
+
+
 @contextmanager
 def _noted(found: Counter[str]) -> Iterator[None]:
     """Count the places that wait for the device while the mode is on."""
@@ -223,7 +252,7 @@ def waits_of_trainers() -> dict[str, Any]:
 def main() -> int:
     """Measure each case, print and write the record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=list(CASES), nargs="+", default=list(CASES))
+    parser.add_argument("--case", choices=list(CASES), nargs="*", default=list(CASES))
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--out", type=writable_folder)
     args = parser.parse_args()
@@ -238,6 +267,8 @@ def main() -> int:
         record["cases"].append(measure(name, args.steps))
         print(json.dumps(record["cases"][-1], indent=1), flush=True)
         torch.cuda.empty_cache()
+    record["errors"] = errors()
+    print(json.dumps(record["errors"], indent=1), flush=True)
     record["synchronisations_in_four_steps"] = waits_of_trainers()
     print(json.dumps(record["synchronisations_in_four_steps"], indent=1))
     if args.out:
