@@ -30,6 +30,7 @@ from protrain.forward.replacing import replace_attributes
 from protrain_kernels import linear_cross_entropy
 
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
+_CASTS = {"to", "float", "bfloat16", "half", "contiguous", "detach"}
 _OWN = {  # what is asked of the tensor without elements itself, as the logits have the same or it is about memory
     *("dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_meta", "is_sparse"),
     *("untyped_storage", "data_ptr", "_version", "is_inference"),
@@ -67,10 +68,15 @@ class _Head:
         if self.options is None:
             return self.head_forward(hidden)
         self.loss = causal_lm_loss(hidden, self.head.weight, self.head.bias, softcap=self.softcap, **self.options)
-        logits = hidden.detach().new_empty((*hidden.shape[:-1], 0)).as_subclass(LaterLogits)
-        logits.head, logits.hidden = self, hidden
+        logits = self.later(hidden.detach().new_empty((*hidden.shape[:-1], 0)), hidden)
         if self.loss.requires_grad:
-            self.loss.register_hook(functools.partial(_forget_hidden, weakref.ref(logits)))
+            self.loss.register_hook(functools.partial(_forget, weakref.ref(logits)))
+        return logits
+
+    def later(self, empty: Tensor, hidden: Tensor | None, source: Callable[[], Tensor] | None = None) -> LaterLogits:
+        """Logits of the type of ``empty``, of ``hidden`` or of ``source``."""
+        logits = empty.as_subclass(LaterLogits)
+        logits.head, logits.hidden, logits.source = self, hidden, source
         return logits
 
     def run_loss(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -83,29 +89,34 @@ class _Head:
 class LaterLogits(Tensor):
     """Logits that are computed when something is done with them, in place of which there is a tensor without elements.
 
-    Most scripts never look at them. The hidden states that they are computed of are kept until the backward of the
-    loss begins, as the plan has no room for them then.
+    Most scripts never look at them. They, and the hidden states that they are computed of, are kept until the backward
+    of the loss begins, as the plan has no room for them then. A cast of such logits is done later as well, and so is what the
+    model does to them before the loss, which is computed without them.
     """
 
     head: _Head
-    hidden: Tensor | None
+    hidden: Tensor | None  # of which the head computes these logits
+    computed: Tensor | None = None  # these logits, until the backward of the loss begins
+    source: Callable[[], Tensor] | None  # by which these logits are computed of others, in place of ``hidden``
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` with the logits. Inside the model's forward they stay as they are, as the loss has the cap."""
-        first = args[0]
-        if isinstance(first, cls) and first.head.options is not None and func.__name__ in first.head.between:
-            return first
+        """Run ``func`` with the logits."""
+        first, more = args[0], kwargs or {}
         name = func.__self__.__name__ if func.__name__ == "__get__" else func.__name__
         with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(first, cls) and (name in _CASTS or (first.head.options and name in first.head.between)):
+                return first.head.later(func(*args, **more), None, lambda: func(first.whole(), *args[1:], **more))
             if name not in _OWN:
-                args, kwargs = map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, cls) else leaf, (args, kwargs))
-            return func(*args, **(kwargs or {}))
+                args, more = map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, cls) else leaf, (args, more))
+            return func(*args, **more)
 
     def whole(self) -> Tensor:
         """The logits, which the head computes again."""
+        if self.source is not None:
+            return self.source()
         if self.head.options is not None:
             raise ValueError(
                 "something uses the logits before the loss, which is computed without them: pass chunked_loss=False"
@@ -115,15 +126,15 @@ class LaterLogits(Tensor):
                 "these logits were not computed in forward, and now that backward has begun it is too late: use them "
                 "before, or pass chunked_loss=False"
             )
-        logits: Tensor = self.head.head(self.hidden)
-        cap = self.head.softcap
-        return cap * torch.tanh(logits / cap) if cap else logits
+        if self.computed is None or torch.is_grad_enabled() > self.computed.requires_grad:
+            self.computed = self.head.head(self.hidden)
+        return self.computed
 
 
-def _forget_hidden(logits: weakref.ref[LaterLogits], gradient: Tensor) -> None:
+def _forget(logits: weakref.ref[LaterLogits], gradient: Tensor) -> None:
     known = logits()
     if known is not None:
-        known.hidden = None
+        known.hidden = known.computed = None
 
 
 def causal_lm_loss(
