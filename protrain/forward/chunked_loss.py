@@ -90,8 +90,8 @@ class LaterLogits(Tensor):
     """Logits that are computed when something is done with them, in place of which there is a tensor without elements.
 
     Most scripts never look at them. They, and the hidden states that they are computed of, are kept until the backward
-    of the loss begins, as the plan has no room for them then. A cast of such logits is done later as well, and so is what the
-    model does to them before the loss, which is computed without them.
+    of the loss begins, as the plan has no room for them then. A cast of such logits is done later as well, and so is
+    what the model does to them before the loss, which is computed without them.
     """
 
     head: _Head
