@@ -27,8 +27,9 @@ from protrain_kernels.launch import launch
 from protrain_kernels.rounding import narrow
 from protrain_kernels.split_master import widen
 
-_OPTIONS: dict[str, Any] = {"num_warps": 16}
-_LANES = 1024  # each has a sum of its own over eight neighbours at a time, which are 16 bytes of a 16-bit type
+# Triton warns where it has to choose whether to fuse multiplications with additions.
+OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": True}
+LANES = 1024  # each has a sum of its own over eight neighbours at a time, which are 16 bytes of a 16-bit type
 _REFERENCE_ROWS = 64
 _LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite, as the difference of two infinities is none
 
@@ -123,8 +124,8 @@ def launch_cross_entropy(
         (logits, targets, losses, divisor),
         ignore_index,
         (),
-        (words, logits.stride(0), label_smoothing, softcap, z_loss, writes, _LANES),
-        _OPTIONS,
+        (words, logits.stride(0), label_smoothing, softcap, z_loss, writes, LANES),
+        OPTIONS,
         device_index=logits.get_device(),
     )
 
