@@ -169,7 +169,9 @@ def _reference(
         values = softcap * torch.tanh(values / softcap)
     lse = values.logsumexp(dim=1, keepdim=True)
     target = values.gather(1, own)
-    loss = lse - target + label_smoothing * (target - values.mean(dim=1, keepdim=True)) + z_loss * lse.square()
+    loss = lse - target + z_loss * lse.square()
+    if label_smoothing:  # the mean is not finite where a word is impossible
+        loss += label_smoothing * (target - values.mean(dim=1, keepdim=True))
     losses.copy_(torch.where(counts, torch.where(is_word, loss[:, 0], torch.nan), 0.0))
     if writes:
         slope = torch.exp(values - lse) * (1 + 2 * z_loss * lse) - label_smoothing / logits.shape[1]

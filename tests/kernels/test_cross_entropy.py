@@ -80,7 +80,7 @@ def test_as_the_reference(triton_device: torch.device, words: int, dtype: torch.
     ],
     ids=lambda options: "+".join(options),
 )
-def test_each_option(triton_device: torch.device, options: dict[str, float], words: int, dtype: torch.dtype) -> None:
+def test_each_option(triton_device: torch.device, options: dict[str, Any], words: int, dtype: torch.dtype) -> None:
     logits, targets = _rows(words, dtype)
     _, losses = _compare(triton_device, logits, targets, **options)
     _, without = _compare(triton_device, logits, targets)
@@ -90,7 +90,7 @@ def test_each_option(triton_device: torch.device, options: dict[str, float], wor
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "softcap": 9.0, "z_loss": 0.01}], ids=len)
 def test_without_a_gradient_the_logits_stay(
-    triton_device: torch.device, options: dict[str, float], dtype: torch.dtype
+    triton_device: torch.device, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     logits, targets = _rows(8195, dtype)
     targets[2:] = torch.tensor([-100, 9000])
