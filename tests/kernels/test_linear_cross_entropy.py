@@ -79,7 +79,7 @@ def _error(found: Tensor | None, wanted: Tensor | None) -> float:
     assert found is not None
     assert wanted is not None
     assert found.shape == wanted.shape
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm())
+    return float(((found.double() - wanted.double()).norm() / wanted.double().norm()).detach())
 
 
 def _compare(tensors: list[Tensor], targets: Tensor, **options: Any) -> None:
