@@ -1,7 +1,7 @@
 """Kernels for training with offloaded optimizer states, usable alone: Triton on GPUs, C threads on host memory.
 
-Triton, C and the plain torch references give the same bits. Importing the package needs no GPU. The C source is
-compiled at its first use.
+Triton, C and the plain torch references give the same bits, but for ``linear_cross_entropy``. Importing the package
+needs no GPU. The C source is compiled at its first use.
 """
 
 from protrain_kernels.adam import adam, adam_reference

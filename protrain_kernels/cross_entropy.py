@@ -27,8 +27,9 @@ from protrain_kernels.launch import launch
 from protrain_kernels.rounding import narrow
 from protrain_kernels.split_master import widen
 
-_OPTIONS: dict[str, Any] = {"num_warps": 16}
-_LANES = 1024  # each has a sum of its own over eight neighbours at a time, which are 16 bytes of a 16-bit type
+# Triton warns where it has to choose whether to fuse multiplications with additions.
+OPTIONS: dict[str, Any] = {"num_warps": 16, "enable_fp_fusion": True}
+LANES = 1024  # each has a sum of its own over eight neighbours at a time, which are 16 bytes of a 16-bit type
 _REFERENCE_ROWS = 64
 _LEAST = tl.constexpr(-3.0e38)  # below every logit, and finite, as the difference of two infinities is none
 
@@ -123,8 +124,8 @@ def launch_cross_entropy(
         (logits, targets, losses, divisor),
         ignore_index,
         (),
-        (words, logits.stride(0), label_smoothing, softcap, z_loss, writes, _LANES),
-        _OPTIONS,
+        (words, logits.stride(0), label_smoothing, softcap, z_loss, writes, LANES),
+        OPTIONS,
         device_index=logits.get_device(),
     )
 
@@ -168,7 +169,9 @@ def _reference(
         values = softcap * torch.tanh(values / softcap)
     lse = values.logsumexp(dim=1, keepdim=True)
     target = values.gather(1, own)
-    loss = lse - target + label_smoothing * (target - values.mean(dim=1, keepdim=True)) + z_loss * lse.square()
+    loss = lse - target + z_loss * lse.square()
+    if label_smoothing:  # the mean is not finite where a word is impossible
+        loss += label_smoothing * (target - values.mean(dim=1, keepdim=True))
     losses.copy_(torch.where(counts, torch.where(is_word, loss[:, 0], torch.nan), 0.0))
     if writes:
         slope = torch.exp(values - lse) * (1 + 2 * z_loss * lse) - label_smoothing / logits.shape[1]

@@ -74,6 +74,8 @@ def linear_cross_entropy(
         raise ValueError(
             f"hidden states {[*hidden.shape]} need as many targets of int64, not {[*targets.shape]} of {targets.dtype}"
         )
+    if targets.device != hidden.device:  # a kernel would read an address that is none there
+        raise ValueError(f"targets are on {targets.device} and hidden states on {hidden.device}")
     # The meta device stands for whichever device something is counted for.
     kind = "cuda" if hidden.is_cuda or (hidden.is_meta and torch.is_autocast_enabled("cuda")) else "cpu"
     if torch.is_autocast_enabled(kind):
@@ -91,7 +93,7 @@ def linear_cross_entropy(
     }
     with torch.autocast(kind, enabled=False):
         loss: Tensor = _LinearCrossEntropy.apply(
-            hidden, weight, bias, targets, divisor.float(), options, torch.is_grad_enabled()
+            hidden, weight, bias, targets.contiguous(), divisor.float().reshape(()), options, torch.is_grad_enabled()
         )
     return loss
 
@@ -114,7 +116,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight, bias = _widened(weight, bias)
         losses = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
-        weight_sum = torch.empty_like(weight, dtype=torch.float32) if for_weight else None
+        first_sum = torch.empty_like if rows else torch.zeros_like  # the first piece is written there
+        weight_sum = first_sum(weight, dtype=torch.float32) if for_weight else None
         bias_sum = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
         piece = piece_rows(rows, width, trained=for_weight)
         storage = hidden.new_empty(piece, len(weight))

@@ -20,6 +20,9 @@ from protrain_kernels.checks import (
     TILE_ROWS,
     TILE_UNROLL,
 )
+from protrain_kernels.cross_entropy import LANES as CROSS_ENTROPY_LANES
+from protrain_kernels.cross_entropy import OPTIONS as CROSS_ENTROPY_OPTIONS
+from protrain_kernels.cross_entropy import cross_entropy_kernel
 from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
 from protrain_kernels.fold_kernels import fold_kernel
 from protrain_kernels.fold_plan import MOST_RANKS, rows_together
@@ -51,6 +54,7 @@ class Variant:
     loads_together: int = 0  # the least number of wide loads in a row without a wide store between them
     # Why AMD's code may hold fused multiply-adds: a correctly rounded "root" and division, or an "integer division".
     divides: str = ""
+    same_bits: bool = True  # as the reference has, so that nothing may be fused, approximated or flushed
 
     def source(self, backend: str) -> ASTSource:
         """What ``triton.compile`` takes."""
@@ -94,8 +98,9 @@ _TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
 def variants() -> Iterator[Variant]:
     """What the launchers compile.
 
-    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list. That
-    of ``fold`` has every type for two ranks, and every number of ranks for bf16.
+    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list. So is
+    that of ``cross_entropy``, whose constants are a vocabulary and the options of a loss. That of ``fold`` has every
+    type for two ranks, and every number of ranks for bf16.
     """
     yield from _adam_variants()
     yield from _sum_variants()
@@ -104,6 +109,7 @@ def variants() -> Iterator[Variant]:
     yield from _split_variants()
     yield from _from_host_variants()
     yield from _pack_variants()
+    yield from _cross_entropy_variants()
 
 
 def _adam_variants() -> Iterator[Variant]:
@@ -295,3 +301,30 @@ def _pack_variants() -> Iterator[Variant]:
                 wide_loads=loads,
                 wide_stores=stores,
             )
+
+
+def _cross_entropy_variants() -> Iterator[Variant]:
+    """The words of LLaMA-2 and of GPT-2, whose rows end amid 16 bytes; without an option of the loss and with all."""
+    vocabularies = (50257, 50304), (32000, 32000)
+    for kind, writes, (words, stride), full in product(_TYPES, (False, True), vocabularies, (False, True)):
+        even = words % 16 == 0
+        loads = 2 if kind == "fp32" else 1
+        yield Variant(
+            name=f"cross_entropy {kind}, {words} words{', no gradient' * (not writes)}{', every option' * full}",
+            kernel=cross_entropy_kernel,
+            pointers={"logits": kind, "targets": "i64", "losses": "fp32", "divisor": "fp32"},
+            integers={"ignore_index": -100},
+            constants={
+                "WORDS": words,
+                "STRIDE": stride,
+                "SMOOTHING": 0.1 if full else 0.0,
+                "SOFTCAP": 30.0 if full else 0.0,
+                "Z_LOSS": 1e-4 if full else 0.0,
+                "WRITES": writes,
+                "LANES": CROSS_ENTROPY_LANES,
+            },
+            options=CROSS_ENTROPY_OPTIONS,
+            wide_loads=loads * (2 if writes else 1) * even,
+            wide_stores=loads * writes * even,
+            same_bits=False,
+        )

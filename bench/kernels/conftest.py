@@ -25,7 +25,7 @@ from bench.kernels.report import can_draw, summary, table, write_results
 from bench.kernels.roofs import Roofs
 from bench.kernels.room import leaving_out_what_does_not_fit
 from bench.kernels.rows import COMPILED, Row, with_speedups
-from bench.kernels.shapes import QUICK
+from bench.kernels.shapes import QUICK, QUICK_HEADS
 from bench.kernels.timing import ColdCache, device_timer
 from protrain.cli.options import writable_folder
 
@@ -43,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--quick",
         action="store_true",
-        help=f"only {', '.join(QUICK)}, without torch.compile, which is most of the time, and with fewer rounds",
+        help=f"only {', '.join((*QUICK, *QUICK_HEADS))}, without torch.compile, which is most of the time, and with "
+        "fewer rounds",
     )
 
 
@@ -58,7 +59,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [
             item
             for item in items
-            if _parameter(item, "shape") not in (None, *QUICK) or _parameter(item, "implementation") == COMPILED
+            if _parameter(item, "shape") not in (None, *QUICK, *QUICK_HEADS)
+            or _parameter(item, "implementation") == COMPILED
         ]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -14,7 +14,7 @@ import torch
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
 from bench.kernels.rows import Row
-from bench.kernels.timing import ColdCache, best_threads, host_timer
+from bench.kernels.timing import ColdCache, best_threads, device_timer, host_timer
 from protrain.hardware.calibration.timing import quintiles_of
 
 ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
@@ -59,6 +59,7 @@ class Recorder:
         tune_threads: bool = False,
         run: Callable[[], object] | None,
         check: Callable[[], str],
+        limit: Callable[[], object] | None = None,
         note: str = "",
     ) -> None:
         """Check, then time ``run``, and keep the row.
@@ -69,13 +70,15 @@ class Recorder:
             dtype: of the data.
             implementation: who computes it.
             version: of the package that brings it.
-            roof: what limits the operator, a name of ``roofs``.
+            roof: what limits the operator, a name of ``roofs``, or the name of ``limit``.
             bytes_moved: what the operator has to read and write, the same for every implementation.
             flops: floating-point operations of one call.
             on_host: whether the host's clock counts, of a test marked ``ON_HOST``; no cache is emptied then.
             tune_threads: whether to time ``run`` with the count of torch's threads that suits it best.
             run: one call; None where the verdict is all there is to know.
             check: says how the results agree with the reference, or raises AssertionError saying how they don't.
+            limit: work on the device that no implementation can do without. It is timed in turns with ``run``, as the
+                clock of a device that multiplies matrices depends on what it does, and makes the roof of the row.
             note: what else there is to say.
         """
         row: dict[str, Any] = {
@@ -97,10 +100,11 @@ class Recorder:
             self._skip_timing(lambda: None)  # the check has called it
             return
         assert self._roofs is not None
-        row["roof_gbps"] = self._roofs.measured_gbps(roof)
+        if limit is None:
+            row["roof_gbps"] = self._roofs.measured_gbps(roof)
         threads = best_threads(run) if tune_threads else torch.get_num_threads()
         with _torch_threads(threads):
-            row |= self._figures(run, on_host)
+            row |= self._figures(run, on_host, limit, bytes_moved)
         if tune_threads:
             row["note"] = f"{note}{'; ' if note else ''}{threads} threads, the fastest count"
         row["datasheet_gbps"] = self._roofs.datasheet_gbps(roof)
@@ -112,19 +116,22 @@ class Recorder:
         self._benchmark.disabled = True
         self._benchmark.pedantic(run)
 
-    def _figures(self, run: Callable[[], object], on_host: bool) -> dict[str, Any]:
+    def _figures(
+        self, run: Callable[[], object], on_host: bool, limit: Callable[[], object] | None, bytes_moved: int
+    ) -> dict[str, Any]:
         run()  # compiles
         torch.cuda.synchronize()
         extra = host_extra_bytes(run) if on_host else _device_extra_bytes(run)
         host_s = None if on_host else _host_seconds(run)
         if host_s is not None and self._cold is not None:
             self._cold.cover(2 * host_s)
+        before_run = _Turns(limit, self._cold)
         begin = time.perf_counter()
         run()
         torch.cuda.synchronize()
         self._benchmark.pedantic(
             run,
-            setup=None if on_host else self._cold,
+            setup=None if on_host else before_run,
             rounds=self._rounds(time.perf_counter() - begin),
             warmup_rounds=_WARMUP_ROUNDS,
         )
@@ -137,11 +144,38 @@ class Recorder:
             "rounds": len(stats.data),
             "host_us": None if host_s is None else host_s * 1e6,
             "extra_memory_bytes": extra,
+            **({} if limit is None else {"roof_gbps": bytes_moved / before_run.limit_s() / 1e9}),
         }
 
     def _rounds(self, run_s: float) -> int:
         least = _LONG_ROUNDS if run_s > _LONG_RUN_S else _LEAST_ROUNDS
         return int(min(max(self._budget_s / run_s, least), _MOST_ROUNDS))
+
+
+class _Turns:
+    """Called before each round: does and times the work that limits the operator, if any, and empties the cache."""
+
+    def __init__(self, limit: Callable[[], object] | None, cold: ColdCache | None) -> None:
+        self._limit = limit
+        self._cold = cold
+        self._instants: list[tuple[Any, Any]] = []  # before and after; to subtract them waits for the device
+
+    def __call__(self) -> None:
+        if self._limit is not None:
+            self._empty_cache()
+            start = device_timer()
+            self._limit()
+            self._instants.append((start, device_timer()))
+        self._empty_cache()
+
+    def limit_s(self) -> float:
+        """The median time of the limiting work."""
+        durations = sorted(end - start for start, end in self._instants)
+        return float(durations[len(durations) // 2])
+
+    def _empty_cache(self) -> None:
+        if self._cold is not None:
+            self._cold()
 
 
 @contextlib.contextmanager

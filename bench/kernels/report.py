@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.kernels.roofs import NO_ROOF
+from bench.kernels.roofs import NO_ROOF, PRODUCTS
 from bench.kernels.rows import OURS, Row
 from protrain.common.quantities import format_bytes
 from protrain.hardware.datasheet import of_card
@@ -150,7 +150,7 @@ def _draw_computing(axes: object, rows: Sequence[Row]) -> None:
 
 def _ceilings(rows: Sequence[Row]) -> list[tuple[str, float, str]]:
     found = []
-    if rows[0].roof_gbps:
+    if rows[0].roof_gbps and rows[0].roof != PRODUCTS:  # which are another roof for each shape
         found.append((f"{rows[0].roof}, measured", rows[0].roof_gbps, "--"))
     if rows[0].datasheet_gbps:
         found.append(("datasheet", rows[0].datasheet_gbps, ":"))

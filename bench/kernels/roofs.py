@@ -11,6 +11,7 @@ from protrain.hardware.nvml import gpu_facts
 
 DEVICE, PCIE, PCIE_BOTH, DRAM = "device copy", "PCIe one way", "PCIe both ways at once", "host DRAM"
 NO_ROOF = "nothing to move"
+PRODUCTS = "its matrix products"  # timed in turns with each row, as their rate depends on their sizes
 _BYTES = 1024**3
 
 

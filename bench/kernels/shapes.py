@@ -11,6 +11,15 @@ from protrain.cli.shapes import SHAPES, Shape
 MODELS = ("gpt2-10b", "gpt2-20b", "opt-13b", "opt-30b", "llama2-13b", "llama2-34b", "mistral-7b")
 SMALL_TENSORS = "200 tensors of 1-100 KiB"
 QUICK = ("gpt2-10b", "llama2-13b", SMALL_TENSORS)
+# Rows of hidden states, their width, and words: the last layer and its loss. That of GPT-2 has an odd vocabulary.
+HEADS = {
+    "qwen2.5-7b head": (8192, 3584, 152064),
+    "llama3-8b head": (16384, 4096, 128256),
+    "gemma-7b head": (16384, 3072, 256000),
+    "tinyllama-1.1b head": (1024, 2048, 32000),
+    "gpt2 head": (8192, 768, 50257),
+}
+QUICK_HEADS = ("tinyllama-1.1b head", "gpt2 head")
 _SHRINK = 64  # of every dimension where there is no GPU and only correctness is checked
 
 
@@ -42,6 +51,12 @@ def tensor_shapes(name: str, *, whole: bool) -> list[tuple[int, ...]]:
         return bf16 if whole else bf16[:4]
     shapes = block_parameters(SHAPES[name])
     return shapes if whole else [tuple(-(-size // _SHRINK) for size in shape) for shape in shapes]
+
+
+def head_shape(name: str, *, whole: bool) -> tuple[int, int, int]:
+    """(rows, hidden, words) of a name in ``HEADS``, shrunk unless ``whole``."""
+    rows, hidden, words = HEADS[name]
+    return (rows, hidden, words) if whole else (-(-rows // _SHRINK), -(-hidden // _SHRINK), -(-words // _SHRINK))
 
 
 def chunk_elements(name: str, *, whole: bool) -> int:

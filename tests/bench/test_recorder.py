@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -95,6 +96,28 @@ def test_figures_come_from_the_benchmark_behind_a_cold_cache(enabled: Any) -> No
     assert cold.covered_s == pytest.approx(2e-6 * (row.host_us or 0))
     assert (row.extra_memory_bytes, row.roof_gbps) == (7, 100.0)
     assert enabled.extra_info["gbps"] == row.gbps
+
+
+@pytest.mark.usefixtures("no_gpu_calls")
+def test_a_limit_is_timed_in_turns_and_is_the_roof(enabled: Any) -> None:
+    rows: list[Row] = []
+    cold = _Cold()
+    turns: list[str] = []
+
+    def limit() -> None:
+        turns.append("limit")
+        time.sleep(0.004)
+
+    recorder = Recorder(enabled, rows, _Roofs(), cold, budget_s=0.001)
+    _measure(recorder, roof="its products", run=lambda: turns.append("run"), limit=limit, bytes_moved=8_000_000)
+    (row,) = rows
+    rounds = row.rounds + 2  # with those that warm up
+    assert turns[-2 * rounds :] == ["limit", "run"] * rounds
+    assert turns.count("limit") == rounds
+    assert cold.calls == 2 * rounds
+    assert row.roof_gbps is not None
+    assert 0.4 < row.roof_gbps < 2.0  # 8 MB in the 4 ms that it takes at least
+    assert (row.roof, row.datasheet_gbps) == ("its products", None)
 
 
 @pytest.mark.usefixtures("no_gpu_calls")

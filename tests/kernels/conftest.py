@@ -166,6 +166,12 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Backend(name, torch.device("cuda", 0) if on_gpu else torch.device("cpu"))
 
 
+@pytest.fixture(params=[_TRITON])
+def triton_device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the Triton kernels run: on a GPU, or on the CPU in the interpreter."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled host kernels, whatever the environment asks for."""

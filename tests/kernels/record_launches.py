@@ -15,6 +15,7 @@ import torch
 
 from protrain_kernels import PackPlan, Slice, adam_scalars
 from protrain_kernels.adam import launch_adam
+from protrain_kernels.cross_entropy import launch_cross_entropy
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.fold_plan import MOST_RANKS, FoldPlan
 from protrain_kernels.from_host import launch_from_host
@@ -113,6 +114,18 @@ def adam_launches() -> None:
         launch_adam(*states, scalars, scale=scale)
 
 
+def cross_entropy_launches() -> None:
+    """Every type, with and without gradients, and a vocabulary whose rows are wider than it is."""
+    targets, losses, divisor = torch.zeros(2, dtype=torch.int64), torch.zeros(2), torch.ones(())
+    plain = {"label_smoothing": 0.0, "softcap": 0.0, "z_loss": 0.0}
+    full = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
+    for kind, (words, stride), options, writes in product(
+        (BF16, FP16, FP32), ((32000, 32000), (50257, 50304)), (plain, full), (False, True)
+    ):
+        logits = torch.zeros(2, stride, dtype=kind)[:, :words]
+        launch_cross_entropy(logits, targets, losses, divisor, ignore_index=-100, writes=writes, **options)
+
+
 def other_launches() -> None:
     """Lengths that Triton tells apart, and views that aren't aligned."""
     types = (BF16, FP16, FP32)
@@ -135,11 +148,13 @@ def other_launches() -> None:
 def main() -> None:
     for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    for module in ("adam", "flatten_plan", "fold_plan", "from_host", "pack", "split_master", "sum_of_squares"):
+    modules = "adam cross_entropy flatten_plan fold_plan from_host pack split_master sum_of_squares"
+    for module in modules.split():
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()
     fold_launches()
     adam_launches()
+    cross_entropy_launches()
     other_launches()
     print("launched:", *sorted(launched))
 

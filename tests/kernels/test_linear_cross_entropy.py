@@ -1,0 +1,348 @@
+"""The cross-entropy of a linear layer is that of plain torch, piece by piece, with gradients, in the memory it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from protrain.profiler.memory_meter import StorageMeter
+from protrain_kernels import linear_cross_entropy
+from protrain_kernels.linear_cross_entropy import piece_rows
+
+SEVERAL_PIECES = 2500  # rows
+EVERY_OPTION: dict[str, Any] = {"label_smoothing": 0.2, "softcap": 20.0, "z_loss": 1e-3}
+Gradients = tuple[Tensor, list[Tensor | None]]  # the loss and what each given tensor has as its gradient
+
+
+def _given(
+    rows: int = 50,
+    words: int = 101,
+    *,
+    bias: bool = False,
+    hidden: int = 24,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[list[Tensor], Tensor]:
+    """(hidden states, weight and maybe bias, all of which want gradients; targets, every fifth of which is ignored)."""
+    generator = torch.Generator().manual_seed(rows + words)
+    shapes = [(rows, hidden), (words, hidden), (words,)]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes[: 3 if bias else 2]]
+    targets = torch.randint(words, (rows,), generator=generator)
+    targets[::5] = -100
+    return [tensor.requires_grad_() for tensor in tensors], targets.to(device)
+
+
+def _ours(tensors: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
+    hidden, weight, *bias = tensors
+    return linear_cross_entropy(hidden, weight, targets, bias=bias[0] if bias else None, **options)
+
+
+def _exact(
+    tensors: list[Tensor],
+    targets: Tensor,
+    *,
+    divisor: Any = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float = 0.0,
+    z_loss: float = 0.0,
+) -> Tensor:
+    """The same by torch's functions, in the type of the tensors."""
+    logits = linear(*tensors)
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    counts = targets != ignore_index
+    loss = cross_entropy(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum")
+    loss = loss + z_loss * logits.logsumexp(dim=1)[counts].square().sum()
+    return loss / (counts.sum() if divisor is None else torch.as_tensor(divisor).to(loss.device).reshape(()))
+
+
+def _gradients(compute: Callable[..., Tensor], tensors: list[Tensor], targets: Tensor, **options: Any) -> Gradients:
+    """What ``compute`` makes of copies in their own memory."""
+    copies = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in tensors]
+    loss = compute(copies, targets, **options)
+    loss.backward()
+    return loss.detach(), [copy.grad for copy in copies]
+
+
+def _in_fp64(tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor.detach().double().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
+def _error(found: Tensor | None, wanted: Tensor | None) -> float:
+    """The relative error of a tensor as a whole."""
+    assert found is not None
+    assert wanted is not None
+    assert found.shape == wanted.shape
+    return float(((found.double() - wanted.double()).norm() / wanted.double().norm()).detach())
+
+
+def _compare(tensors: list[Tensor], targets: Tensor, **options: Any) -> None:
+    """AssertionError unless loss and gradients in fp32 are those of torch in fp64."""
+    loss, gradients = _gradients(_ours, tensors, targets, **options)
+    wanted_loss, wanted = _gradients(_exact, _in_fp64(tensors), targets, **options)
+    assert loss.shape == ()
+    assert loss.dtype == torch.float32
+    assert _error(loss, wanted_loss) < 1e-6
+    for tensor, found, exact in zip(tensors, gradients, wanted, strict=True):
+        assert (found is not None) == tensor.requires_grad
+        if found is not None:
+            assert found.dtype == tensor.dtype
+            assert _error(found, exact) < 2e-6
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("words", [3, 96, 101, 200])
+@pytest.mark.parametrize("rows", [1, 50, SEVERAL_PIECES])
+def test_loss_and_gradients_are_those_of_torch_in_fp64(rows: int, words: int, bias: bool) -> None:
+    tensors, targets = _given(rows, words, bias=bias)
+    targets[0] = words - 1
+    _compare(tensors, targets)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"label_smoothing": 0.1}, {"softcap": 5.0}, {"z_loss": 0.01}, {"ignore_index": 7}, EVERY_OPTION],
+    ids=lambda options: "+".join(options),
+)
+@pytest.mark.parametrize("rows", [50, SEVERAL_PIECES])
+def test_options(rows: int, options: dict[str, Any]) -> None:
+    tensors, targets = _given(rows, bias=True)
+    if "ignore_index" in options:
+        targets[::5] = options["ignore_index"]
+    _compare(tensors, targets, **options)
+
+
+@pytest.mark.parametrize("divisor", [3, 0.5, torch.tensor(17), torch.tensor(2.5), torch.tensor([17.0])], ids=repr)
+def test_the_divisor_is_a_number_or_one_value(divisor: Any) -> None:
+    _compare(*_given(bias=True), divisor=divisor)
+
+
+@pytest.mark.parametrize("rows", [50, 0])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_where_no_target_counts_all_is_as_in_torch(rows: int, smoothing: float) -> None:
+    tensors, _ = _given(rows, bias=True)
+    targets = torch.full((rows,), -100)
+    loss, gradients = _gradients(_ours, tensors, targets, label_smoothing=smoothing)
+
+    def plain(copies: list[Tensor], targets: Tensor) -> Tensor:
+        return cross_entropy(linear(*copies), targets, label_smoothing=smoothing)
+
+    wanted_loss, wanted = _gradients(plain, tensors, targets)
+    torch.testing.assert_close((loss, *gradients), (wanted_loss, *wanted), rtol=0, atol=0, equal_nan=True)
+    assert loss.isnan()
+    assert all(gradient is not None and bool((gradient == 0).all()) for gradient in gradients)
+
+
+def test_a_target_that_is_no_word_makes_the_loss_nan() -> None:
+    tensors, targets = _given()
+    targets[3] = 101  # just behind the words, in the zeros with which they are widened
+    loss, (hidden, _) = _gradients(_ours, tensors, targets)
+    assert loss.isnan()
+    assert hidden is not None
+    assert hidden.isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+
+
+def test_a_word_may_be_impossible() -> None:
+    tensors, targets = _given(bias=True)
+    with torch.no_grad():
+        tensors[2][5:9] = -torch.inf
+    targets[(targets >= 5) & (targets < 9)] = 3
+    _compare(tensors, targets)
+
+
+@pytest.mark.parametrize("frozen", [[0], [1], [2], [0, 2], [1, 2], [0, 1]], ids=str)
+def test_what_is_frozen_has_no_gradient(frozen: list[int]) -> None:
+    tensors, targets = _given(SEVERAL_PIECES, bias=True)
+    for index in frozen:
+        tensors[index].requires_grad_(False)
+    _compare(tensors, targets, **EVERY_OPTION)
+
+
+def test_without_gradients_there_is_the_loss_alone() -> None:
+    tensors, targets = _given(SEVERAL_PIECES, bias=True)
+    with torch.no_grad():
+        loss = _ours(tensors, targets, **EVERY_OPTION)
+    assert not loss.requires_grad
+    assert _error(loss, _exact(_in_fp64(tensors), targets, **EVERY_OPTION)) < 1e-6
+    assert not _ours([tensor.detach() for tensor in tensors], targets).requires_grad
+
+
+def test_autocast_casts_as_for_a_linear_layer() -> None:
+    tensors, targets = _given(SEVERAL_PIECES, bias=True)
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in tensors]
+
+    def under_autocast(copies: list[Tensor], targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return _ours(copies, targets)
+
+    loss, gradients = _gradients(under_autocast, tensors, targets)
+    wanted_loss, wanted = _gradients(_ours, narrow, targets)
+    assert torch.equal(loss, wanted_loss)
+    for found, expected in zip(gradients, wanted, strict=True):
+        assert found is not None
+        assert expected is not None
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_second_backward_gives_equal_bits(dtype: torch.dtype) -> None:
+    tensors, targets = _given(SEVERAL_PIECES, bias=True, dtype=dtype)
+    loss = _ours(tensors, targets)
+    first = torch.autograd.grad(loss, tensors, retain_graph=True)
+    second = torch.autograd.grad(loss, tensors)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert first[1].data_ptr() != second[1].data_ptr()  # the first may have become a ``grad`` that is added to
+
+
+def test_the_gradient_of_a_multiple_is_the_multiple() -> None:
+    tensors, targets = _given(bias=True)
+    _, once = _gradients(_ours, tensors, targets)
+    _, thrice = _gradients(lambda *given: 3 * _ours(*given), tensors, targets)
+    for one, three in zip(once, thrice, strict=True):
+        assert one is not None
+        assert three is not None
+        torch.testing.assert_close(three, 3 * one, rtol=1e-6, atol=0)
+
+
+def _errors_in_16_bits(
+    rows: int, hidden: int, words: int, *, dtype: torch.dtype, device: str, **options: Any
+) -> tuple[list[float], list[float]]:
+    """Relative errors of the gradients of hidden states and weight: (of ours, of plain torch)."""
+    tensors, targets = _given(rows, words, hidden=hidden, dtype=dtype, device=device)
+    with torch.no_grad():
+        tensors[1] *= 3 * hidden**-0.5  # logits as of a model that is being trained
+    _, exact = _gradients(_exact, _in_fp64(tensors), targets, **options)
+
+    def plain(copies: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
+        return cross_entropy(linear(*copies).float(), targets, **options)
+
+    ours, plainly = (
+        [_error(*pair) for pair in zip(_gradients(compute, tensors, targets, **options)[1], exact, strict=True)]
+        for compute in (_ours, plain)
+    )
+    return ours, plainly
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize("words", [501, 2000])
+def test_gradients_in_bf16_are_as_exact_as_those_of_torch(words: int, options: dict[str, float]) -> None:
+    """Plain torch has logits in bf16 and their cross-entropy in fp32 too, and sums over all rows in one product."""
+    ours, plain = _errors_in_16_bits(SEVERAL_PIECES, 64, words, dtype=torch.bfloat16, device="cpu", **options)
+    assert max(plain) < 0.01
+    for own, other in zip(ours, plain, strict=True):
+        assert own <= 1.001 * other
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained weight", "frozen weight"])
+@pytest.mark.parametrize("rows", [300, 5000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_memory_is_what_the_module_says(dtype: torch.dtype, rows: int, trained: bool) -> None:
+    hidden, words = 64, 1000
+    tensors, targets = _given(rows, words, hidden=hidden, dtype=dtype, device="meta")
+    tensors[1].requires_grad_(trained)
+    piece = 2 * piece_rows(rows, hidden, trained=trained) * words
+    kept = 2 * rows * hidden + (4 * words * hidden if trained else 0)
+    returned = 2 * rows * hidden + (2 * words * hidden if trained else 0)
+    small = 4 * rows + rows + 64  # the losses, which targets count, and a few numbers
+    with StorageMeter() as meter:
+        meter.ignore((*tensors, targets))
+        loss = _ours(tensors, targets)
+        assert kept + piece <= meter.peak_bytes <= kept + piece + small
+        assert kept <= meter.alive_bytes <= kept + small
+        meter.reset_peak()
+        loss.backward()
+        assert kept + returned <= meter.peak_bytes <= kept + returned + small
+    with torch.no_grad(), StorageMeter() as meter:
+        meter.ignore((*tensors, targets))
+        _ours(tensors, targets)
+        assert meter.peak_bytes <= 2 * piece_rows(rows, hidden, trained=False) * words + small
+
+
+def test_pieces() -> None:
+    """Figures, so that a change shows: other pieces are other bits of the gradients of a weight."""
+    assert [piece_rows(rows, 1024, trained=True) for rows in (0, 1, 127, 129, 2048, 2049, 16384)] == [
+        *(0, 1, 127, 129, 2048, 1152, 2048)
+    ]
+    assert [piece_rows(8192, hidden, trained=True) for hidden in (64, 2048, 3584, 4096, 9000)] == [
+        *(2048, 2048, 2816, 4096, 8192)
+    ]
+    assert [piece_rows(rows, 4096, trained=False) for rows in (1, 1024, 1025, 3000, 16384)] == [
+        1,
+        1024,
+        640,
+        1024,
+        1024,
+    ]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_pieces_are_few_and_equal(trained: bool) -> None:
+    for rows in (*range(1, 300, 7), 1023, 2047, 2049, 4097, 10_000, 65_536):
+        for hidden in (64, 2048, 5120):
+            most = max(2048, hidden) if trained else 1024
+            piece = piece_rows(rows, hidden, trained=trained)
+            assert piece == rows or piece % 128 == 0
+            assert piece <= most + 127
+            assert -(-rows // piece) <= -(-rows // most)
+
+
+def test_bad_arguments() -> None:
+    (hidden, weight), targets = _given()
+    with pytest.raises(ValueError, match=r"hidden states \[50, 24\] need as many targets of int64, not \[49\]"):
+        linear_cross_entropy(hidden, weight, targets[1:])
+    with pytest.raises(ValueError, match=r"not \[50\] of torch\.int32"):
+        linear_cross_entropy(hidden, weight, targets.int())
+    with pytest.raises(ValueError, match="targets are on meta and hidden states on cpu"):
+        linear_cross_entropy(hidden, weight, targets.to("meta"))
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[Callable[[], None]]:
+    """Call it, and from then on to wait for the device is an error."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("divisor", [None, 7.0, torch.tensor(7.0)], ids=repr)
+@pytest.mark.parametrize("words", [1000, 1001])
+def test_nothing_waits_for_the_device(no_waiting: Callable[[], None], words: int, divisor: Any) -> None:
+    tensors, targets = _given(SEVERAL_PIECES, words, bias=True, dtype=torch.bfloat16, device="cuda")
+    _ours(tensors, targets, divisor=divisor).backward()  # compiles
+    no_waiting()
+    with pytest.raises(RuntimeError, match="synchronizing"):  # else this test could not fail
+        targets.sum().item()
+    _ours(tensors, targets, divisor=divisor).backward()
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("words", [32000, 50257])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_gpu_is_as_exact_as_torch_on_it(dtype: torch.dtype, words: int) -> None:
+    # A GPU adds the products of a piece in another order than those of all rows, in fp32 in either case.
+    ours, plain = _errors_in_16_bits(2048, 512, words, dtype=dtype, device="cuda")
+    for own, other in zip(ours, plain, strict=True):
+        assert own <= 1.05 * other
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_targets_that_lie_apart_are_read_where_they_are() -> None:
+    tensors, targets = _given(dtype=torch.bfloat16, device="cuda")
+    apart = torch.full((len(targets), 3), -100, device="cuda")
+    apart[:, 1] = targets
+    (loss, gradients), (wanted, exact) = (_gradients(_ours, tensors, each) for each in (apart[:, 1], targets))
+    assert torch.equal(loss, wanted)
+    assert all(torch.equal(*pair) for pair in zip(gradients, exact, strict=True))  # type: ignore[arg-type]
