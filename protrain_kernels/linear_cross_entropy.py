@@ -26,6 +26,7 @@ from protrain_kernels.cross_entropy import cross_entropy_reference, launch_cross
 
 _ROW_ELEMENTS = 8  # products are slow where a row of logits is no multiple of this, as with the 50,257 words of GPT-2
 _WIDE_ROW_ELEMENTS = 64  # such a row is widened to a multiple of this
+_FP16_FACTOR = 1024.0  # of gradients until backward: 1 becomes large, and what a product makes of it is no infinity
 _PIECE_ROWS = 128  # a piece is a multiple of this
 _FROZEN_ROWS = 1024  # of a piece at most, where only the products matter
 _TRAINED_ROWS = 2048  # and where each piece is added to the sums as well, which takes as long as 220 more rows
@@ -119,6 +120,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         first_sum = torch.empty_like if rows else torch.zeros_like  # the first piece is written there
         weight_sum = first_sum(weight, dtype=torch.float32) if for_weight else None
         bias_sum = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and for_bias else None
+        # In fp16 most of a gradient that is divided by thousands would be 0, and a loss scale comes only in backward.
+        ctx.late_factor = 1 / divisor / _FP16_FACTOR if hidden.dtype == torch.float16 else None
+        written_divisor = divisor if ctx.late_factor is None else torch.full_like(divisor, 1 / _FP16_FACTOR)
         piece = piece_rows(rows, width, trained=for_weight)
         storage = hidden.new_empty(piece, len(weight))
         for start in range(0, rows, max(1, piece)):
@@ -131,7 +135,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 torch.addmm(bias, part, weight.t(), out=logits)
             if not hidden.is_meta:
                 compute = launch_cross_entropy if hidden.is_cuda else cross_entropy_reference
-                compute(logits[:, :words], targets[own], losses[own], divisor, writes=writes, **options)
+                compute(logits[:, :words], targets[own], losses[own], written_divisor, writes=writes, **options)
             if grad_hidden is not None:
                 torch.mm(logits, weight, out=grad_hidden[own])
             if weight_sum is not None:
@@ -146,8 +150,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         hidden, *sums = ctx.saved_tensors
+        factor = grad_loss if ctx.late_factor is None else grad_loss * ctx.late_factor
         sums = hidden, *(None if each is None else each[: ctx.words] for each in sums)
-        made = (each if each is None else _scaled(each, grad_loss, ctx.dtype) for each in sums)
+        made = (each if each is None else _scaled(each, factor, ctx.dtype) for each in sums)
         return *made, None, None, None, None
 
 

@@ -212,19 +212,23 @@ def test_the_gradient_of_a_multiple_is_the_multiple() -> None:
 
 
 def _errors_in_16_bits(
-    rows: int, hidden: int, words: int, *, dtype: torch.dtype, device: str, **options: Any
+    rows: int, hidden: int, words: int, *, dtype: torch.dtype, device: str, loss_scale: float = 1.0, **options: Any
 ) -> tuple[list[float], list[float]]:
     """Relative errors of the gradients of hidden states and weight: (of ours, of plain torch)."""
+
+    def scaled(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *given, **options: loss_scale * compute(*given, **options)
+
     tensors, targets = _given(rows, words, hidden=hidden, dtype=dtype, device=device)
     with torch.no_grad():
         tensors[1] *= 3 * hidden**-0.5  # logits as of a model that is being trained
-    _, exact = _gradients(_exact, _in_fp64(tensors), targets, **options)
+    _, exact = _gradients(scaled(_exact), _in_fp64(tensors), targets, **options)
 
     def plain(copies: list[Tensor], targets: Tensor, **options: Any) -> Tensor:
         return cross_entropy(linear(*copies).float(), targets, **options)
 
     ours, plainly = (
-        [_error(*pair) for pair in zip(_gradients(compute, tensors, targets, **options)[1], exact, strict=True)]
+        [_error(*pair) for pair in zip(_gradients(scaled(compute), tensors, targets, **options)[1], exact, strict=True)]
         for compute in (_ours, plain)
     )
     return ours, plainly
@@ -238,6 +242,13 @@ def test_gradients_in_bf16_are_as_exact_as_those_of_torch(words: int, options: d
     assert max(plain) < 0.01
     for own, other in zip(ours, plain, strict=True):
         assert own <= 1.001 * other
+
+
+def test_gradients_in_fp16_do_not_vanish_before_the_loss_scale() -> None:
+    ours, plain = _errors_in_16_bits(SEVERAL_PIECES, 64, 2000, dtype=torch.float16, device="cpu", loss_scale=65536.0)
+    assert max(plain) < 0.001
+    for own, other in zip(ours, plain, strict=True):
+        assert own <= 1.2 * other
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained weight", "frozen weight"])
