@@ -60,7 +60,7 @@ class Way:
     step_during_backward: bool
     accumulation: int
     compile: bool
-    chunked_loss: bool
+    chunked_loss: bool | None
     gradient_reduction: str
 
     def same_on_all_ranks(self) -> list[str]:
@@ -140,9 +140,9 @@ def begin_training(
 
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
     """What forward and backward of the planned batch take on the device under ``plan``."""
-    n_persist, n_buffer = plan.n_persist, plan.n_buffer
-    least = memory.device_bytes(n_persist, n_buffer, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
-    static_bytes = memory.static_bytes(n_persist, n_buffer)
+    counts = plan.n_persist, plan.n_buffer
+    least = memory.device_bytes(*counts, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
+    static_bytes = memory.static_bytes(*counts)
     return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
 
 
@@ -172,7 +172,9 @@ def _profile(
     search says by how much the batch is too large, or finds a plan that just fits.
     """
     device, dtype = way.checked.device, way.checked.dtype
-    change = partial(change_forwards, model, device, compile=way.compile, chunked_loss=way.chunked_loss)
+    # A plan fits the loss that it was made for, so it decides where the user does not.
+    chunked = getattr(way.checked.plan, "chunked_loss", None) if way.chunked_loss is None else way.chunked_loss
+    change = partial(change_forwards, model, example_batch, compile=way.compile, chunked_loss=chunked)
     changes.callback(change())
     together = ProfilingTogether(ranks)
     with stage("profiling the model") as show:

@@ -116,12 +116,11 @@ class _Recorder:
         self._gradients_of: int | None = None  # the chunk whose gradients are being offloaded
         self._names = {}  # names of weights by their address in host memory
         for chunk in engine.chunks:
-            self._names[chunk.weight.data_ptr()] = f"weights {chunk.index}"
             # After a speculative update was committed, uploads read its weight.
-            second = chunk.speculative
-            if second is not None:
-                weight = second if isinstance(second, Tensor) else second.weight
-                self._names[weight.data_ptr()] = f"weights {chunk.index}"
+            for held in (chunk, chunk.speculative):
+                weight: Any = getattr(held, "weight", held)
+                if weight is not None:
+                    self._names[weight.data_ptr()] = f"weights {chunk.index}"
 
     @contextmanager
     def installed(self) -> Iterator[None]:

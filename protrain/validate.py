@@ -107,7 +107,7 @@ def check_arguments(
     _check_model(model, optimizer, target)
     _check_statistics(model, kind, target)
     check_recorded(model, loaded=weights is not None)
-    file = plan if isinstance(plan, str | os.PathLike) else None
+    file = None if isinstance(plan, Plan) else plan
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     if given is not None:
         with naming(file):
@@ -144,15 +144,13 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
         _check_placement(name, module, device)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_kind(name, tensor)
-    known = {id(parameter) for parameter in model.parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ValueError(
-                    f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not the model's: make "
-                    "the optimizer from this model's parameters(), or, if it trains several models, wrap one module "
-                    "that holds them all"
-                )
+    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for other in held.keys() - {id(parameter) for parameter in model.parameters()}:
+        raise ValueError(
+            f"the optimizer holds a parameter of shape {tuple(held[other].shape)} that is not the model's: make the "
+            "optimizer from this model's parameters(), or, if it trains several models, wrap one module that holds "
+            "them all"
+        )
     _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_managed(parameter):
@@ -181,8 +179,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(parameter.requires_grad for parameter in model.parameters() if id(parameter) in held):
+    if not any(parameter.requires_grad for parameter in held.values()):
         raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if forgotten:
@@ -317,11 +314,9 @@ def _not_trained(name: str, parameter: nn.Parameter) -> str:
 
 def _check_placement(name: str, module: nn.Module, device: torch.device) -> None:
     """Raise a ValueError if a hook of accelerate moves weights or inputs of ``module`` elsewhere than to ``device``."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = [hook]
-    for outer in hooks:  # the list grows in the loop
-        hooks += getattr(outer, "hooks", ())  # a SequentialHook has several
-    for each in hooks:
+    hooks = [getattr(module, "_hf_hook", None)]
+    for each in hooks:  # the list grows in the loop
+        hooks += getattr(each, "hooks", ())  # a SequentialHook has several
         kinds = {cls.__name__ for cls in type(each).__mro__}
         named = getattr(each, "execution_device", None)  # a number is the index of a GPU
         execution = None if named is None else torch.device(f"cuda:{named}" if isinstance(named, int) else named)

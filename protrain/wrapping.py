@@ -54,7 +54,7 @@ def wrap(
     accumulation: int = 1,
     moment_dtype: torch.dtype | str = torch.float32,
     compile: bool = False,
-    chunked_loss: bool = False,
+    chunked_loss: bool | None = None,
     process_group: ProcessGroup | None = None,
     gradient_reduction: str = "mean",
     progress: bool = True,
@@ -94,9 +94,11 @@ def wrap(
             float32. The master is always fp32.
         compile: compile the forward of the blocks, once for all blocks of a kind (torch.compile). The bits are the same
             under every plan, but not those of ``compile=False``.
-        chunked_loss: compute the loss of a transformers causal language model piece by piece (Liger), so that its
-            logits never exist whole; the output's ``logits`` are empty then. The bits are the same under every plan,
-            but not those of ``chunked_loss=False``.
+        chunked_loss: compute the loss of a transformers causal language model piece by piece, so that its logits never
+            exist whole. They are computed when the script uses the output's ``logits``, which it must do before
+            backward. The bits are the same under every plan, but not those of ``chunked_loss=False``. The default is
+            that of ``plan``, or else True where the example batch is a mapping with ``labels`` and it is known to be
+            the same loss. True is refused where it is not.
         process_group: the processes that train together, each with a GPU of its own. Their states are sharded. The
             default is the default group of torch.distributed; where there is none and torchrun announces several
             processes, it is started. Every process calls wrap with the same arguments.

@@ -64,7 +64,7 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
 
     def taken(*, on_meta: bool) -> ModelProfile:
         model, optimizer, batch = build(case)
-        change_forwards(model, device, compile=case.compile, chunked_loss=False, on_meta=on_meta)
+        change_forwards(model, batch, compile=case.compile, chunked_loss=False, on_meta=on_meta)
         traced = torch.device("meta") if on_meta else device
         return cached_profile(model, batch, optimizer=optimizer, device=traced, dtype=dtype)
 

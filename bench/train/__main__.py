@@ -182,7 +182,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     model = build_model(task)  # a copy, to see that all of it can be
     if not on_gpu:
         refuse_too_large(model, task)
-    replace_loss(model, task, device)
+    replace_loss(model, task)
     return task
 
 

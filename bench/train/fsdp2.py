@@ -42,7 +42,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         reduced = torch.float32 if several else None
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     model = build_model(task)
-    replace_loss(model, task, device)
+    replace_loss(model, task)
     parameters = count(model)
     blocks = blocks_of(model)
     shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))

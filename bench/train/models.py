@@ -60,13 +60,13 @@ def refuse_too_large(model: nn.Module, task: Task) -> None:
         )
 
 
-def replace_loss(model: nn.Module, task: Task, device: torch.device) -> None:
+def replace_loss(model: nn.Module, task: Task) -> None:
     """The loss that ProTrain gets from ``wrap(chunked_loss=True)``, where the task asks for it.
 
     Before anything is sharded: the head's own forward then computes it, inside the hooks that gather its weight.
     """
     if task.chunked_loss:
-        chunk_loss(model, device)
+        chunk_loss(model)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

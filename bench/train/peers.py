@@ -28,7 +28,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     task, contestant = job.task, job.contestant
     optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     model = build_model(task)
-    replace_loss(model, task, device)
+    replace_loss(model, task)
     fill(model, device=device, dtype=torch.float32)
     model.to(device)
     blocks = blocks_of(model)
@@ -84,7 +84,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
         },
     }
     model = build_model(task)
-    replace_loss(model, task, device)
+    replace_loss(model, task)
     parameters = count(model)
     fill(model, device=device, dtype=torch.bfloat16)
     model.to(device)

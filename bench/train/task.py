@@ -30,7 +30,7 @@ class Task(Record):
     sequence: int
     steps: int  # timed
     warm_up: int  # before them
-    chunked_loss: bool = False  # Liger's, for all or for nobody
+    chunked_loss: bool = False  # ProTrain's, for all or for nobody
     clip_norm: float = 1.0
     learning_rate: float = 1e-4
     device_memory: str | None = None  # of each GPU, for every contestant, cached blocks included

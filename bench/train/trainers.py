@@ -122,7 +122,7 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
     """
     model = build_model(task)
     parameters = count(model)
-    replace_loss(model, task, device)
+    replace_loss(model, task)
     checkpointed = [mode.recomputes for mode in plan.block_modes]
     fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
@@ -193,7 +193,7 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     task, contestant = job.task, job.contestant
     model = build_model(task)
     parameters = count(model)
-    replace_loss(model, task, device)
+    replace_loss(model, task)
     fill(model, device=device, dtype=weight_dtype(device))
     model.to(device)
     blocks = blocks_of(model)
@@ -223,7 +223,6 @@ def model_config(model: Any, task: Task) -> dict[str, Any]:
     """What a row says of the model itself."""
     return {
         "chunked_loss": task.chunked_loss,
-        **({"liger-kernel": version("liger-kernel")} if task.chunked_loss else {}),
         **({"quantised": task.quantised, "bitsandbytes": version("bitsandbytes")} if task.quantised else {}),
         **({"float8": "tensorwise, dynamic scales", "torchao": version("torchao")} if task.float8 else {}),
         "max_position_embeddings": getattr(model.config, "max_position_embeddings", None),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from protrain.forward.liger import is_installed as liger_installed
-
 _DEVICE = re.compile(r"(cuda|cpu)(:\d|:[1-9]\d)?")
 
 
@@ -19,11 +17,6 @@ def device_type_of(name: str) -> str:
     if found is None:
         raise ValueError(f"--device {name!r} is no device for training: give cuda or cpu")
     return found[1]
-
-
-def choose_loss(chunked: bool | None, device_type: str) -> bool:
-    """Whether the loss is computed piece by piece. By default it is on a GPU with liger-kernel."""
-    return device_type == "cuda" and liger_installed() if chunked is None else chunked
 
 
 def choose_compile(compile: bool | None, device_type: str) -> bool:

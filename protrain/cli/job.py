@@ -166,7 +166,7 @@ class TrainJob(Record):
     chunked_loss: bool | None = _option(
         None,
         "compute the loss in pieces, so that logits never exist whole, by which losses differ in their last digits "
-        "(default: on a GPU where liger-kernel is installed)",
+        "(default: where it is known to be the same loss)",
         action=argparse.BooleanOptionalAction,
     )
 

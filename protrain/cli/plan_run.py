@@ -11,7 +11,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import replace
 
-from protrain.cli.defaults import choose_loss
 from protrain.cli.imports import importing
 from protrain.cli.options import emit, in_options, write_record
 from protrain.cli.plan_answer import Answer, Machine
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
         if args.picture is not None:
             draw_frontier(found, args.picture)
         title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-        emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, hardware)}")
+        emit(found, args, f"{title}\n\n{found.table()}")
         return
     inside = args.step_during_backward
     try:
@@ -99,7 +98,7 @@ def _text(
     sections = [f"{title.upper()}\n{table}" for title, table in details]
     sections += [] if args.explain else ["--explain says what would change it, and what is assumed of the machine."]
     title = wrapped(f"{verdict}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-    return "\n\n".join([f"{title}\n{answer}{_about_loss(args, hardware)}", *sections])
+    return "\n\n".join([f"{title}\n{answer}", *sections])
 
 
 def _profile(
@@ -138,12 +137,11 @@ def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
         )
     largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}"
     title = wrapped(f"{Machine.of(hardware)}\n{largest_model}", indent="  ")
-    emit(found, args, f"{title}\n{in_options(found.table())}{_about_loss(args, hardware)}")
+    emit(found, args, f"{title}\n{in_options(found.table())}")
 
 
 def _compare(args: argparse.Namespace) -> None:
     machines = machines_of(args)
-    first = next(iter(machines.values()))
     largest_device = max(machines.values(), key=lambda machine: machine.device_bytes)
     with stage("profiling the model") as show:
         profile = _profile(args, largest_device, show=show)
@@ -152,7 +150,7 @@ def _compare(args: argparse.Namespace) -> None:
     lines = [_title(args, profile, 1, " and GPU")]
     lines += [f"{name}: {Machine.of(machine)}" for name, machine in machines.items()]
     title = wrapped("\n".join(lines), indent="  ")
-    emit(found, args, f"{title}\n\n{found.table()}{_about_loss(args, first)}")
+    emit(found, args, f"{title}\n\n{found.table()}")
 
 
 def _title(args: argparse.Namespace, profile: ModelProfile, n_gpus: int, each: str = "") -> str:
@@ -167,14 +165,3 @@ def _computed(what: ModelProfile | Plan) -> str:
     """How the loss and the moments are computed."""
     moments = f", moments in {what.moment_dtype}" if what.moment_dtype != "float32" else ""
     return ("chunked loss" if what.chunked_loss else "whole logits") + moments
-
-
-def _about_loss(args: argparse.Namespace, hardware: HardwareProfile) -> str:
-    """What chunked loss would need, where only its absence here decided against it."""
-    kind = hardware.device_type
-    if kind != "cuda" or args.chunked_loss is not None or choose_loss(None, kind):
-        return ""
-    return "\n\n" + wrapped(
-        "Planned with whole logits, as training here would go without liger-kernel: --chunked-loss plans for where it "
-        "is installed."
-    )

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from protrain.cli.defaults import choose_compile, choose_loss
+from protrain.cli.defaults import choose_compile
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
 from protrain.cli.sources import find_source
@@ -29,7 +29,7 @@ class PlannedStep:
     device_type: str  # "cuda" or "cpu"
     dtype: str  # of the weights
     compile: bool
-    chunked_loss: bool
+    chunked_loss: bool | None  # None: where it is known to be the same loss
 
     @classmethod
     def of(cls, args: argparse.Namespace, device_type: str, layers: int | None = None) -> Self:
@@ -52,7 +52,7 @@ class PlannedStep:
             device_type=device_type,
             dtype=args.dtype or default_dtype(device_type),
             compile=choose_compile(args.compile, device_type),
-            chunked_loss=choose_loss(args.chunked_loss, device_type),
+            chunked_loss=args.chunked_loss,
         )
 
     def description(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def _prepared(
         device_bytes=device_bytes,
     )
     example = example_batch(stand_in(sequence, rows=step.rows), seed=0, batch=step.batch, sequence=sequence)
-    device = torch.device(step.device_type)
-    change_forwards(loaded.model, device, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)
+    batch = loaded.arguments(example)
+    change_forwards(loaded.model, batch, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)
     optimizer = adamw(loaded.model, loaded.learning_rate, weight_decay=0.0)
-    return loaded.model, loaded.arguments(example), {"optimizer": optimizer, "dtype": DTYPES[step.dtype]}
+    return loaded.model, batch, {"optimizer": optimizer, "dtype": DTYPES[step.dtype]}

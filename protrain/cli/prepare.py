@@ -21,7 +21,7 @@ from protrain.checkpoint.loading import check_checkpoint, load_checkpoint
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.corpus import read_corpus
 from protrain.cli.data import check_length, example_batch
-from protrain.cli.defaults import choose_compile, choose_loss
+from protrain.cli.defaults import choose_compile
 from protrain.cli.examples import set_chat_template
 from protrain.cli.job import TrainJob
 from protrain.cli.loggers import logger
@@ -39,7 +39,7 @@ from protrain.common.quantities import format_bytes
 from protrain.distributed.devices import own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources
-from protrain.forward.chunked_loss import find_head
+from protrain.forward.chunked_loss import can_chunk, chunk_loss
 from protrain.hardware.detection import detect
 from protrain.planning import Plan
 from protrain.validate import choose_dtype
@@ -70,12 +70,12 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         job,
         dtype=str(dtype).removeprefix("torch."),
         compile=choose_compile(job.compile, device.type),
-        chunked_loss=choose_loss(job.chunked_loss, device.type),
         micro_batches=micro_batches,
         checkpoint_every=min(500, job.steps // 10 or 1) if job.checkpoint_every is None else job.checkpoint_every,
     )
     # Reading the text may take hours, so what protrain.wrap would refuse is found before, as far as that takes no time.
-    loaded, plain, parameters = _checked_model(job, folder, device, resume=resume)
+    loaded, plain, parameters = _checked_model(job)
+    job = replace(job, chunked_loss=can_chunk(loaded.model) if job.chunked_loss is None else job.chunked_loss)
     sequence = job.sequence or loaded.sequence
     fit_positions(loaded, sequence)
     refuse_huge_batch(
@@ -131,7 +131,7 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
         gradient_reduction="sum",  # as each loss is divided by what the loss of all ranks counts
         moment_dtype=job.moment_dtype,
         compile=bool(job.compile),
-        chunked_loss=bool(job.chunked_loss),
+        chunked_loss=job.chunked_loss,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule(job))
     step = 0
@@ -163,16 +163,14 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     )
 
 
-def _checked_model(
-    job: TrainJob, folder: Path, device: torch.device, *, resume: bool
-) -> tuple[LoadedModel, torch.optim.AdamW, int]:
+def _checked_model(job: TrainJob) -> tuple[LoadedModel, torch.optim.AdamW, int]:
     """The model of ``job`` with its adapter, AdamW over what is to be trained, and how many parameters there are."""
     torch.manual_seed(job.seed)  # the random start values depend on it
     loaded = load_model(job.model, from_scratch=job.from_scratch)
     refuse_unshifted(loaded)
     parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
     if job.chunked_loss:
-        _check_head(loaded.model, device, folder, resume=resume)
+        chunk_loss(loaded.model)()
     if loaded.weights is not None:
         weight_sources(loaded.model, loaded.weights)
     if job.load_in_4bit:
@@ -266,20 +264,6 @@ def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
             f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
             "start another --folder"
         )
-
-
-def _check_head(model: nn.Module, device: torch.device, folder: Path, *, resume: bool) -> None:
-    """Raise a ValueError if the loss of ``model`` cannot be computed in pieces on ``device``."""
-    try:
-        find_head(model, device)
-    except ValueError as error:
-        if not resume:
-            raise
-        needs = str(error).partition(":")[0]
-        raise ValueError(
-            f"--resume: the run in {folder} was started with --chunked-loss, and without it the weights would differ: "
-            f"{needs}; resume it where there is one, or start another --folder"
-        ) from None
 
 
 def _refuse_unequal_shares(micro_batches: int, size: int, folder: Path) -> None:
