@@ -56,8 +56,9 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments of protrain.wrap."""
-        return {"device_memory": self.task.device_memory, "host_memory": self.task.host_memory}
+        """The arguments of protrain.wrap. Logits are whole, as they are without ProTrain."""
+        limits = {"device_memory": self.task.device_memory, "host_memory": self.task.host_memory}
+        return {**limits, "chunked_loss": False}
 
     def model(self) -> Any:
         """The seeded model with fp32 weights that are exact in bf16, so that both ways to train start alike.

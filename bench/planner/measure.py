@@ -91,6 +91,7 @@ class Training:
             host_memory=case.host_memory,
             plan=plan,
             compile=case.compile,
+            chunked_loss=False,
             step_during_backward=not case.clip,
             progress=False,
         )

@@ -39,10 +39,10 @@ from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
-from protrain.cli.defaults import choose_loss
 from protrain.cli.lora import lora_text
 from protrain.cli.options import Parser, memory, number
 from protrain.cli.summary import versions
+from protrain.forward.chunked_loss import can_chunk
 
 _SIZES = Sizes(model="llama-7b", batch=8, sequence=2048, steps=10, warm_up=2)
 _EXAMPLE = """examples:
@@ -114,7 +114,7 @@ def _parser() -> Parser:
         "--chunked-loss",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="Liger's loss for all, logits never whole (default: on a GPU, if liger-kernel is installed)",
+        help="ProTrain's loss for all, logits never whole (default: where it is known to be the same loss)",
     )
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine, for ProTrain")
     parser.add_argument(
@@ -167,10 +167,9 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         raise ValueError("--link-rate needs a GPU: there is no link between the host and a CPU that trains")
     if args.quantised and (args.lora is None or args.float8):
         raise ValueError("--quantised is for frozen weights: add --lora r=16, and leave out --float8")
-    device = torch.device("cuda" if on_gpu else "cpu")
     task = Task(
         **sizes_of(args, _SIZES),
-        chunked_loss=choose_loss(args.chunked_loss, device.type),
+        chunked_loss=bool(args.chunked_loss),
         clip_norm=args.clip,
         host_memory=args.host_memory,
         host_share=args.host_rate,
@@ -183,7 +182,7 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     if not on_gpu:
         refuse_too_large(model, task)
     replace_loss(model, task)
-    return task
+    return replace(task, chunked_loss=can_chunk(model)) if args.chunked_loss is None else task
 
 
 def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant, ...], command: str) -> Comparison:

@@ -121,8 +121,8 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
 def outputs_kept(head: nn.Module) -> Iterator[None]:
     """What ``head`` returns is handed on as it is, whatever hooks that are registered in the body make of it.
 
-    ZeRO-3's replace each output by another tensor, through which backward gathers the weight. The chunked loss knows
-    its placeholder by identity, and backward does not pass through that.
+    ZeRO-3's replace each output by another tensor, through which backward gathers the weight. The chunked loss has a
+    placeholder there, with which nothing can be done before the loss, and backward does not pass through it.
     """
     outputs: list[Tensor] = []
     head.register_forward_hook(lambda module, inputs, output: outputs.append(output))

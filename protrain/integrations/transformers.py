@@ -105,6 +105,9 @@ class ProTrainMixin(_Base):
                 "compile": self.args.torch_compile,
                 "progress": not self.args.disable_tqdm,
             }
+            # Another loss reads logits in each step, or takes the labels away, so that the model has no loss.
+            if type(self).compute_loss is not Trainer.compute_loss or self.label_smoother or self.compute_loss_func:
+                found["chunked_loss"] = False
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
             finding = smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext()
@@ -251,9 +254,11 @@ class ProTrainMixin(_Base):
         """
         forward = whole.forward
         # Also a teacher may generate what is trained on.
-        models = {id(each): each for each in (self.model, *vars(self).values()) if hasattr(each, "generate")}
-        generating = [each for each in models.values() if isinstance(each, nn.Module)]
-        before = [vars(each).get("generate") for each in generating]
+        generating = {
+            each: vars(each).get("generate")
+            for each in (self.model, *vars(self).values())
+            if isinstance(each, nn.Module) and hasattr(each, "generate")
+        }
 
         def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             raise _Called(args, kwargs)
@@ -274,7 +279,7 @@ class ProTrainMixin(_Base):
             return batches.of_call(whole, *called.call)
         finally:
             hook.remove()
-            for each, own in zip(generating, before, strict=True):
+            for each, own in generating.items():
                 del vars(each)["generate"]
                 if own is not None:
                     each.generate = own
@@ -383,7 +388,7 @@ def _no_reward(completions: list[Any], **_: Any) -> list[float]:
 
 def _apart(records: Any) -> Any:
     """``records`` with containers of its own, so that what is added to one is not in the other."""
-    if isinstance(records, dict) and type(records) in (dict, defaultdict):
+    if type(records) in (dict, defaultdict):
         copied = copy.copy(records)
         copied.update({name: _apart(value) for name, value in records.items()})
         return copied
