@@ -144,12 +144,13 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
         _check_placement(name, module, device)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_kind(name, tensor)
-    held = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    for other in held.keys() - {id(parameter) for parameter in model.parameters()}:
+    held = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
+    known = set(model.parameters())
+    others = [tuple(parameter.shape) for parameter in held if parameter not in known]
+    if others:
         raise ValueError(
-            f"the optimizer holds a parameter of shape {tuple(held[other].shape)} that is not the model's: make the "
-            "optimizer from this model's parameters(), or, if it trains several models, wrap one module that holds "
-            "them all"
+            f"the optimizer holds a parameter of shape {others[0]} that is not the model's: make the optimizer from "
+            "this model's parameters(), or, if it trains several models, wrap one module that holds them all"
         )
     _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
@@ -179,9 +180,9 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
             raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
-    if not any(parameter.requires_grad for parameter in held.values()):
+    if not any(parameter.requires_grad for parameter in held):
         raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")
-    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and p not in held]
     if forgotten:
         warn_user(
             f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "

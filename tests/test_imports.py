@@ -26,7 +26,7 @@ ALLOWED = {
     "protrain_cache": (),
     "protrain_kernels": ("protrain_cache",),
     "protrain.common": (),
-    "protrain.forward": ("protrain.common",),
+    "protrain.forward": ("protrain.common", "protrain_kernels"),
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (
         *DATA,
@@ -55,7 +55,7 @@ PLANNER = tuple(f"protrain.planning.{folder}" for folder in ("rates", "memory", 
 # No torch, not even by the packages that these are in. A prefix covers its submodules.
 PURE = (
     *("protrain_cache", "protrain.planning", *DATA, *PROFILES),
-    *("protrain.hardware.shipped", "protrain.profiler.kept_profiles", "protrain.forward.liger"),
+    *("protrain.hardware.shipped", "protrain.profiler.kept_profiles"),
     *("protrain.cli.main", "protrain.cli.commands", "protrain.cli.plan_run"),
 )
 

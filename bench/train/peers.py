@@ -125,6 +125,11 @@ def outputs_kept(head: nn.Module) -> Iterator[None]:
     placeholder there, with which nothing can be done before the loss, and backward does not pass through it.
     """
     outputs: list[Tensor] = []
-    head.register_forward_hook(lambda module, inputs, output: outputs.append(output))
+
+    def put_aside(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        outputs.append(output)
+        return torch.empty(0)
+
+    head.register_forward_hook(put_aside)
     yield
     head.register_forward_hook(lambda module, inputs, output: outputs.pop())

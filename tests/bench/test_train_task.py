@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from bench.train.results import Outcome
 from bench.train.task import Job, Task
 from bench.train.worker import BUILDERS
 from protrain.cli.shapes import SHAPES
+from protrain_kernels import linear_cross_entropy
 
 CPU = torch.device("cpu")
 TASK = Task(model="untied", layers=2, batch=1, sequence=24, steps=3, warm_up=1, learning_rate=1e-3)
@@ -32,17 +33,15 @@ def _untied(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def chunks(monkeypatch: pytest.MonkeyPatch, interpreted_kernels: None) -> Iterator[list[int]]:
-    """Tokens of every loss that Liger computes, on the CPU."""
-    utilities = pytest.importorskip("liger_kernel.transformers.model.loss_utils")
-    original: Callable[..., Any] = utilities.LigerForCausalLMLoss
+def chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Tokens of every loss that is computed in pieces."""
     calls: list[int] = []
 
-    def counted(*, hidden_states: torch.Tensor, **others: Any) -> Any:
-        calls.append(hidden_states.shape[:-1].numel())
-        return original(hidden_states=hidden_states, **others)
+    def counted(hidden: torch.Tensor, *others: Any, **options: Any) -> Any:
+        calls.append(len(hidden))
+        return linear_cross_entropy(hidden, *others, **options)
 
-    monkeypatch.setattr(utilities, "LigerForCausalLMLoss", counted)
+    monkeypatch.setattr("protrain.forward.chunked_loss.linear_cross_entropy", counted)
     yield calls
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -73,7 +72,6 @@ def test_every_contestant_has_the_chunked_loss_and_trains_the_same(tmp_path: Pat
         chunks.clear()
         assert ours[:2] == (pytest.approx(usual[0], rel=1e-5), pytest.approx(usual[1], rel=1e-3)), name
         assert (usual[2]["chunked_loss"], ours[2]["chunked_loss"]) == (False, True)
-        assert ours[2]["liger-kernel"]
 
 
 def test_a_head_whose_hooks_replace_its_output_still_hands_on_the_loss(chunks: list[int]) -> None:
@@ -81,7 +79,7 @@ def test_a_head_whose_hooks_replace_its_output_still_hands_on_the_loss(chunks: l
     for kept in (True, False):
         torch.manual_seed(0)
         model = build_model(TASK)
-        replace_loss(model, replace(TASK, chunked_loss=kept), CPU)
+        replace_loss(model, replace(TASK, chunked_loss=kept))
         fill(model, device=CPU, dtype=torch.float32)
         if kept:
             with outputs_kept(model.lm_head):

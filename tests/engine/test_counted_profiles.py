@@ -54,9 +54,8 @@ def test_a_plan_that_just_fits_trains_as_ever(
     device = torch.device("cpu")
     values, expected = plain_run(lambda: tiny_model("llama"), batches, loop=loop, device=device, dtype=torch.float32)
     model = tiny_model("llama")
-    model, optimizer = protrain.wrap(
-        model, adamw(model), example_batch=batches[0], device=device, device_memory="400KiB"
-    )
+    limits: dict[str, Any] = {"device": device, "device_memory": "400KiB"}
+    model, optimizer = protrain.wrap(model, adamw(model), example_batch=batches[0], chunked_loss=False, **limits)
     assert "memory is counted from shapes, and times are estimated" in capsys.readouterr().err
     assert optimizer.plan.n_persist < optimizer.plan.n_chunks
     assert loop.run(model, optimizer, batches) == values
@@ -71,9 +70,6 @@ def test_what_is_changed_of_forwards_is_so_after_counting_too(
     monkeypatch: pytest.MonkeyPatch,
     option: str,
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the loss, which is not computed here
-    if option == "chunked_loss":
-        pytest.importorskip("liger_kernel")
     found = []
 
     def build(model: nn.Module, *_: Any, **__: Any) -> None:
@@ -83,24 +79,22 @@ def test_what_is_changed_of_forwards_is_so_after_counting_too(
 
     monkeypatch.setattr(beginning, "build_engine", build)
     model = tiny_model("llama")
-    refused(model, adamw(model), tiny_batch(), "far enough", RuntimeError, **{option: True})
+    options = {"compile": False, "chunked_loss": False, option: True}
+    refused(model, adamw(model), tiny_batch(), "far enough", RuntimeError, **options)
     assert found == [(option == "compile", option == "chunked_loss")]
     torch._dynamo.reset()
 
 
 def test_forwards_are_as_before_when_changing_them_is_interrupted(
-    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("liger_kernel")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("protrain.forwards.compile_blocks", interrupted)
     model = tiny_model("llama")
     with pytest.raises(KeyboardInterrupt):
-        change_forwards(model, torch.device("cpu"), compile=True, chunked_loss=True)
+        change_forwards(model, tiny_batch(), compile=True, chunked_loss=True)
     assert not is_chunked(model)
     assert "forward" not in vars(model)
 

@@ -44,10 +44,10 @@ def train_on_rank(rank: int, folder: Path) -> int:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_training_is_that_with_the_found_batch(bf16: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    found, weights = train(tmp_path, 16, "2MiB", bf16=bf16)
+    found, weights = train(tmp_path, 16, "1536KiB", bf16=bf16)
     assert found < 16
     torch.manual_seed(0)
-    same, expected = train(tmp_path, found, "2MiB", bf16=bf16, finds=False)
+    same, expected = train(tmp_path, found, "1536KiB", bf16=bf16, finds=False)
     assert same == found
     for name, value in expected.items():
         assert torch.equal(weights[name], value), name

@@ -89,7 +89,7 @@ class Rows(nn.Module):
 def test_what_compiled_blocks_save_is_counted_in_its_type() -> None:
     def saved_bytes(under: bool) -> list[int]:
         model = Rows()
-        undo = change_forwards(model, torch.device("cpu"), compile=True, chunked_loss=False, on_meta=True)
+        undo = change_forwards(model, None, compile=True, chunked_loss=False, on_meta=True)
         with torch.autocast(*CPU_AUTOCAST, enabled=under):
             profile = protrain.profile(model, (torch.randn(ROWS, WIDTH),), device="meta", dtype=torch.float32)
         undo()
@@ -128,7 +128,7 @@ class Mixed(Rows):
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_model_that_mixes_types_is_counted_under_autocast(compile: bool) -> None:
     batch, model = (torch.randn(ROWS, WIDTH),), Mixed()
-    undo = change_forwards(model, torch.device("cpu"), compile=compile, chunked_loss=False, on_meta=True)
+    undo = change_forwards(model, batch, compile=compile, chunked_loss=False, on_meta=True)
     with torch.autocast(*CPU_AUTOCAST):
         assert len(protrain.profile(model, batch, device="meta", dtype=torch.bfloat16).blocks) == 3
     undo()
