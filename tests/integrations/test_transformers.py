@@ -275,6 +275,25 @@ def test_bf16_is_the_type_of_the_weights(tmp_path: Path) -> None:
     assert run.losses == pytest.approx(train("Trainer", tmp_path, on_protrain=False, bf16=True).losses, rel=1e-2)
 
 
+@pytest.mark.parametrize("another", ["none", "own", "function", "smoothing"])
+def test_only_the_models_own_loss_is_computed_in_pieces(another: str, tmp_path: Path) -> None:
+    """Also where the example batch has labels, which a Trainer with another loss keeps from the model."""
+    trainer = make("Trainer", tmp_path, on_protrain=True, memory="64MiB", save_strategy="no", max_steps=1)
+    kind = type(trainer)
+    if another == "own":
+        trainer.__class__ = type(
+            "Own", (kind,), {"compute_loss": lambda self, *args, **options: kind.compute_loss(self, *args, **options)}
+        )
+    elif another == "function":
+        trainer.compute_loss_func = lambda outputs, labels, **_: outputs.logits.float().logsumexp(-1).mean()
+    elif another == "smoothing":
+        trainer.label_smoother = pytest.importorskip("transformers").trainer_pt_utils.LabelSmoother(epsilon=0.1)
+    tokens = torch.randint(3, WORDS, (2, 32))
+    trainer._wrap_arguments["example_batch"] = {"input_ids": tokens, "labels": tokens}
+    trainer.train()
+    assert trainer.optimizer.optimizer.plan.chunked_loss is (another == "none")
+
+
 def test_evaluation_before_training_and_after(tmp_path: Path) -> None:
     def losses(on_protrain: bool) -> list[float]:
         trainer = make("Trainer", tmp_path, on_protrain=on_protrain, save_strategy="no")
