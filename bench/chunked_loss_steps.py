@@ -234,7 +234,13 @@ def waits_of_trainers() -> dict[str, Any]:
                     data: Any = rows
                 else:
                     import datasets
+                    import tokenizers
                     import trl
+
+                    words = tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")
+                    tokenizer = transformers.PreTrainedTokenizerFast(
+                        tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>"
+                    )
 
                     arguments = trl.SFTConfig(**options, dataset_kwargs={"skip_prepare_dataset": True})
                     data = datasets.Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows])
@@ -242,7 +248,8 @@ def waits_of_trainers() -> dict[str, Any]:
             except ImportError as error:
                 result[kind] = f"left out: {error}"
                 continue
-            trainer = made(model=model, args=arguments, train_dataset=data, callbacks=[Watch()])
+            given: dict[str, Any] = {} if kind == "Trainer" else {"processing_class": tokenizer}
+            trainer = made(model=model, args=arguments, train_dataset=data, callbacks=[Watch()], **given)
             with _noted(found):
                 trainer.train()
             result[kind] = dict(found)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError, PlanError
-from protrain.forward.chunked_loss import can_chunk, causal_lm_loss, chunk_loss, is_chunked
+from protrain.forward.chunked_loss import LaterLogits, can_chunk, causal_lm_loss, chunk_loss, is_chunked
 from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 _LARGE = 4096  # a vocabulary
@@ -164,6 +164,27 @@ def test_logits_that_are_used_after_backward_are_refused(tiny_model: Build, tiny
     with torch.no_grad():
         output = model(**tiny_batch())
     assert output.logits.isfinite().all()
+
+
+def test_nothing_computes_logits_that_no_script_uses(
+    tiny_model: Build, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """Neither the profile, which would plan for them, nor a step."""
+
+    def whole(logits: LaterLogits) -> Tensor:
+        raise AssertionError("logits are computed")
+
+    monkeypatch.setattr(LaterLogits, "whole", whole)
+    model = tiny_model("llama")
+    batch = tiny_batch()
+    profile = protrain.profile(_with_chunks(tiny_model("llama")), batch, device=device, dtype=torch.float32)
+    assert profile.chunked_loss
+    wrapped, optimizer = protrain.wrap(
+        model, adamw(model), example_batch=batch, device=device, device_memory="4MiB", dtype=torch.float32
+    )
+    output = wrapped(**batch)
+    output.loss.backward()
+    optimizer.step()
 
 
 def _wrapped_plan(device: torch.device, *, chunked_loss: bool, **options: Any) -> protrain.Plan:
