@@ -15,8 +15,8 @@ _ATTENTION = 1.36  # on the time of attention's products by that ceiling, with h
 _TRAFFIC = 1.37  # on the time of all other bytes by the copy ceiling
 _BACKWARD = 1.1  # on the forward's time, for each of the two kinds of gradient
 _HEAD = 1.6  # on the time of the head's products by the matmul ceiling, with the loss; these models have 1.45 to 1.9
-_CHUNKED_HEAD = 1.06  # in place of _HEAD if the loss is computed in pieces; an H200 has 1.04 to 1.07
 _ODD_HEAD = 6.0  # in place of _HEAD if a row of logits is no multiple of 16 bytes, as GPT-2's 50,257 are
+_CHUNKED_HEAD = 1.06  # in place of both if the loss is computed in pieces; an H200 has 1.04 to 1.07
 _RECOMPUTED = 0.85  # on the forward's time: recomputation stops at the last saved tensor, unless the graph is compiled
 
 
@@ -75,10 +75,11 @@ def _estimated(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTimes
     forward = tuple(estimated(block) for block in profile.blocks)
     recomputed = 1.0 if profile.compiled else _RECOMPUTED
     recompute = tuple(recomputed * estimated(block, attention=block.recomputes_attention) for block in profile.blocks)
-    head = (
-        sum(2 * profile.tokens * record.numel * _head_factor(record, profile) for record in _heads(profile))
-        / flops_per_ms
+    heads = sum(
+        record.numel * (_CHUNKED_HEAD if profile.chunked_loss else _ODD_HEAD if record.shape[0] % 8 else _HEAD)
+        for record in _heads(profile)
     )
+    head = 2 * profile.tokens * heads / flops_per_ms
     return ComputeTimes(
         forward=forward,
         backward=tuple(time * _BACKWARD * (1 + share) for time in forward),
@@ -104,11 +105,6 @@ def _heads(profile: ModelProfile) -> list[ParameterRecord]:
     if heads:
         return heads
     return [embedding] if embedding.numel >= max((record.numel for record in others), default=0) else others
-
-
-def _head_factor(head: ParameterRecord, profile: ModelProfile) -> float:
-    """The chunked loss pads rows of logits that are no multiple of 16 bytes."""
-    return _CHUNKED_HEAD if profile.chunked_loss else _ODD_HEAD if head.shape[0] % 8 else _HEAD
 
 
 def bytes_ms(size_bytes: float, gbps: float) -> float:
