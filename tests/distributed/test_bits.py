@@ -89,6 +89,17 @@ def test_families(family: str, dtype: str, size: int, reduction: str, specs: tup
     check(size, Training(functools.partial(make, family), batches, dtype=dtype, reduction=reduction, steps=4), specs)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "size", "accumulate"), [("gpt2", "bfloat16", 3, 1), ("llama", "float16", 2, 2)]
+)
+def test_the_chunked_loss(family: str, dtype: str, size: int, accumulate: int) -> None:
+    training = Training(
+        functools.partial(make, family), batches, dtype=dtype, accumulate=accumulate, chunked=True, steps=4
+    )
+    check(size, training, SPECS[1::2])
+
+
 class SmallHead(nn.Module):
     """The chunk of its head is so small that the second of two shards is nothing but padding."""
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.forward.chunked_loss import chunk_loss
 from tests.engine.harness import Spec, Trainer, adamw, default_loss, seeded, states, wrap_under
 from tests.engine.plain_loop import PlainOptimizer, prepare_plain
 
@@ -31,6 +32,7 @@ class Training:
     tight: bool = False  # no device memory beyond what the plan takes
     max_norm: float | None = 0.5
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    chunked: bool = False  # the loss is computed in pieces
     device: str = "cpu"  # or "cuda", of which every rank has one
 
     def device_of(self, rank: int) -> torch.device:
@@ -51,6 +53,8 @@ def plain(training: Training, size: int) -> Outcome:
     """The training on one process, with the micro-batches of ``size`` ranks: gradients are added, and rounded once."""
     dtype = DTYPES[training.dtype]
     model = training.make()
+    if training.chunked:
+        chunk_loss(model)
     model, optimizer = prepare_plain(model, training.optimizer(model), device=training.device_of(0), dtype=dtype)
     factor = 1.0 / size if training.reduction == "mean" else 1.0
     count = size * training.accumulate
@@ -90,6 +94,7 @@ def on_rank(rank: int, size: int, training: Training, specs: Sequence[Spec]) -> 
             gradient_reduction=training.reduction,
             accumulation=training.accumulate,
             step_during_backward=training.inside,
+            chunked_loss=training.chunked,
         )
         losses: list[list[float]] = []
         norms: list[float] = []
