@@ -77,9 +77,10 @@ def wrap(
             float32 (default on the CPU). Parameters and the model's fp32 inputs are cast, buffers are not. In bfloat16
             an input of 999.0 becomes 1000, so pass timesteps, positions and the like as integers, which are not cast,
             or use float32. The master is always fp32.
-        device_memory: GPU memory to stay within, in bytes or as "24GiB". The default is what is free. On the CPU it is
-            a simulated budget.
-        host_memory: host memory to stay within, in bytes or as "64GiB". The default is what is free.
+        device_memory: GPU memory to stay within, in bytes or as "24GiB". The default is that of the environment
+            variable PROTRAIN_DEVICE_MEMORY, or else what is free. On the CPU it is a simulated budget.
+        host_memory: host memory to stay within, in bytes or as "64GiB". The default is that of the environment variable
+            PROTRAIN_HOST_MEMORY, or else what is free.
         plan: a Plan, or a JSON file of one, to use instead of searching.
         weights: a folder of safetensors, which are loaded straight into the chunks, or a model of the Hugging Face Hub
             like "org/model", whose files are downloaded into the cache of transformers.
@@ -114,6 +115,8 @@ def wrap(
         PlanError: no plan fits the memory. It is raised before any memory is taken.
     """
     check_group(process_group)
+    device_memory = os.environ.get("PROTRAIN_DEVICE_MEMORY") if device_memory is None else device_memory
+    host_memory = os.environ.get("PROTRAIN_HOST_MEMORY") if host_memory is None else host_memory
     example_batch = batches.of_one(example_batch)
     ranks = join(process_group)
     with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
