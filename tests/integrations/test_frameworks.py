@@ -1,0 +1,119 @@
+"""Frameworks that choose their Trainer themselves: each gets its own on ProTrain.
+
+The frameworks pin old libraries, so they are not installed here. Modules with their names stand in for them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from protrain.integrations.any_trainer import on_protrain  # noqa: E402
+from protrain.integrations.transformers import ProTrainMixin  # noqa: E402
+
+
+def _module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
+    """A module of that name, with its parents."""
+    parts = name.split(".")
+    for count in range(1, len(parts) + 1):
+        path = ".".join(parts[:count])
+        if path not in sys.modules:
+            module = ModuleType(path)
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, path, module)
+    vars(sys.modules[name]).update(contents)
+    return sys.modules[name]
+
+
+class _Own(transformers.Trainer):  # type: ignore[name-defined]
+    """The Trainer of a framework."""
+
+
+def test_any_trainer_trains_within_the_limits_of_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    rows = [{"input_ids": [*range(start, start + 8)], "labels": [*range(start, start + 8)]} for start in range(16)]
+    losses = []
+    monkeypatch.setenv("PROTRAIN_DEVICE_MEMORY", "400KiB")
+    for kind in (_Own, on_protrain(_Own)):
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 3, "per_device_train_batch_size": 2}
+        arguments = transformers.TrainingArguments(
+            **options, use_cpu=True, report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True
+        )
+        trainer = kind(model=transformers.LlamaForCausalLM(config), args=arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    assert len(set(losses[0])) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert trainer.optimizer.optimizer.plan.device_bytes <= 400 << 10
+    assert on_protrain(kind) is kind
+
+
+def test_llamafactory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kind the Trainer lies in the module of its own alone, as the workflow imports it when it runs."""
+    found = []
+    modules = {}
+    names = {"pt": "CustomTrainer", "sft": "CustomSeq2SeqTrainer", "dpo": "CustomDPOTrainer"}
+    for kind, name in {**names, "kto": "CustomKTOTrainer", "rm": "PairwiseTrainer"}.items():
+        modules[kind] = _module(monkeypatch, f"llamafactory.train.{kind}.trainer", **{name: _Own})
+        in_workflow = {} if kind == "dpo" else {name: _Own}
+        modules[f"{kind}.workflow"] = _module(monkeypatch, f"llamafactory.train.{kind}.workflow", **in_workflow)
+
+    def run() -> None:
+        found.append(sys.argv[1:])
+
+    _module(monkeypatch, "llamafactory.train.tuner", run_exp=run)
+    monkeypatch.setattr(sys, "argv", ["llamafactory", "train", "config.yaml", "max_steps=3"])
+    main = importlib.import_module("protrain.integrations.llamafactory").main
+    main()
+    assert found == [["config.yaml", "max_steps=3"]]
+    assert issubclass(modules["sft.workflow"].CustomSeq2SeqTrainer, ProTrainMixin)
+    assert issubclass(modules["dpo"].CustomDPOTrainer, ProTrainMixin)
+    monkeypatch.setattr(sys, "argv", ["llamafactory", "export", "config.yaml"])
+    with pytest.raises(SystemExit, match=r"usage: python -m protrain\.integrations\.llamafactory train CONFIG"):
+        main()
+
+
+def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
+    class DPOStrategy:
+        @staticmethod
+        def get_trainer_class() -> type[Any]:
+            return _Own
+
+    _module(monkeypatch, "axolotl.core.trainers", AxolotlTrainer=_Own)
+    _module(monkeypatch, "axolotl.core.trainers.dpo", DPOStrategy=DPOStrategy)
+    _module(monkeypatch, "axolotl.integrations.base", BasePlugin=object)
+    monkeypatch.delitem(sys.modules, "protrain.integrations.axolotl", raising=False)
+    plugin = importlib.import_module("protrain.integrations.axolotl").ProTrainPlugin()
+    assert issubclass(plugin.get_trainer_cls(SimpleNamespace(rl=None)), ProTrainMixin)
+    assert plugin.get_trainer_cls(SimpleNamespace(rl="dpo")) is None
+    assert issubclass(DPOStrategy.get_trainer_class(), ProTrainMixin)
+    assert DPOStrategy.get_trainer_class() is DPOStrategy.get_trainer_class(), "axolotl compares them"
+    with pytest.raises(ValueError, match="rl: grpo is not known to work on ProTrain"):
+        plugin.get_trainer_cls(SimpleNamespace(rl="grpo"))
+
+
+def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TrainerFactory:
+        @classmethod
+        def get_trainer_cls(cls, args: Any) -> type[Any]:
+            assert args == "arguments"
+            return _Own
+
+    _module(monkeypatch, "swift.trainers", TrainerFactory=TrainerFactory)
+    monkeypatch.delitem(sys.modules, "protrain.integrations.swift", raising=False)
+    importlib.import_module("protrain.integrations.swift")
+    assert issubclass(TrainerFactory.get_trainer_cls("arguments"), ProTrainMixin)
