@@ -113,10 +113,10 @@ class ProTrainMixin(TrainerSaves):
                 )
                 self.optimizer._is_accelerate_prepared = True
             self._let_callbacks_read(whole)
-            # Accelerate before 1.14 does not know the last of them, by which newer ones leave the model as it is.
             self.model.__dict__.update(
                 {name: vars(whole)[name] for name in ("no_sync", "zero_grad", "_is_accelerate_prepared")}
             )
+            # Accelerate before 1.14 does not ask a model for that last mark, by which later ones leave it as it is.
             self.accelerator.prepare_model = lambda model, *args, prepare=self.accelerator.prepare_model, **kwargs: (
                 model if model is self.model else prepare(model, *args, **kwargs)
             )
