@@ -14,8 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
 from protrain.common.warned import warn_user, warned_at_user
 from protrain.distributed.processes import announced_processes
-from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
+from protrain.engine.weights.state_hooks import reads_of_all
 from protrain.integrations.found_batch import smaller_if_it_fits
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
 from protrain.integrations.mixed_precision import (
@@ -38,12 +37,10 @@ from protrain.integrations.mixed_precision import (
     refuse_precision,
 )
 from protrain.integrations.text_lengths import TextLengths
+from protrain.integrations.trainer_saves import TrainerSaves
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
-
-# The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
-_Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class _Called(Exception):
@@ -54,7 +51,7 @@ class _Called(Exception):
         self.call = args, kwargs
 
 
-class ProTrainMixin(_Base):
+class ProTrainMixin(TrainerSaves):
     """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
 
     Precision, accumulation, compilation and device are those of the training arguments. Without ``bf16=True`` weights
@@ -66,36 +63,32 @@ class ProTrainMixin(_Base):
         kwargs: of the Trainer.
     """
 
-    model: Any  # the Trainer's, as is the next
-    optimizer: Any
-    ref_model: Any  # TRL's
-
     def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrap_arguments = dict(protrain or {})
         self._train_loader: Any = None
         super().__init__(*args, **kwargs)
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be combined, before the model is touched."""
         with warned_at_user():
             _check(self.args)
-        super().create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess(*args, **kwargs)
         for name in ("fsdp", "deepspeed"):
             if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
                 raise ValueError(f"{name} shards the model, as ProTrain does: switch it off")
 
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+    def _move_model_to_device(self, *_: Any, **__: Any) -> None:
         """Leave the model where it is: ProTrain moves what the plan has on the device."""
 
-    def get_train_dataloader(self) -> Any:
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, whose dataset and collator also tell the largest batch."""
-        self._train_loader = super().get_train_dataloader()
+        self._train_loader = super().get_train_dataloader(*args, **kwargs)
         return self._train_loader
 
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's optimizer, wrapped together with its model."""
-        super().create_optimizer(model)
-        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), ProTrainOptimizer):
+        super().create_optimizer(*args, **kwargs)
+        if not isinstance(self._own_optimizer, ProTrainOptimizer):
             whole = self._whole()
             self._cast_reference()
             found = {
@@ -114,10 +107,19 @@ class ProTrainMixin(_Base):
             with warned_at_user(), finding:
                 if precision_of(self.args) == "bf16":
                     mix_precision(self.accelerator, self.model, whole)
-                _, self.optimizer = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
+                # To place the state on a device, Accelerate would take the whole of it on every rank.
+                self.optimizer: Any = self.accelerator.prepare_optimizer(
+                    wrap(whole, self.optimizer, **(found | self._wrap_arguments))[1], device_placement=False
+                )
+                self.optimizer._is_accelerate_prepared = True
             self._let_callbacks_read(whole)
-            for name in ("no_sync", "zero_grad", "_is_accelerate_prepared"):
-                vars(self.model)[name] = vars(whole)[name]
+            self.model.__dict__.update(
+                {name: vars(whole)[name] for name in ("no_sync", "zero_grad", "_is_accelerate_prepared")}
+            )
+            # Accelerate before 1.14 does not ask a model for that last mark, by which later ones leave it as it is.
+            self.accelerator.prepare_model = lambda model, *args, prepare=self.accelerator.prepare_model, **kwargs: (
+                model if model is self.model else prepare(model, *args, **kwargs)
+            )
         return self.optimizer
 
     def _trained_dtype(self) -> torch.dtype:
@@ -139,17 +141,6 @@ class ProTrainMixin(_Base):
                 return call_event(*args, **kwargs)
 
         self.callback_handler.call_event = call
-
-    def _whole(self) -> nn.Module:
-        """What computes the loss: the model, or a loss around it that has weights of its own (sentence-transformers).
-
-        Raises:
-            ValueError: there are several losses, of which each step calls another.
-        """
-        loss = getattr(self, "loss", None)
-        if isinstance(loss, dict):
-            raise ValueError("ProTrain plans one loss, not a dict of several: train with one loss at a time")
-        return loss if isinstance(loss, nn.Module) else self.model
 
     def _largest_batch(self, whole: nn.Module) -> Any:
         """The arguments that ``whole`` gets in a step of the longest rows, or None where these are not known.
@@ -285,10 +276,9 @@ class ProTrainMixin(_Base):
                     each.generate = own
         return None
 
-    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+    def _clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
         """Clip to the norm of the arguments by the optimizer, which needs no look at each gradient."""
-        optimizer: ProTrainOptimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return optimizer.clip_grad_norm_(self.args.max_grad_norm)
+        return self._own_optimizer.clip_grad_norm_(self.args.max_grad_norm)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate. A model that is to be trained is wrapped before, as it need not fit the device whole."""
@@ -315,30 +305,11 @@ class ProTrainMixin(_Base):
                 "what TRL computes only beside a dataset in files: dataset.save_to_disk(folder), and pass "
                 "datasets.load_from_disk(folder)"
             )
-        if self.ref_model is None:
+        if getattr(self, "ref_model", None) is None:
             self.create_optimizer()
         else:
             self._cast_reference()
         return super()._precompute_ref_logps(*args, **kwargs)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model. All ranks come here, and the first one writes."""
-        card = getattr(self.model, "model_card_data", None)
-        if card is not None and self.args.world_size > 1:
-            card.generate_widget_examples = False  # of which sentence-transformers computes embeddings on one rank
-        with first_rank_saves(self.model, what="save_model()"):
-            if self.args.should_save:
-                super()._save(output_dir, state_dict=state_dict)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save both states, of which all ranks gather that of the optimizer."""
-        optimizer = self.optimizer
-        state = getattr(optimizer, "optimizer", optimizer).full_state_dict()
-        self.optimizer = SimpleNamespace(state_dict=lambda: state)
-        try:
-            super()._save_optimizer_and_scheduler(output_dir)
-        finally:
-            self.optimizer = optimizer
 
 
 class ProTrainTrainer(ProTrainMixin, Trainer):

@@ -248,9 +248,9 @@ def make(client: str, folder: Path, *, on_protrain: bool, memory: str | None = N
     return build(settings | arguments, ours)
 
 
-def train(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = None, **arguments: Any) -> Run:
+def train(client: str, folder: Path, *, on_protrain: bool, resume: Path | bool | None = None, **arguments: Any) -> Run:
     trainer = make(client, folder, on_protrain=on_protrain, **arguments)
-    trainer.train(resume_from_checkpoint=resume and str(resume))
+    trainer.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     plan = trainer.optimizer.optimizer.plan if on_protrain else None
     kept = ("loss", "eval_loss", "grad_norm", "learning_rate")
     model: nn.Module = trainer.model
@@ -262,10 +262,8 @@ def train(client: str, folder: Path, *, on_protrain: bool, resume: Path | None =
     )
 
 
-def train_on_rank(
-    rank: int, client: str, folder: Path, on_protrain: bool, resume: Path | None, arguments: dict[str, Any]
-) -> Run:
-    return train(client, folder, on_protrain=on_protrain, resume=resume, **arguments)
+def train_on_rank(rank: int, client: str, folder: Path, on_protrain: bool, arguments: dict[str, Any]) -> Run:
+    return train(client, folder, on_protrain=on_protrain, **arguments)
 
 
 def error_on_rank(rank: int, client: str, folder: Path, arguments: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from tests.integrations.clients import (
     train_on_rank,
 )
 
-WHOLE, HALF = "64MiB", "checkpoint-2"
+WHOLE = "64MiB"
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
 
 
@@ -49,8 +49,8 @@ def assert_same_weights(one: Run, other: Run) -> None:
         assert torch.equal(other.weights[name], value), name
 
 
-def two(client: str, folder: Path, *, on_protrain: bool, resume: Path | None = None, **arguments: Any) -> list[Run]:
-    found: list[Run] = on_ranks(2, train_on_rank, client, folder, on_protrain, resume, arguments)
+def two(client: str, folder: Path, *, on_protrain: bool, **arguments: Any) -> list[Run]:
+    found: list[Run] = on_ranks(2, train_on_rank, client, folder, on_protrain, arguments)
     return found
 
 
@@ -199,30 +199,6 @@ def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
     assert whole.log == offloaded.log
     assert_same_weights(whole, offloaded)
     assert_same_weights(two("Trainer", tmp_path / "two", on_protrain=True, max_grad_norm=0.1)[0], offloaded)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "sentences"])
-def test_checkpoints_cross_with_plain_runs(client: str, tmp_path: Path) -> None:
-    prepare(client, tmp_path)
-    best: dict[str, Any] = {"load_best_model_at_end": True}
-    plain = train(client, tmp_path / "plain", on_protrain=False, **best)
-    train(client, tmp_path / "ours", on_protrain=True, **best)
-    for source, on_protrain in (("plain", True), ("ours", False)):
-        folder = tmp_path / f"from-{source}"
-        resumed = train(client, folder, on_protrain=on_protrain, resume=tmp_path / source / HALF, **best)
-        assert_close(resumed, plain)
-
-
-@pytest.mark.slow
-def test_checkpoints_of_two_processes_cross_with_plain_runs(tmp_path: Path) -> None:
-    through = two("Trainer", tmp_path / "ours", on_protrain=True)
-    for on_protrain in (True, False):
-        folder = tmp_path / f"resumed-{on_protrain}"
-        resumed = two("Trainer", folder, on_protrain=on_protrain, resume=tmp_path / "ours" / HALF)
-        assert_close(resumed[0], through[0])
-        if on_protrain:
-            assert_same_weights(resumed[0], through[0])
 
 
 @pytest.mark.parametrize(

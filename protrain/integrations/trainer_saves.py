@@ -1,0 +1,147 @@
+"""Checkpoints of the Trainer: what of them is ProTrain's, and which of them are whole.
+
+``checkpoint-N/protrain`` holds weights, masters and moments, as ``protrain.save_checkpoint`` writes them: each rank its
+own, and nothing is gathered. The other files are the Trainer's.
+
+[Note: whole checkpoints] The Trainer fills ``checkpoint-N`` in place, and writes its own state last. So a checkpoint is
+whole if that state can be read and all files of ProTrain's save are there. What an earlier run has left under the same
+number is deleted before a save, as it would pass for the end of this one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, TrainerState, __version__
+
+from protrain.checkpoint.adapters import Base, has_adapter
+from protrain.checkpoint.manifest import check_files, find_save, read_manifest
+from protrain.checkpoint.random_state import random_state, set_random_state
+from protrain.common.warned import warn_user
+from protrain.distributed.agreement import raised_on_all
+from protrain.distributed.joining import join
+from protrain.engine.weights.state_hooks import first_rank_saves
+from protrain.public import CheckpointError, load_checkpoint, save_checkpoint
+
+STATES = "protrain"  # the folder in a checkpoint
+
+# The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
+_Base: Any = Trainer if TYPE_CHECKING else object
+
+
+class TrainerSaves(_Base):
+    """The part of ProTrainMixin that saves and loads. All ranks come to each of its methods."""
+
+    def _whole(self) -> torch.nn.Module:
+        """What computes the loss: the model, or a loss around it that has weights of its own (sentence-transformers).
+
+        Raises:
+            ValueError: there are several losses, of which each step calls another.
+        """
+        loss = getattr(self, "loss", None)
+        if isinstance(loss, dict):
+            raise ValueError("ProTrain plans one loss, not a dict of several: train with one loss at a time")
+        return loss if isinstance(loss, torch.nn.Module) else self.model
+
+    @property
+    def _own_optimizer(self) -> Any:
+        """The optimizer of ProTrain, without what Accelerate has put around it."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train. ``resume_from_checkpoint=True`` goes on from the newest checkpoint that is whole.
+
+        Raises:
+            CheckpointError: no checkpoint in the output folder is whole, or the one that is named is not.
+        """
+        if resume_from_checkpoint is True:
+            found = _newest(Path(self.args.output_dir)) if self.args.process_index == 0 else None
+            resume_from_checkpoint = join(None).of_first(found) or True  # of which the Trainer says what is wrong
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save the model. Before transformers 5.23 the first rank alone comes to ``_save``, so the others go there."""
+        if not self.args.should_save and [int(part) for part in __version__.split(".")[:2]] < [5, 23]:
+            self._save(output_dir)
+        super().save_model(output_dir, *args, **kwargs)
+
+    def _save(self, *args: Any, **kwargs: Any) -> None:
+        """Save the model. All ranks come here, and the first one writes."""
+        card = getattr(self.model, "model_card_data", None)
+        if card is not None and self.args.world_size > 1:
+            card.generate_widget_examples = False  # of which sentence-transformers computes embeddings on one rank
+        with first_rank_saves(self.model, what="save_model()"):
+            if self.args.should_save:
+                super()._save(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save what ProTrain has, and the Trainer's scheduler in the Trainer's file."""
+        if self.args.should_save:
+            Path(output_dir, TRAINER_STATE_NAME).unlink(missing_ok=True)  # see [Note: whole checkpoints]
+            shutil.rmtree(Path(output_dir, STATES), ignore_errors=True)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        save_checkpoint(Path(output_dir, STATES), self._whole(), self._own_optimizer, keep=1, base=self._base())
+
+    def _save_rng_state(self, *args: Any, **kwargs: Any) -> None:
+        """Save random states, and wait for those of all ranks: the next file makes the checkpoint whole."""
+        super()._save_rng_state(*args, **kwargs)
+        self.accelerator.wait_for_everyone()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, *_: Any, **__: Any) -> None:
+        """Refuse a checkpoint that is not whole. Its weights are loaded with the states, once the model is wrapped."""
+        with raised_on_all(join(None)):
+            _check(Path(resume_from_checkpoint))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load what ``_save_optimizer_and_scheduler`` has saved."""
+        if checkpoint is not None:
+            self._load_states(checkpoint)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True))
+        super()._load_optimizer_and_scheduler(checkpoint)  # finds no optimizer.pt; classes of TRL load more
+
+    def _load_best_model(self) -> None:
+        """Load the best weights, from ProTrain's save if there is one, of which each rank reads what it has."""
+        if Path(self.state.best_model_checkpoint, STATES).is_dir():
+            self._load_states(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
+
+    def _load_states(self, checkpoint: str) -> None:
+        """Load what ProTrain has saved, but no random states: the Trainer loads those of its own, and later."""
+        before = random_state()
+        load_checkpoint(Path(checkpoint, STATES), self._whole(), self._own_optimizer, base=self._base())
+        set_random_state(before)
+
+    def _base(self) -> Base | None:
+        """What an adapter was added to, by its name: as with peft's own files, nobody checks that it is the same."""
+        name = getattr(getattr(self.model, "config", None), "_name_or_path", "")
+        return Base(folder=str(name), files={}) if has_adapter(self.model) else None
+
+
+def _newest(folder: Path) -> str | None:
+    """The whole checkpoint in ``folder`` with the highest number, if there is one. Warns of others that are newer."""
+    numbers = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
+    for number in sorted(filter(str.isdecimal, numbers), key=int, reverse=True):
+        try:
+            _check(numbers[number])
+            return str(numbers[number])
+        except CheckpointError as error:
+            warn_user(f"resume_from_checkpoint=True goes back to an older checkpoint: {error}")
+    return None
+
+
+def _check(checkpoint: Path) -> None:
+    """Raise a CheckpointError unless ``checkpoint`` is whole. No more than headers of its large files are read."""
+    try:
+        TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        if (checkpoint / STATES).exists():
+            return check_files(find_save(checkpoint / STATES), read_manifest(find_save(checkpoint / STATES)))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint} was not saved to its end, or is damaged: {error}") from None
+    raise CheckpointError(
+        f"{checkpoint} has no {STATES}/ with the optimizer's state, so it is of a Trainer without ProTrain, of "
+        "save_only_model=True or of an earlier version: begin a new training with its model, by from_pretrained"
+    )
