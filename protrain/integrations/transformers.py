@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import BatchSampler
 from transformers import Trainer
 
 from protrain.checkpoint.random_state import random_state, set_random_state
@@ -161,7 +162,7 @@ class ProTrainMixin(TrainerSaves):
             )
             first = self.args.process_index == 0
             with heard(first and not self.args.disable_tqdm), stage("measuring the rows of the dataset"):
-                rows = longest_rows(loader.dataset, texts) or self._truncated_rows()
+                rows = [] if _packs(loader) else longest_rows(loader.dataset, texts) or self._truncated_rows()
                 collate = self._collator_of(loader, self._twin()) if texts.guessed else None
                 collated = [] if collate is None else longest_collated(loader.dataset, collate)
                 rows = collated or rows
@@ -337,6 +338,16 @@ def _check(args: Any) -> None:
         warn_user(
             "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default"
         )
+
+
+def _packs(loader: Any) -> bool:
+    """Whether a batch sampler of its own gives the collator lists of rows, of which that makes one row (axolotl)."""
+    sampler: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(sampler, "batch_sampler"):  # what Accelerate has put around it
+        sampler = sampler.batch_sampler
+    if sampler is None or type(sampler) is BatchSampler:
+        return False
+    return any(isinstance(row, list) for row in next(iter(sampler), []))
 
 
 def _elements(call: Any) -> int:

@@ -117,3 +117,47 @@ def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "protrain.integrations.swift", raising=False)
     importlib.import_module("protrain.integrations.swift")
     assert issubclass(TrainerFactory.get_trainer_cls("arguments"), ProTrainMixin)
+
+
+class _Packing(torch.utils.data.BatchSampler):
+    """Batches of lists of rows, as axolotl's sampler gives them: a collator makes one row of each list."""
+
+    def __iter__(self) -> Any:
+        return iter([[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]])
+
+
+class _Packed(ProTrainMixin, _Own):
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        sampler = _Packing(torch.utils.data.SequentialSampler(range(12)), 2, drop_last=True)
+        rows = [[*range(8)] for _ in range(12)]
+
+        def collate(packs: list[list[list[int]]]) -> dict[str, torch.Tensor]:
+            ids = torch.tensor([[word for row in pack for word in row] for pack in packs])
+            return {"input_ids": ids, "labels": ids}
+
+        class Fetched(torch.utils.data.Dataset[Any]):
+            def __len__(self) -> int:
+                return 12
+
+            def __getitem__(self, pack: list[int]) -> list[list[int]]:
+                return [rows[index] for index in pack]
+
+        return torch.utils.data.DataLoader(Fetched(), batch_sampler=sampler, collate_fn=collate)
+
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        self._train_loader = self._get_dataloader()
+        return self._train_loader
+
+
+def test_the_plan_is_for_the_batches_of_a_sampler_that_packs(tmp_path: Path) -> None:
+    """A row of the dataset, which is what a plan is made for otherwise, is less than a row of a batch."""
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=2, use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer: Any = _Packed(model=transformers.LlamaForCausalLM(config), args=arguments, train_dataset=[{}])
+    with pytest.warns(UserWarning, match="the plan is made for the first batch"):
+        trainer.train()
+    assert trainer.optimizer.optimizer.plan.tokens == 2 * 16
