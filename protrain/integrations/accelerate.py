@@ -83,7 +83,7 @@ def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer
             folder = Path(plain_save(*args, **kwargs))
         finally:
             accelerator._models, accelerator._optimizers = lists
-        accelerator.wait_for_everyone()
+        optimizer.ranks.meet("accelerator.save_state()")  # when all have written their files
         save_checkpoint(folder / name, model, optimizer, extra=_checksums(folder), keep=1)
         return folder
 

@@ -125,8 +125,9 @@ class _Processes(_Base):
             raise ValueError(
                 f"{path} is a URL, and a checkpoint to resume from is a folder: give one that all ranks see"
             )
+        optimizer.ranks.meet("trainer.save_checkpoint() or fabric.save()")
         folder = Path(path).absolute()
-        place = folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp")
+        place = optimizer.ranks.of_first(folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp"))
         name = f"rest-{sum(int(save.name.partition('-')[0]) for save in list_saves(place)[-1:]) % 2}.pt"
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(rest, place / name)
