@@ -4,11 +4,13 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 Accelerate has no place for backends of others, so ``wrap`` comes first, and ``prepare`` leaves model and optimizer as
-they are. What ``prepare`` would have done for the precision of the model is done here.
+they are. What ``prepare`` would have done for the precision of the model is done here. ``save_state`` and
+``load_state`` leave both to ``save_checkpoint`` and ``load_checkpoint``, in a folder beside the files of Accelerate.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +18,16 @@ from accelerate import Accelerator
 from torch import nn
 
 import protrain.wrapping
+from protrain.checkpoint.loading import load_checkpoint
+from protrain.checkpoint.saving import save_checkpoint
+from protrain.checkpoint.tensor_files import file_crc32
+from protrain.common.errors import CheckpointError
 from protrain.common.warned import warned_at_user
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.integrations.mixed_precision import first_dtype, mix_precision, refuse_precision
 from protrain.optim.optimizer import ProTrainOptimizer
 
+_COUNT = "_protrain_models"  # the attribute of an accelerator with the number of models that were wrapped for it
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -48,4 +56,61 @@ def wrap(
         "accumulation": accelerator.gradient_accumulation_steps,
     }
     with warned_at_user():
-        return protrain.wrapping.wrap(model, optimizer, **(found | arguments))
+        wrapped = protrain.wrapping.wrap(model, optimizer, **(found | arguments))
+    _save_apart(accelerator, *wrapped)
+    return wrapped
+
+
+def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+    """Let ``save_state`` and ``load_state`` of ``accelerator`` leave model and optimizer to ProTrain.
+
+    The two are not in the lists of ``accelerator`` meanwhile: it takes states of models before hooks of a save run, and
+    has none for optimizers.
+    """
+    plain_save, plain_load = accelerator.save_state, accelerator.load_state
+    number = vars(accelerator).get(_COUNT, 0)
+    name = f"protrain{number or ''}"  # of the folder
+
+    def others() -> list[Any]:
+        return [each for each in accelerator._optimizers if getattr(each, "optimizer", each) is not optimizer]
+
+    def save_state(*args: Any, **kwargs: Any) -> Any:
+        lists = accelerator._models, accelerator._optimizers
+        if model not in lists[0] or not any(isinstance(p, PresentParameter) for p in model.parameters()):
+            return plain_save(*args, **kwargs)  # of a model that has no plan yet all ranks have all
+        accelerator._models, accelerator._optimizers = [each for each in lists[0] if each is not model], others()
+        try:
+            folder = Path(plain_save(*args, **kwargs))
+        finally:
+            accelerator._models, accelerator._optimizers = lists
+        optimizer.ranks.meet("accelerator.save_state()")  # when all have written their files
+        save_checkpoint(folder / name, model, optimizer, extra=_checksums(folder), keep=1)
+        return folder
+
+    def load_state(*args: Any, **kwargs: Any) -> None:
+        whole = accelerator._optimizers
+        accelerator._optimizers = list(whole)
+        try:
+            plain_load(*args, **kwargs)
+        finally:
+            accelerator._optimizers = whole
+
+    def load(models: list[Any], folder: str) -> None:
+        own = Path(folder) / name
+        plain = (Path(folder) / "optimizer.bin").exists() and not own.exists()  # as without ProTrain or a plan
+        if model in models and not plain:
+            models.remove(model)
+            accelerator._optimizers[:] = others()
+            if load_checkpoint(own, model, optimizer) != _checksums(Path(folder)):
+                raise CheckpointError(
+                    f"{folder} has files that do not belong to {own}, as after a save that was interrupted: load "
+                    "another checkpoint"
+                )
+
+    accelerator.register_load_state_pre_hook(load)
+    vars(accelerator).update({"save_state": save_state, "load_state": load_state, _COUNT: number + 1})
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """The checksums of the files that Accelerate has written, by which a save knows that they belong to it."""
+    return {path.name: file_crc32(path) for end in ("bin", "pkl") for path in folder.glob(f"*.{end}")}

@@ -3,12 +3,17 @@
 Both strategies are those of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks
 are Lightning's, and model and optimizer are given to ``protrain.wrap``. Lightning finds strategies in a registry of
 its own and looks for no entry points, hence the import.
+
+A checkpoint with the state of an optimizer is a folder: a save of ``save_checkpoint``, and a file of Lightning with the
+rest. The rest is written first, and the save names it. So a process that is killed at any moment leaves the checkpoint
+that was there before, or a hidden folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +28,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
+from protrain.checkpoint.loading import load_checkpoint
+from protrain.checkpoint.manifest import find_save, list_saves, read_manifest
+from protrain.checkpoint.saving import own_saves, save_checkpoint
+from protrain.checkpoint.tensor_files import put_in_place
 from protrain.common.warned import warned_at_user
 from protrain.distributed.processes import local_processes
 from protrain.engine.states.empty import empty_parameters
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
@@ -38,6 +48,7 @@ _CALLBACKS = {  # by the name of the class, as not every release has all of them
     "BaseFinetuning": "adds parameters to the optimizer during the training: fit with all that is to be trained "
     "from its begin, or go on with a new module and Trainer from a checkpoint",
 }
+_FOLDER = "protrain_folder"  # the entry of a loaded checkpoint that says where model and optimizer are
 _CONTEXTS = {"training": "train", "validation": "val"}  # how Lightning abbreviates steps in names of their contexts
 _DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
@@ -104,6 +115,37 @@ class _Processes(_Base):
                 f"Lightning was given {devices}: pass devices={local_processes()}"
             )
         super().setup_environment()
+
+    def _save(self, path: Any, rest: dict[str, Any], model: Any, optimizer: ProTrainOptimizer) -> None:
+        """Save in the folder ``path`` what each rank has of ``model`` and ``optimizer``, and ``rest`` in a file.
+
+        A new folder gets its name when it is complete. In one that is there, two files take turns.
+        """
+        if "://" in str(path):
+            raise ValueError(
+                f"{path} is a URL, and a checkpoint to resume from is a folder: give one that all ranks see"
+            )
+        optimizer.ranks.meet("trainer.save_checkpoint() or fabric.save()")
+        folder = Path(path).absolute()
+        place = optimizer.ranks.of_first(folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp"))
+        name = f"rest-{sum(int(save.name.partition('-')[0]) for save in list_saves(place)[-1:]) % 2}.pt"
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(rest, place / name)
+        save = save_checkpoint(place, model, optimizer, extra=name, keep=1)
+        if self.is_global_zero and place != folder:
+            folder.unlink(missing_ok=True)  # a file, of a training without a plan
+            put_in_place(place, folder)
+        own_saves(optimizer).append(folder / save.name)
+
+
+def _rest(folder: Path) -> Path:
+    """The file with the rest of a checkpoint."""
+    return folder / str(read_manifest(find_save(folder))["extra"])
+
+
+def _has_plan(module: nn.Module) -> bool:
+    """Whether weights lie in chunks. Before there is a plan, each rank has all of them."""
+    return any(isinstance(parameter, PresentParameter) for parameter in module.parameters())
 
 
 def _step(kind: str) -> Any:
@@ -222,20 +264,49 @@ class ProTrainStrategy(_Processes, DDPStrategy):
     predict_step = _step("predict")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The weights for a checkpoint: all of them on the first rank, which writes it."""
-        module = self.lightning_module
-        assert module is not None
-        with first_rank_saves(module, what="save_checkpoint() of Lightning's Trainer"):
-            return module.state_dict() if self.is_global_zero else {}
+        """The weights are not in a checkpoint until ``save_checkpoint`` knows what it is to hold."""
+        return {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """The state of the optimizer for a checkpoint, on the first rank."""
+        """The state of the optimizer for a checkpoint that is a file."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        state: dict[str, Any] = inner.full_state_dict()
-        return state
+        return {} if _has_plan(self.lightning_module) else inner.full_state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder if ``checkpoint`` is of a training with a plan, and otherwise a file with all weights."""
+        module: Any = self.lightning_module
+        if checkpoint.get("optimizer_states") and _has_plan(module):
+            self._save(filepath, checkpoint, self.model, self._optimizer)
+            return
+        with first_rank_saves(module, what="save_checkpoint() of Lightning's Trainer"):
+            checkpoint["state_dict"] = module.state_dict() if self.is_global_zero else {}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, **arguments: Any) -> dict[str, Any]:
+        """What Lightning restores itself: all of a file, and the rest of a folder."""
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, **arguments)
+        folder = Path(checkpoint_path).absolute()
+        return super().load_checkpoint(_rest(folder), **arguments) | {_FOLDER: folder}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights, but those that come with the state of an optimizer, which does not exist yet."""
+        module: Any = self.lightning_module
+        if _FOLDER not in checkpoint:
+            super().load_model_state_dict(checkpoint, strict)
+        elif module.trainer.state.fn != TrainerFn.FITTING:
+            if self._steps is None or self._steps.module is not module:
+                raise ValueError(
+                    f"{checkpoint[_FOLDER]} holds what each rank had in the training, and is read where this Trainer "
+                    "has trained the module: elsewhere use a checkpoint with save_weights_only=True"
+                )
+            load_checkpoint(checkpoint[_FOLDER], self._steps, self._optimizer)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the state of the optimizer of a checkpoint. Lightning would move it to the device afterwards."""
+        if _FOLDER in checkpoint:
+            load_checkpoint(checkpoint[_FOLDER], self.model, self._optimizer)
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
@@ -270,6 +341,7 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
         super().__init__()
         self._wrap_arguments = wrap_arguments
         self._backward_sync_control = _NoSync()
+        self._pair: tuple[nn.Module, ProTrainOptimizer] | None = None  # what was set up last
 
     def _setup_distributed(self) -> None:
         if self.num_nodes * self.num_processes > 1:
@@ -294,11 +366,35 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
         found = {"device": self.root_device, "dtype": _dtype(self.precision.precision)}
         with warned_at_user(), self.precision.forward_context():
             model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
+        self._pair = model, optimizer
         return model, [optimizer], scheduler
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Refuse an optimizer without its model."""
         raise ValueError(f"{type(optimizer).__name__} alone: call fabric.setup(model, optimizer), which takes both")
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> Any:
+        """Write a folder if ``state`` has model and optimizer of a training with a plan, and otherwise a file."""
+        rest = self._rest_of(state)
+        if self._pair is None or len(state) - len(rest) < 2 or filter or not _has_plan(self._pair[0]):
+            return super().save_checkpoint(path, state, storage_options, filter)
+        self._save(path, self._convert_stateful_objects_in_state(rest, filter={}), *self._pair)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Load a file, or a folder with model and optimizer."""
+        if not Path(path).is_dir():
+            return super().load_checkpoint(path, state, *arguments, **named)
+        rest = self._rest_of(state or {})
+        found = super().load_checkpoint(_rest(Path(path)), rest, *arguments, **named)
+        if self._pair is not None and state and len(state) - len(rest) == 2:
+            load_checkpoint(path, *self._pair)
+            state.update(rest)
+        return found
+
+    def _rest_of(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """``state`` without the model and the optimizer that were set up, if both are there."""
+        own = [name for name, each in state.items() if any(each is part for part in self._pair or ())]
+        return {name: each for name, each in state.items() if len(own) != 2 or name not in own}
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """The weights for a checkpoint: all of them on the first rank, which writes it."""

@@ -71,12 +71,11 @@ def assert_close(ours: Run, plain: Run) -> None:
 
 
 @pytest.mark.slow
-def test_a_loop_goes_on_from_the_state_of_the_other(tmp_path: Path) -> None:
+def test_a_loop_goes_on_from_a_state_that_was_saved_without_protrain(tmp_path: Path) -> None:
     plain, ours = run(tmp_path / "plain", False), run(tmp_path / "ours", True)
     assert_close(ours, plain)
-    for on_protrain, source in ((True, "plain"), (False, "ours")):
-        resumed = run(tmp_path / "resumed", on_protrain, resume=tmp_path / source)
-        assert_close(resumed, Run(plain.losses[HALF:], plain.weights))
+    resumed = run(tmp_path / "resumed", True, resume=tmp_path / "plain")
+    assert_close(resumed, Run(plain.losses[HALF:], plain.weights))
 
 
 @pytest.mark.slow
