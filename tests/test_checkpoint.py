@@ -285,7 +285,7 @@ def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> Non
     writer.flush()
     own = [(f"master/p{index}", f"exp_avg/p{index}") for index in range(7)]
     assert [file.keys for file in writer.files] == [own[0] + own[1], own[2] + own[3], own[4] + own[5], own[6]]
-    assert all((tmp_path / file.name).stat().st_size == file.bytes < 1500 for file in writer.files)
+    assert all((tmp_path / file.name).stat().st_size == file.entry["bytes"] < 1500 for file in writer.files)
 
 
 def save_forever(folder: Path) -> None:

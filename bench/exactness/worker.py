@@ -116,8 +116,9 @@ def checksum(optimizer: ProTrainOptimizer, device: torch.device) -> str:
     """
     total = 0
     for name, part in optimizer.export_parts(optimizer.parameter_names()):
+        copies = part.copies()
         for kind in ("master", "exp_avg", "exp_avg_sq"):
-            values = part.tensors[kind].to(device).view(-1)
+            values = copies[kind].to(device).view(-1)
             total += hash_sum(values, first=part.elements.start, seed=zlib.crc32(f"{name} {kind}".encode()))
     of_ranks: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(of_ranks, total)

@@ -142,7 +142,7 @@ def _from_dcp(source: Path, root: Path) -> Path:
         serial = new_save(root, unlock)
         scratch = root / f".{serial:05d}.tmp"
         try:
-            files = write_others(scratch, others[BUFFERS], others.get(MODULES, {}))
+            files = write_others(scratch, others)
             written, step = write_parameters(scratch, parts(), Ranks(None))
             target = root / f"{serial:05d}-step-{step}"
             write_manifest(scratch, {**own["manifest"], "step": step, "files": files | written})

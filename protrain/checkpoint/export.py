@@ -176,7 +176,7 @@ def _write(
         with raised_on_all(ranks):
             if first:
                 for name, tensor in others.items():
-                    writer.add({name: tensor.detach().cpu().clone()})
+                    writer.add({name: tensor})
                 writer.flush()
                 _write_index(scratch, writer, stem)
                 unfinished.close()
@@ -206,7 +206,7 @@ def _write_index(folder: Path, writer: TensorWriter, stem: str) -> None:
         os.rename(folder / writer.files[0].name, folder / f"{stem}.safetensors")
         return
     index = {
-        "metadata": {"total_size": sum(file.bytes for file in writer.files)},
+        "metadata": {"total_size": sum(file.entry["bytes"] for file in writer.files)},
         "weight_map": {key: file.name for file in writer.files for key in file.keys},
     }
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")

@@ -80,7 +80,6 @@ def check_files(save: Path, manifest: dict[str, Any]) -> None:
             size = (save / name).stat().st_size
         if size != entry["bytes"]:
             raise CheckpointError(f"{save / name} has {size} bytes instead of {entry['bytes']}; {_remedy(save)}")
-    for name, entry in manifest["files"].items():
         with _reading(save / name), open_tensors(save / name) as tensors:
             owners = {key.partition("/")[2] for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
         lost = [parameter for parameter in entry["parameters"] if parameter not in owners]

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
 from protrain.common.errors import CheckpointError
@@ -37,7 +38,7 @@ def write_parameters(
         The entries of the files in the manifest, and the largest step of any parameter that this rank has.
     """
     prefix = f"state-{ranks.rank:05d}" if ranks.several else "state"
-    # The ranks of a node share its memory.
+    # The ranks of a node share its memory, in which an async_save has the tensors of the file that it writes.
     writer = TensorWriter(scratch, prefix, FILE_BYTES // ranks.on_node)
     step = 0
     cuts: dict[str, dict[str, Any]] = {}
@@ -45,8 +46,7 @@ def write_parameters(
         elements = part.elements
         if elements.start == elements.stop and (ranks.rank > 0 or not part.is_whole):
             continue
-        if "step" in part.tensors:
-            step = max(step, int(part.tensors["step"]))
+        step = max(step, int(part.tensors.get("step", 0)))
         if not part.is_whole:
             cuts[name] = {"shape": list(part.shape), "elements": [elements.start, elements.stop]}
         writer.add({f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()})
@@ -54,9 +54,8 @@ def write_parameters(
     entries: dict[str, dict[str, Any]] = {}
     for file in writer.files:
         names = list(dict.fromkeys(key.partition("/")[2] for key in file.keys))
-        entry = {"bytes": file.bytes, "crc32": file.crc32, "parameters": names}
         cut = {name: cuts[name] for name in names if name in cuts}
-        entries[file.name] = entry | ({"parts": cut} if cut else {})
+        entries[file.name] = {**file.entry, "parameters": names, **({"parts": cut} if cut else {})}
     return entries, step
 
 
@@ -72,21 +71,22 @@ def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer:
 
 def own_parts(
     save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer
-) -> Iterator[tuple[str, slice, dict[str, torch.Tensor]]]:
+) -> Iterator[tuple[str, slice, dict[str, Tensor]]]:
     """What this rank has of all parameters: names, elements and states. One file after another is open.
 
-    Only what is needed is read.
+    The states lie in the files, and only what is used of them is read. So they take no memory of this process.
     """
     for file, entry in files.items():
-        if not entry["parameters"]:
-            continue
         with open_tensors(save / file) as tensors:
             for stored in _stored(save / file, entry, tensors):
                 own = optimizer.own_elements(stored.name)
                 first = max(own.start, stored.first)
                 stop = max(first, min(own.stop, stored.stop))
-                values = {kind: stored.read(tensors, kind, first, stop) for kind in stored.kinds}
-                yield stored.name, slice(first, stop), values
+                yield (
+                    stored.name,
+                    slice(first, stop),
+                    {kind: stored.read(tensors, kind, first, stop) for kind in stored.kinds},
+                )
 
 
 def saved_parameters(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, SavedTensor]]:
@@ -108,7 +108,7 @@ class SavedTensor:
     kind: str
     parts: tuple[_Stored, ...]  # in the order of their elements
 
-    def read(self) -> torch.Tensor:
+    def read(self) -> Tensor:
         """The state. If it lies whole in one file, memory is taken by what is used of it."""
         values = []
         for part in self.parts if self.kind != "step" else self.parts[:1]:
@@ -116,7 +116,7 @@ class SavedTensor:
                 values.append(tensors.get_tensor(f"{self.kind}/{part.name}"))
         return values[0] if len(values) == 1 else torch.cat(values).view(self.parts[0].shape)
 
-    def on_meta(self) -> torch.Tensor:
+    def on_meta(self) -> Tensor:
         """A tensor of the same shape and type without memory."""
         part = self.parts[0]
         with open_tensors(part.path) as tensors:
@@ -135,23 +135,14 @@ class _Stored:
     stop: int
     kinds: tuple[str, ...]
 
-    def on_meta(self) -> dict[str, torch.Tensor]:
+    def on_meta(self) -> dict[str, Tensor]:
         """Tensors with the shapes of the whole states and no memory."""
         return {kind: torch.empty(() if kind == "step" else self.shape, device="meta") for kind in self.kinds}
 
-    def read(self, tensors: Any, kind: str, first: int, stop: int) -> torch.Tensor:
-        """The elements ``first`` to ``stop`` of the parameter, or its step. Rows without any are not read."""
-        stored = tensors.get_slice(f"{kind}/{self.name}")
-        shape = stored.get_shape()
-        if not shape:  # a step, or a parameter of one element
-            value: torch.Tensor = tensors.get_tensor(f"{kind}/{self.name}")
-            return value if kind == "step" else value.view(-1)[first:stop]
-        row = max(1, math.prod(shape[1:]))
-        first_row = (first - self.first) // row
-        rows = stored[first_row : -(-(stop - self.first) // row)]
-        begin = self.first + first_row * row
-        found: torch.Tensor = rows.reshape(-1)[first - begin : stop - begin]
-        return found
+    def read(self, tensors: Any, kind: str, first: int, stop: int) -> Tensor:
+        """The elements ``first`` to ``stop`` of the parameter, or its step, which lie in the file."""
+        value: Tensor = tensors.get_tensor(f"{kind}/{self.name}")
+        return value if kind == "step" else value.view(-1)[first - self.first : stop - self.first]
 
 
 def _stored(path: Path, entry: dict[str, Any], tensors: Any) -> Iterator[_Stored]:
@@ -161,7 +152,7 @@ def _stored(path: Path, entry: dict[str, Any], tensors: Any) -> Iterator[_Stored
         kind, _, name = key.partition("/")
         kinds.setdefault(name, []).append(kind)
     for name in entry["parameters"]:
-        shapes = {kind: tuple(tensors.get_slice(f"{kind}/{name}").get_shape()) for kind in kinds[name]}
+        shapes = {kind: tensors.get_tensor(f"{kind}/{name}").shape for kind in kinds[name]}
         shapes.pop("step", None)
         part = entry.get("parts", {}).get(name)
         if part is None:
@@ -182,10 +173,9 @@ def _parts(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, list[_S
     """What the files have of each parameter, in the order of its elements. CheckpointError unless that is all of it."""
     found: dict[str, list[_Stored]] = {}
     for file, entry in files.items():
-        if entry["parameters"]:
-            with open_tensors(save / file) as tensors:
-                for stored in _stored(save / file, entry, tensors):
-                    found.setdefault(stored.name, []).append(stored)
+        with open_tensors(save / file) as tensors:
+            for stored in _stored(save / file, entry, tensors):
+                found.setdefault(stored.name, []).append(stored)
     for name, parts in found.items():
         parts.sort(key=lambda part: (part.first, part.stop))
         _check_complete(save, name, parts)

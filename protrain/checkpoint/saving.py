@@ -10,9 +10,9 @@
                                    of their own, state-RANK-00001.safetensors, ...
 
 A save is written to a hidden folder, flushed to the disk and then renamed. So a process that is killed at any moment
-leaves the earlier saves untouched and at most one hidden folder, which the next save removes. Parameters are streamed
-one at a time, so memory stays bounded by one file. State is kept in fp32, by parameter name and element, so it loads
-under any plan and on any number of ranks.
+leaves the earlier saves untouched and at most one hidden folder, which the next save removes. States are read and
+written in pieces, so a rank needs some MiB for it, however large the parameters are. State is kept in fp32, by
+parameter name and element, so it loads under any plan and on any number of ranks.
 
 With several ranks, each writes and reads what it has of every parameter (``protrain.checkpoint.parameter_files``).
 The first rank does all else alone: it makes the hidden folder, and when all ranks have said that their files are on the
@@ -32,7 +32,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -86,7 +86,7 @@ def save_checkpoint(
     Parameters:
         folder: It is made if missing. Saves of one run belong in one folder, which all ranks must see.
         model: The wrapped model; gives its buffers, and the extra state of modules that have one.
-        optimizer: The wrapped optimizer; gives weights, masters and moments, one parameter at a time.
+        optimizer: The wrapped optimizer; gives weights, masters and moments.
         scheduler: A learning rate scheduler whose state is plain numbers, lists and dictionaries.
         extra: Anything JSON can hold; ``load_checkpoint`` returns it.
         keep: How many saves of this run stay, this one included. Older ones are deleted once it is complete. Those of
@@ -143,9 +143,15 @@ def async_save(
     name = ranks.of_first(f"async_save {uuid4()}")
     with raised_on_all(ranks):
         aside = Aside(ranks, name)  # before the folder is locked, as the store may be gone
-        names = _saved_names(model, optimizer, base)
-        _refuse_without_room(optimizer, names)
-        parts = list(optimizer.export_parts(names))
+        in_place = list(optimizer.export_parts(_saved_names(model, optimizer, base)))
+        needed_bytes = sum(tensor.nbytes for _, part in in_place for tensor in part.tensors.values())
+        if needed_bytes > optimizer.free_host_bytes:
+            raise BudgetError(
+                f"async_save needs {format_bytes(needed_bytes)} of host memory for a copy of the state, and the plan "
+                f"leaves {format_bytes(max(0, optimizer.free_host_bytes))}: use save_checkpoint, which needs no copy, "
+                "or give protrain.wrap a larger host_memory"
+            )
+        parts = [(name, replace(part, tensors=part.copies())) for name, part in in_place]
     save = _begin(root, model, optimizer, scheduler, extra, keep, base)
     thread = ThreadPoolExecutor(1, "protrain async_save")
     saved = thread.submit(_finish_beside, save, _given_up(parts), aside, user_line())
@@ -171,16 +177,6 @@ def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | No
     """The names of the parameters that a save holds: all but those of ``base``."""
     left_out = base_weights(model, base)
     return [name for name in optimizer.parameter_names() if name not in left_out]
-
-
-def _refuse_without_room(optimizer: ProTrainOptimizer, names: list[str]) -> None:
-    needed_bytes, free_bytes = optimizer.export_bytes(names), optimizer.free_host_bytes
-    if needed_bytes > free_bytes:
-        raise BudgetError(
-            f"async_save needs {format_bytes(needed_bytes)} of host memory for a copy of the state, and the plan "
-            f"leaves {format_bytes(max(0, free_bytes))}: use save_checkpoint, which needs no copy, or give "
-            "protrain.wrap a larger host_memory"
-        )
 
 
 def _given_up(parts: list[tuple[str, Part]]) -> Iterable[tuple[str, Part]]:
@@ -228,11 +224,11 @@ def _begin(
             if first:
                 tensors: dict[str, torch.Tensor] = {}
                 save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
-                save.manifest |= {} if base is None else {"base": base.to_dict()}
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
+                save.manifest |= {} if base is None else {"base": base.to_dict()}
                 save.serial = new_save(root, save.unlock)
-                others = unmanaged_tensors(model, base_weights(model, base))
-                save.manifest["files"] = write_others(save.scratch, others, tensors)
+                others = {BUFFERS: unmanaged_tensors(model, base_weights(model, base))}
+                save.manifest["files"] = write_others(save.scratch, others | ({MODULES: tensors} if tensors else {}))
         save.serial = ranks.of_first(save.serial)
         with raised_on_all(ranks):
             if not first and not save.scratch.is_dir():
@@ -337,15 +333,9 @@ def new_save(root: Path, unlock: ExitStack) -> int:
     return serial
 
 
-def write_others(
-    scratch: Path, buffers: dict[str, torch.Tensor], extra: dict[str, torch.Tensor]
-) -> dict[str, dict[str, Any]]:
-    """Write ``buffers`` and tensors of ``extra`` state. Returns the entries of the files in the manifest."""
-    files: dict[str, dict[str, Any]] = {}
-    for name, tensors in {BUFFERS: buffers, **({MODULES: extra} if extra else {})}.items():
-        size, crc32 = write_tensors(scratch / name, tensors)
-        files[name] = {"bytes": size, "crc32": crc32, "parameters": []}
-    return files
+def write_others(scratch: Path, others: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """Write the files of ``others``, tensors of no parameters. Returns the entries of the files in the manifest."""
+    return {name: {**write_tensors(scratch / name, tensors), "parameters": []} for name, tensors in others.items()}
 
 
 def _delete_all_but(saves: list[Path], keep: int) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-import stat
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from protrain.common.errors import CheckpointError
 from protrain.common.folder_use import used_alone
+from protrain.engine.states.parameter_state import StateInPlace
 from protrain.engine.states.stored_tensors import open_file, safetensors_package
 
-FILE_BYTES = 1024**3  # the host memory that a save may need besides the training state
+FILE_BYTES = 1024**3  # of the files of a node, as far as one file of each of its ranks together
+_PIECE_ELEMENTS = 1 << 20  # that are written at once: a save needs this memory a few times
+_Content = Tensor | StateInPlace  # of one tensor in a file
 
 
 @dataclass(frozen=True)
@@ -26,9 +31,8 @@ class TensorFile:
     """One written file."""
 
     name: str
-    bytes: int
-    crc32: int
     keys: tuple[str, ...]  # the tensors in it
+    entry: dict[str, int]  # what a manifest says of it
 
 
 @dataclass
@@ -43,15 +47,15 @@ class TensorWriter:
     prefix: str
     file_bytes: int = FILE_BYTES
     files: list[TensorFile] = field(default_factory=list)
-    _pending: dict[str, torch.Tensor] = field(default_factory=dict)
+    _pending: dict[str, _Content] = field(default_factory=dict)
     _pending_bytes: int = 0
 
-    def add(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Take CPU ``tensors``, by their keys in the file. They must not change before the next call."""
+    def add(self, tensors: Mapping[str, _Content]) -> None:
+        """Take ``tensors``, by their keys in the file. They must not change until they are written."""
         size = sum(tensor.nbytes for tensor in tensors.values())
         if self._pending and self._pending_bytes + size > self.file_bytes:
             self.flush()
-        self._pending |= {key: tensor.detach().contiguous() for key, tensor in tensors.items()}
+        self._pending |= tensors
         self._pending_bytes += size
 
     def flush(self) -> None:
@@ -59,32 +63,52 @@ class TensorWriter:
         if not self._pending:
             return
         name = f"{self.prefix}-{len(self.files) + 1:05d}.safetensors"
-        size, crc32 = write_tensors(self.folder / name, self._pending)
-        self.files.append(TensorFile(name, size, crc32, tuple(self._pending)))
+        self.files.append(TensorFile(name, tuple(self._pending), write_tensors(self.folder / name, self._pending)))
         self._pending, self._pending_bytes = {}, 0
 
 
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> tuple[int, int]:
-    """Write ``tensors`` to ``path`` and flush them to the disk. Returns the size and the CRC-32 of the file.
+def write_tensors(path: Path, tensors: Mapping[str, _Content]) -> dict[str, int]:
+    """Write ``tensors`` to ``path`` and flush them to the disk. Returns the "bytes" and the "crc32" of the file.
+
+    They are read, moved to the CPU and written in pieces. So a file takes little memory, however large its tensors are.
 
     Raises:
         ValueError: a tensor has a type that safetensors files cannot hold.
         OSError: the disk is full or not writable; the message names the file.
     """
-    module = safetensors_package()
+    empty = {key: torch.empty(0, dtype=tensor.dtype) for key, tensor in tensors.items()}
     try:
-        path.touch()
-        # the usual permissions of this user's files; safetensors makes its files private
-        mode = stat.S_IMODE(path.stat().st_mode)
-        module.torch.save_file(tensors, path, metadata={"format": "pt"})
-        path.chmod(mode)
+        header = json.loads(safetensors_package().torch.save(empty, {"format": "pt"})[8:])
     except KeyError as error:
-        name = next(name for name, tensor in tensors.items() if tensor.dtype is error.args[0])
-        raise ValueError(f"{name} is {error.args[0]}, which safetensors files cannot hold") from None
-    except module.SafetensorError as error:  # safetensors raises this for a full disk too
+        key = next(key for key, tensor in tensors.items() if tensor.dtype is error.args[0])
+        raise ValueError(f"{key} is {error.args[0]}, which safetensors files cannot hold") from None
+    # A tensor must begin at a multiple of the size of its elements, so those with the largest come first.
+    ordered = sorted(tensors, key=lambda key: -tensors[key].dtype.itemsize)
+    stop = 0
+    for key in ordered:
+        first, stop = stop, stop + tensors[key].nbytes
+        header[key] |= {"shape": list(tensors[key].shape), "data_offsets": [first, stop]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    crc32 = 0
+    path.touch()
+    try:
+        with open(path, "wb") as file:
+            for piece in chain((start,), *(_pieces(tensors[key]) for key in ordered)):
+                file.write(piece)
+                crc32 = zlib.crc32(piece, crc32)
+    except OSError as error:
         raise OSError(f"cannot write {path}: {error}") from None
     sync(path)
-    return path.stat().st_size, file_crc32(path)
+    return {"bytes": len(start) + stop, "crc32": crc32}
+
+
+def _pieces(tensor: _Content) -> Iterator[Any]:
+    """The bytes of ``tensor``, in pieces that lie on the CPU."""
+    read = tensor.detach().contiguous().view(-1).__getitem__ if isinstance(tensor, Tensor) else tensor.read
+    for first in range(0, tensor.shape.numel(), _PIECE_ELEMENTS):
+        yield read(slice(first, first + _PIECE_ELEMENTS)).cpu().view(torch.uint8).numpy()
 
 
 def open_tensors(path: Path) -> Any:
@@ -102,7 +126,7 @@ def file_crc32(path: Path) -> int:
     """The CRC-32 of a file's bytes. As zlib releases the GIL, several files can be checked in parallel."""
     crc32 = 0
     with open(path, "rb", buffering=0) as file:
-        while piece := file.read(16 * 1024**2):
+        while piece := file.read(1024**2):  # a load checks several files at once, on each rank
             crc32 = zlib.crc32(piece, crc32)
     return crc32
 

@@ -17,10 +17,8 @@ BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besi
 
 
 def unmanaged_tensors(model: nn.Module, left_out: set[str]) -> dict[str, torch.Tensor]:
-    """CPU copies of the unmanaged tensors of ``model`` by their names in a save, without parameters ``left_out``."""
-    # Each is cloned, because safetensors refuses tensors that share memory, as expanded and tied buffers do.
-    kept = {**_buffers(model), **_unmanaged(model, left_out), **_statistics(model, left_out)}
-    return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in kept.items()}
+    """The unmanaged tensors of ``model`` by their names in a save, without parameters ``left_out``."""
+    return {**_buffers(model), **_unmanaged(model, left_out), **_statistics(model, left_out)}
 
 
 def match_saved(save: Path, model: nn.Module, left_out: set[str]) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -28,12 +28,11 @@ def claimed(folder: Path, *, new: bool = False) -> Iterator[Path]:
     Raises:
         ValueError: another process trains there, or it is a link that leads to no folder.
     """
-    made = [path for path in folder.parents if not path.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     if new:
         folder = _made(folder)
-        made.insert(0, folder)
+        made[:1] = [folder]
     else:
-        made = made if folder.exists() else [folder, *made]
         try:
             Path(os.path.realpath(folder)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
         except FileExistsError:

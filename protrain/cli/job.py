@@ -14,7 +14,7 @@ from typing import Any
 from protrain.cli.loggers import LOGGERS
 from protrain.cli.lora import lora_text, refuse_4bit_alone
 from protrain.cli.options import memory, number, whole
-from protrain.cli.run_files import JOB_FILE, PLAN_FILE, RESULTS
+from protrain.cli.run_files import JOB_FILE, REFUSED_FILE, RESULTS
 from protrain.cli.shapes import SHAPES, named
 from protrain.common.dtypes import DTYPES, MOMENT_DTYPES
 from protrain.common.hub import is_of
@@ -128,7 +128,7 @@ class TrainJob(Record):
         1,
         2**16,  # of rows, the numbers of all batches of a step are in memory
     )
-    # Batches of a step on all GPUs, which a run keeps on any number of them. None: it has not begun.
+    # Batches of a step on all GPUs, which a run keeps on any number of them. None: it is a new run, and does not go on.
     micro_batches: int | None = _whole(None, "", 1)
     steps: int = _whole(400, "optimizer steps", 1)
     learning_rate: float | None = _number(
@@ -302,16 +302,24 @@ def is_run(folder: Path) -> bool:
 
 
 def start(folder: Path, given: dict[str, Any]) -> TrainJob:
-    """The job of a new run in ``folder``.
+    """The job of a new run in ``folder``, or of the run there that torchrun starts again as a process has died.
+
+    Such a restart has the same options as the run, but for defaults that the run has settled when it began. torchrun
+    also starts a command again that was refused when it was first given, and that is refused for good.
 
     Raises:
         ValueError: ``folder`` holds a run already or something that a run would overwrite, or the model is missing.
     """
     if is_run(folder):
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and not (folder / REFUSED_FILE).exists():
+            job = TrainJob.load(folder / JOB_FILE)
+            settled = ("dtype", "compile", "micro_batches", "checkpoint_every", "chunked_loss")
+            if job == TrainJob(**{name: getattr(job, name) for name in settled} | _with_absolute_paths(given)):
+                return resume(folder, given)
+        (folder / REFUSED_FILE).touch()
         raise ValueError(f"{folder} holds a run already: continue it with --resume, or give another --folder")
-    own = [name for name in RESULTS if os.path.lexists(folder / name)]
-    if PLAN_FILE in own and Path(given.get("plan", "")).resolve() == (folder / PLAN_FILE).resolve():
-        own.remove(PLAN_FILE)  # the run writes the same file
+    plan = Path(given.get("plan", os.devnull)).resolve()  # may be here, as the run writes the same file
+    own = [name for name in RESULTS if os.path.lexists(folder / name) and (folder / name).resolve() != plan]
     if own:
         raise ValueError(
             f"{folder} holds {', '.join(own)}, which belongs to no run and would be overwritten: give another "
@@ -348,12 +356,11 @@ def resume(folder: Path, given: dict[str, Any]) -> TrainJob:
             if _is_same_path(own, value):
                 given[name] = value = own
         if not may_differ and value != own:
-            before = "the default" if own is None else own
             raise ValueError(
-                f"{_spellings(_FIELDS[name])[0]} {value} differs from {before} of the run in {folder}; "
-                f"leave it out to resume, or start another --folder"
+                f"{_spellings(_FIELDS[name])[0]} {value} differs from {'the default' if own is None else own} of the "
+                f"run in {folder}; leave it out to resume, or start another --folder"
             )
-    return replace(job, **given)
+    return replace(job, micro_batches=job.micro_batches or job.accumulation, **given)
 
 
 def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
@@ -362,8 +369,8 @@ def _with_absolute_paths(given: dict[str, Any]) -> dict[str, Any]:
     if "freeze" in given:
         located["freeze"] = tuple(given["freeze"])
     for name in ("model", "data", "chat_template", "plan"):
-        path = given.get(name)
-        if path is not None and (name != "model" or path not in SHAPES) and os.path.exists(path):
+        path = given.get(name, "")
+        if (name != "model" or path not in SHAPES) and os.path.exists(path):
             located[name] = str(Path(path).absolute())
     return located
 

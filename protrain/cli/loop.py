@@ -40,9 +40,7 @@ _TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced on
 Report = Callable[[StepResult, float, float | None], None]
 
 
-def train(
-    job: TrainJob, folder: Path, requests: StopRequests, *, resume: bool, trace: Path | None = None
-) -> TrainSummary:
+def train(job: TrainJob, folder: Path, requests: StopRequests, *, trace: Path | None = None) -> TrainSummary:
     """Train as ``job`` says and leave everything in ``folder``. Two steps are traced into the file ``trace``, if given.
 
     Raises:
@@ -55,7 +53,7 @@ def train(
         raise ValueError(f"--trace needs {_STEPS_WITH_TRACE} steps, and --steps is {job.steps}")
     try:
         with requests.raised():
-            run = prepare(job, folder, resume=resume)
+            run = prepare(job, folder)
     except Stopped:
         raise InterruptedRun(requests.received, f"stopped before a step was taken: {folder} is as it was") from None
     if trace and job.steps - run.step < _STEPS_WITH_TRACE:
@@ -64,9 +62,12 @@ def train(
         )
     write_run_files(run)
     try:
-        saved_step = _steps(run, requests, resumed=resume, trace=trace)
+        saved_step = _steps(run, requests, resumed=job.micro_batches is not None, trace=trace)
     except KeyboardInterrupt:  # a second request to stop
-        raise InterruptedRun(requests.received, _cut_short(run)) from None
+        saves = list_saves(folder / CHECKPOINTS)
+        since = f"from {saves[-1]}" if saves else "from the start, as nothing was saved yet"
+        said = f"stopped at once in step {run.step + 1} of {job.steps}, and not saved; `{_again(run)}` goes on {since}"
+        raise InterruptedRun(requests.received, said) from None
     return _finish(run, requests, saved_step)
 
 
@@ -174,16 +175,8 @@ def _told_to_stop(run: Run, requests: StopRequests) -> int:
     return max(run.ranks.all_values(requests.received))
 
 
-def _interrupted(run: Run, signal_number: int) -> InterruptedRun:
-    said = f"stopped at step {run.step} of {run.job.steps}; continue with: {_again(run)}"
-    return InterruptedRun(signal_number, said)
-
-
-def _cut_short(run: Run) -> str:
-    """What to say of a run that was told twice to stop, and did so without saving."""
-    saves = list_saves(run.folder / CHECKPOINTS)
-    since = f"from {saves[-1]}" if saves else "from the start, as nothing was saved yet"
-    return f"stopped at once in step {run.step + 1} of {run.job.steps}, and not saved; `{_again(run)}` goes on {since}"
+def _interrupted(run: Run, number: int) -> InterruptedRun:
+    return InterruptedRun(number, f"stopped at step {run.step} of {run.job.steps}; continue with: {_again(run)}")
 
 
 def _again(run: Run) -> str:

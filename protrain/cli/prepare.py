@@ -47,7 +47,7 @@ from protrain.validate import choose_dtype
 _STATE_BYTES = 12  # of a trained parameter in a checkpoint: its master and two moments in fp32
 
 
-def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
+def prepare(job: TrainJob, folder: Path) -> Run:
     """Do everything up to the first step. ``write_run_files`` then writes the run's files.
 
     A ValueError says which of model, data, memory, device or checkpoint is wrong, and what to change.
@@ -61,8 +61,14 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     refuse_shared_gpu(ranks, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    micro_batches = job.micro_batches or job.accumulation * (1 if resume else ranks.size)
-    _refuse_unequal_shares(micro_batches, ranks.size, folder)
+    goes_on = job.micro_batches is not None
+    micro_batches = job.micro_batches or job.accumulation * ranks.size
+    if micro_batches % ranks.size:
+        possible = ", ".join(str(count) for count in range(1, micro_batches + 1) if micro_batches % count == 0)
+        raise ValueError(
+            f"a step of the run in {folder} has {micro_batches} batches, of which {ranks.size} GPUs cannot have "
+            f"equally many: resume it with one of these numbers of --gpus: {possible}"
+        )
     if job.threads is not None:
         torch.set_num_threads(job.threads)
     # These are resolved for good, because what changes the weights must not depend on the device that a run resumes on.
@@ -88,18 +94,19 @@ def prepare(job: TrainJob, folder: Path, *, resume: bool) -> Run:
     )
     if job.plan is not None:
         check_plan(job.plan, loaded.model, plain, dtype, batch=job.batch, sequence=sequence)
-    base = saved = None
+    base = None
     if job.lora is not None and loaded.folder is not None:
         with stage("reading the model's files, to which checkpoints refer"):
             base = Base.of(loaded.folder, ranks)
-    if resume:
-        saved = _checked_save(job, folder, loaded.model, base)
+    saved = _checked_save(job, folder, loaded.model, base) if goes_on else None
     if job.chat_template is not None:
         set_chat_template(loaded.codec.tokenizer, job.chat_template)
     tokens = read_corpus(job, loaded, folder, ranks, sequence=sequence)
     check_length(tokens, sequence=sequence)
-    how = "" if loaded.codec.tokenizer else ", read as bytes, as there is no tokenizer"
-    note(f"training {job.model} on {job.data or 'the sources of the library of Python, by default'}{how}")
+    note(
+        f"training {job.model} on {job.data or 'the sources of the library of Python, by default'}"
+        f"{'' if loaded.codec.tokenizer else ', read as bytes, as there is no tokenizer'}"
+    )
     if ranks.rank == 0 and tokens.train.packed and (reason := what_joins_rows(loaded, sequence=sequence)):
         warnings.warn(
             f"--data: {type(loaded.model).__name__} sees the rows of a sequence as one text, as {reason}; "
@@ -182,14 +189,22 @@ def _checked_model(job: TrainJob) -> tuple[LoadedModel, torch.optim.AdamW, int]:
 
 
 def _checked_save(job: TrainJob, folder: Path, model: nn.Module, base: Base | None) -> dict[str, Any] | None:
-    """The ``extra`` of the newest save, if there is one. A ValueError says what of the run is missing."""
-    _refuse_lost_saves(job, folder)
-    saved = check_checkpoint(folder / CHECKPOINTS, model, base) if list_saves(folder / CHECKPOINTS) else None
+    """The ``extra`` of the newest save, if there is one. A ValueError says what of the run is missing.
+
+    A run that was killed before its first save starts anew. If it must have been saved, that would lose its steps.
+    """
+    there = list_saves(folder / CHECKPOINTS)
+    reached = steps_reached(folder)
+    if not there and ((folder / SUMMARY_FILE).exists() or reached > (job.checkpoint_every or reached)):
+        raise ValueError(
+            f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
+            "start another --folder"
+        )
     if job.data is not None and not Path(job.data).exists():
         command = command_for(job.data)
         again = f"; `{command}` brings it to the cache of the Hub again" if command else ""
         raise ValueError(f"--data: {job.data} does not exist{again}; if the text has moved, give its new place")
-    return saved
+    return check_checkpoint(folder / CHECKPOINTS, model, base) if there else None
 
 
 def _trained(loaded: LoadedModel, job: TrainJob) -> tuple[LoadedModel, torch.optim.AdamW]:
@@ -249,31 +264,6 @@ def check_plan(
                 f"({batch} x {sequence}); give --batch and --sequence of the plan, or make a plan for these"
             )
         validate.check_plan(plan, model, optimizer, dtype)
-
-
-def _refuse_lost_saves(job: TrainJob, folder: Path) -> None:
-    """Raise a ValueError if a run must have been saved and there is no save, as starting anew would lose its steps.
-
-    A run that was killed before its first save starts anew.
-    """
-    if list_saves(folder / CHECKPOINTS):
-        return
-    reached = steps_reached(folder)
-    if (folder / SUMMARY_FILE).exists() or reached > (job.checkpoint_every or reached):
-        raise ValueError(
-            f"{folder / CHECKPOINTS} holds no save, and the run has reached step {reached}: put the saves back, or "
-            "start another --folder"
-        )
-
-
-def _refuse_unequal_shares(micro_batches: int, size: int, folder: Path) -> None:
-    """Raise a ValueError unless ``size`` GPUs can have equally many of the batches of a step."""
-    if micro_batches % size:
-        possible = ", ".join(str(count) for count in range(1, micro_batches + 1) if micro_batches % count == 0)
-        raise ValueError(
-            f"a step of the run in {folder} has {micro_batches} batches, of which {size} GPUs cannot have equally "
-            f"many: resume it with one of these numbers of --gpus: {possible}"
-        )
 
 
 def schedule(job: TrainJob) -> Callable[[int], float]:

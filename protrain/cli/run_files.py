@@ -21,6 +21,7 @@ RESULTS = (
 
 # These are hidden, so that they count neither as text nor as results. Killed processes leave them, and they do no harm.
 LOCK_FILE = ".lock"
+REFUSED_FILE = ".refused"  # a command that was to begin another run here was refused
 WANDB_FILE = ".wandb"  # by what name wandb knows the run
 UNFINISHED_DATA = f".{DATA_FOLDER}.tmp"  # the tokens, until everything that can be wrong is checked
 

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> None:
     if launched(args):
         return
     with stop_requests() as requests, together():
-        new = Path("runs") / f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        _train(args, args.folder or new, requests, join(None))
+        new = f"{Path(name).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        _train(args, args.folder or Path("runs", new), requests, join(None))
 
 
 def _train(args: argparse.Namespace, named: Path, requests: StopRequests, ranks: Ranks) -> None:
@@ -63,13 +63,12 @@ def _train(args: argparse.Namespace, named: Path, requests: StopRequests, ranks:
     claim = claimed(named, new=args.folder is None) if first else nullcontext(Path())
     with claim as own:
         folder = ranks.of_first(own)
-        decided = ranks.of_first(_job(args, folder, given) if first else None)
-        assert decided is not None, "the first has decided"
-        job, summary = decided
+        decided: Any = _job(args, folder, given) if first else None
+        job, summary = ranks.of_first(decided)
         if summary is not None:
             note(f"nothing to resume: all {job.steps} steps of {folder} are done")
         else:
-            summary = train(job, folder, requests, resume=args.resume, trace=args.trace)
+            summary = train(job, folder, requests, trace=args.trace)
     if first:
         files = ", ".join(sorted(path.name for path in folder.glob("[!.]*")))
         lines = [wrapped(line, indent="  ") for line in (f"in {folder}: {files}", summary.last_line())]
@@ -78,9 +77,8 @@ def _train(args: argparse.Namespace, named: Path, requests: StopRequests, ranks:
 
 def _job(args: argparse.Namespace, folder: Path, given: dict[str, Any]) -> tuple[TrainJob, TrainSummary | None]:
     """The job, and its summary if it is done already."""
-    if not args.resume:
-        return jobs.start(folder, given), None
-    job, done = jobs.resume(folder, given), folder / SUMMARY_FILE
+    job = (jobs.resume if args.resume else jobs.start)(folder, given)
+    done = folder / SUMMARY_FILE
     if done.exists() and (summary := TrainSummary.load(done)).steps == job.steps:
         return job, summary
     return job, None

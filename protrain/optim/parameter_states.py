@@ -53,16 +53,14 @@ class ParameterStates(torch.optim.Optimizer):
             return parameter_state.export_parameter(self._by_name[name])
 
     def export_parts(self, names: Iterable[str]) -> Iterator[tuple[str, parameter_state.Part]]:
-        """What this rank has of all state of the parameters ``names``, as CPU copies. Other ranks need not call it."""
+        """What this rank has of all state of the parameters ``names``, in place. Other ranks need not call it.
+
+        Until it is read or copied, the model must not be trained.
+        """
         self._engine.bindings.refuse_inside_full_parameters("a save of states")
         with self._engine.quiet():
             for name in names:
                 yield name, parameter_state.export_part(self._by_name[name])
-
-    def export_bytes(self, names: Iterable[str]) -> int:
-        """The host memory that ``export_parts`` of the parameters ``names`` takes on this rank."""
-        members = {member.name: member for member in self._engine.members}
-        return sum(parameter_state.part_bytes(members[name]) for name in names)
 
     def own_elements(self, name: str) -> slice:
         """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""

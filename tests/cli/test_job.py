@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from protrain.cli.run_files import JOB_FILE, LOCK_FILE, PLAN_FILE, RESULTS, UNFI
 def test_a_resumed_run_takes_its_own_options_and_new_placement(tmp_path: Path) -> None:
     start(tmp_path, {"model": "tiny", "steps": 50, "seed": 3}).save(tmp_path / JOB_FILE)
     job = resume(tmp_path, {"device_memory": "1GiB", "steps": 50})
-    assert job == TrainJob(model="tiny", steps=50, seed=3, device_memory="1GiB")
+    assert job == TrainJob(model="tiny", steps=50, seed=3, device_memory="1GiB", micro_batches=1)
 
 
 def test_a_resumed_run_refuses_what_would_change_its_result(tmp_path: Path) -> None:
@@ -34,7 +35,7 @@ def test_a_run_is_continued_from_any_working_directory(tmp_path: Path, monkeypat
         folder.mkdir(parents=True)
     (begun / "text.txt").touch()
     monkeypatch.chdir(begun)
-    job = start(run, {"model": "source", "data": "text.txt"})
+    job = replace(start(run, {"model": "source", "data": "text.txt"}), micro_batches=1)
     assert (job.model, job.data) == (str(begun / "source"), str(begun / "text.txt"))
     job.save(run / JOB_FILE)
     for place in (begun, other):

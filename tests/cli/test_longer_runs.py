@@ -64,7 +64,7 @@ def test_the_first_added_step_is_taken_at_its_own_rate(short: Path, tmp_path: Pa
 
     folder = tmp_path / "run"
     shutil.copytree(short, folder)
-    run = prepare(jobs.resume(folder, {"steps": 10, "logger": None}), folder, resume=True)
+    run = prepare(jobs.resume(folder, {"steps": 10, "logger": None}), folder)
     warmup, last = 10 // 5, 10 - 1
     expected = 0.01 * (0.1 + 0.9 * (1 + math.cos(math.pi * (6 - warmup) / (last - warmup))) / 2)
     assert run.optimizer.param_groups[0]["lr"] == pytest.approx(expected)

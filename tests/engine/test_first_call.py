@@ -159,7 +159,7 @@ def test_an_evaluation_cannot_be_the_first_call(context: Callable[[], Any]) -> N
         lambda optimizer: optimizer.step(),
         lambda optimizer: optimizer.clip_grad_norm_(1.0),
         lambda optimizer: optimizer.export_parameter("head.weight"),
-        lambda optimizer: optimizer.export_bytes(["head.weight"]),
+        lambda optimizer: next(optimizer.export_parts(["head.weight"])),
     ],
 )
 def test_what_needs_a_plan_says_that_there_is_none(asked: Callable[[ProTrainOptimizer], Any]) -> None:

@@ -5,7 +5,7 @@ Callers are inside ``engine.quiet()``. What is read comes back on the CPU.
 With several ranks, a parameter may lie in the shards of some of them. What a rank has of it is one run of its elements,
 in the order of a contiguous tensor:
 
-- ``read_own_master`` and ``export_part`` copy that run. Other ranks need not call them.
+- ``read_own_master`` copies that run, or some of it, and ``export_part`` tells of it. Other ranks need not call them.
 - ``whole`` makes whole values of such copies, and ``read_weights`` reads whole weights. Both are collectives, which all
   ranks must call in the same order, and give all of them the same.
 - ``write_...`` and ``import_...`` are given the whole value or any run of its elements, and take from that what this
@@ -15,8 +15,9 @@ in the order of a contiguous tensor:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ from protrain.engine.states.chunks import Chunk, Member
 from protrain_kernels import join, split, unflatten
 
 _STATES = ("exp_avg", "exp_avg_sq")
-_EXPORTED_BYTES = 12  # of one element: master and two moments in fp32
-_PIECE_ELEMENTS = 1 << 26  # elements that are split at once, so that this takes little memory beside the parameter
+_ALL = slice(None)
+_PIECE_ELEMENTS = 1 << 20  # elements that are split at once, so that this takes little memory beside the parameter
 
 
 def own_elements(member: Member) -> slice:
@@ -36,10 +37,10 @@ def own_elements(member: Member) -> slice:
     return slice(first, min(member.numel, first + member.own.stop - member.own.start))
 
 
-def read_own_master(member: Member) -> Tensor:
-    """A copy of what this rank has of the fp32 master: 1-d, on the CPU."""
-    weight, master = _copy(member, member.chunk.weight), member.chunk.master
-    return _master_of(weight, None if master is None else _copy(member, master))
+def read_own_master(member: Member, elements: slice = _ALL) -> Tensor:
+    """A copy of what this rank has of the fp32 master, or of these ``elements`` of that: 1-d, on the CPU."""
+    weight, master = _copy(member, member.chunk.weight, elements), member.chunk.master
+    return _master_of(weight, None if master is None else _copy(member, master, elements))
 
 
 def whole(member: Member, own: Tensor) -> Tensor:
@@ -77,23 +78,15 @@ def write_master(member: Member, value: Tensor, elements: slice | None = None) -
 def _write_own_master(chunk: Chunk, target: slice, value: Tensor) -> None:
     # A value on the device is split there, so that its parts go straight into pinned memory. To move it to the host
     # first would take host memory for all of it.
-    device = value.device if value.is_cuda else chunk.weight.device
-    flat = value.to(device, torch.float32)
+    flat = value.to(value.device if value.is_cuda else chunk.weight.device, torch.float32)
     weight, master = chunk.weight[target], chunk.master
     if master is None:
         weight.copy_(flat)
-    elif weight.dtype is torch.bfloat16 and device == weight.device:
-        split(flat, weight, master[target])
     elif weight.dtype is torch.bfloat16:
-        parts = zip(
-            flat.split(_PIECE_ELEMENTS),
-            weight.split(_PIECE_ELEMENTS),
-            master[target].split(_PIECE_ELEMENTS),
-            strict=True,
-        )
-        for piece, upper, remainder in parts:
-            for place, part in zip((upper, remainder), split(piece), strict=True):
-                place.copy_(part)
+        pieces = (each.split(_PIECE_ELEMENTS) for each in (flat, weight, master[target]))
+        for piece, *places in zip(*pieces, strict=True):
+            for place, half in zip(places, split(piece), strict=True):
+                place.copy_(half)
     else:
         master[target].copy_(flat)
         weight.copy_(flat)
@@ -114,14 +107,33 @@ def write_weight(member: Member, value: Tensor, elements: slice | None = None) -
     if chunk.master is None:
         weight.copy_(flat)
         return
-    if value.dtype.itemsize > weight.dtype.itemsize:
-        _write_own_master(chunk, target, flat.float())
-        return
-    rounded = split(flat.float())[0] if weight.dtype is torch.bfloat16 else flat.to(weight.dtype)
-    master = _master_of(weight, chunk.master[target])
-    # Bits are compared, as 0 and -0 are equal and NaN is not equal to itself.
-    unchanged = rounded.view(torch.int16) == weight.view(torch.int16)
-    _write_own_master(chunk, target, torch.where(unchanged, master, flat.float()))
+    if value.dtype.itemsize <= weight.dtype.itemsize:
+        rounded = split(flat.float())[0] if weight.dtype is torch.bfloat16 else flat.to(weight.dtype)
+        master = _master_of(weight, chunk.master[target])
+        # Bits are compared, as 0 and -0 are equal and NaN is not equal to itself.
+        unchanged = rounded.view(torch.int16) == weight.view(torch.int16)
+        flat = torch.where(unchanged, master, flat.float())
+    _write_own_master(chunk, target, flat)
+
+
+@dataclass(frozen=True)
+class StateInPlace:
+    """What one rank has of a state of a parameter, still in its chunk, so that it takes no memory.
+
+    Args:
+        shape: that of the parameter if the rank has all of it, and 1-d otherwise.
+        dtype: of what is read.
+        read: copies elements of it, in the order of a contiguous tensor, to a 1-d tensor on the CPU.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[slice], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that a copy of all of it takes."""
+        return self.shape.numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -131,42 +143,42 @@ class Part:
     Args:
         shape: of the whole parameter.
         elements: the run.
-        tensors: copies of its states on the CPU. They have the shape of the parameter if the run is all of it, and are
-            1-d otherwise. A frozen parameter has ``weight``, and any other ``master``, ``exp_avg`` and ``exp_avg_sq``
-            (fp32) and ``step`` (0-d).
+        tensors: its states, each a tensor on the CPU or a ``StateInPlace``. They have the shape of the parameter if the
+            run is all of it, and are 1-d otherwise. A frozen parameter has ``weight``, and any other ``master``,
+            ``exp_avg`` and ``exp_avg_sq`` (fp32) and ``step`` (0-d).
     """
 
     shape: torch.Size
     elements: slice
-    tensors: dict[str, Tensor]
+    tensors: Mapping[str, Any]
 
     @property
     def is_whole(self) -> bool:
         """Whether the run is all of the parameter."""
         return self.elements == slice(0, self.shape.numel())
 
+    def copies(self) -> dict[str, Tensor]:
+        """The ``tensors``, of which those that lie in place are copied to the CPU."""
+        return {k: t if isinstance(t, Tensor) else t.read(_ALL).view(t.shape) for k, t in self.tensors.items()}
+
 
 def export_part(member: Member) -> Part:
-    """Copies of what this rank has of ``member``. Other ranks need not call it."""
-    if member.group < 0:
-        tensors = {"weight": _copy(member, member.chunk.weight)}
-    else:
-        tensors = {"master": read_own_master(member), **_own_moments(member)}
-    part = Part(member.shape, own_elements(member), tensors)
-    if part.is_whole:
-        tensors |= {kind: value.view(member.shape) for kind, value in tensors.items() if kind != "step"}
-    return part
-
-
-def part_bytes(member: Member) -> int:
-    """The host memory that ``export_part`` takes."""
+    """What this rank has of ``member``, in place. Other ranks need not call it."""
     own = own_elements(member)
-    return (own.stop - own.start) * (member.chunk.weight.itemsize if member.group < 0 else _EXPORTED_BYTES)
+    frozen = member.group < 0
+    shape = member.shape if own == slice(0, member.numel) else torch.Size([own.stop - own.start])
+    dtype = member.chunk.weight.dtype if frozen else torch.float32
+    states = {
+        kind: StateInPlace(shape, dtype, partial(_read, member, kind, dtype))
+        for kind in (("weight",) if frozen else ("master", *_STATES))
+    }
+    step = torch.tensor(member.steps, dtype=torch.float32, device="cpu")
+    return Part(member.shape, own, states if frozen else {"step": step, **states})
 
 
 def export_parameter(member: Member) -> dict[str, Tensor]:
     """The tensors of ``export_part`` for the whole parameter. All ranks must call it."""
-    return _whole(member, export_part(member).tensors)
+    return _whole(member, export_part(member).copies())
 
 
 def import_part(member: Member, elements: slice, tensors: Mapping[str, Tensor]) -> None:
@@ -186,10 +198,10 @@ def export_state(member: Member) -> dict[str, Any]:
     state but do not update it. When their state is loaded here, the old master must not replace the weight that they
     have trained. The step is no tensor, as other optimizers cast tensors. All ranks must call it.
     """
-    own = _own_moments(member)
-    if member.chunk.master is not None:
-        own["master"] = read_own_master(member)
-    state: dict[str, Any] = _whole(member, own)
+    own = export_part(member).copies()
+    if member.chunk.master is None:
+        del own["master"]  # it is the weight
+    state = _whole(member, own)
     return {**state, "master_step": member.steps} if "master" in state else state
 
 
@@ -199,8 +211,10 @@ def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | N
     ``elements`` are those that ``tensors`` have. None: all of them.
     """
     member.steps = int(tensors.get("step", 0))
+    target, part = _within(member, elements)
     for name in _STATES:
-        _write_state(member, name, tensors.get(name, 0.0), elements)
+        state = getattr(member.chunk, name)[target]
+        state.copy_(tensors[name].detach().contiguous().view(-1)[part] if name in tensors else torch.zeros(()))
     if "master" in tensors and tensors.get("master_step", member.steps) == member.steps:
         write_master(member, tensors["master"], elements)
 
@@ -245,35 +259,27 @@ def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
 def check_shapes(name: str, shape: torch.Size, tensors: Mapping[str, Any]) -> None:
     """ValueError if ``tensors`` are not states of the parameter ``name``, which has ``shape``."""
     for kind in ("master", "weight", *_STATES):
-        if kind in tensors and tuple(tensors[kind].shape) != tuple(shape):
+        if kind in tensors and tensors[kind].shape != shape:
             raise ValueError(
                 f"{kind} of {name} has shape {tuple(tensors[kind].shape)}, the model's is "
                 f"{tuple(shape)}: load a state of the same model"
             )
 
 
-def _own_moments(member: Member) -> dict[str, Tensor]:
-    """The step and both moments of what this rank has of ``member``: fp32, 1-d."""
-    moments = {name: _copy(member, _state(member, name)).float() for name in _STATES}
-    return {"step": torch.tensor(member.steps, dtype=torch.float32, device="cpu"), **moments}
+def _read(member: Member, kind: str, dtype: torch.dtype, elements: slice) -> Tensor:
+    """A copy of ``elements`` of what this rank has of a state in a ``Part``: 1-d, on the CPU."""
+    if kind == "master":
+        return read_own_master(member, elements)
+    return _copy(member, getattr(member.chunk, kind), elements).to(dtype)
 
 
 def _whole(member: Member, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value if name == "step" else whole(member, value) for name, value in tensors.items()}
 
 
-def _write_state(member: Member, name: str, value: Tensor | float, elements: slice | None = None) -> None:
-    state = _state(member, name)
-    if isinstance(value, Tensor):
-        target, flat = _overlap(member, value, elements)
-        state[target].copy_(flat)
-    else:
-        state[_within(member, elements)[0]].fill_(value)
-
-
-def _copy(member: Member, flat: Tensor) -> Tensor:
-    """A copy on the CPU of what this rank has of the parameter in ``flat``, a state of its chunk, without padding."""
-    return flat[_within(member, None)[0]].to("cpu", copy=True)
+def _copy(member: Member, flat: Tensor, elements: slice) -> Tensor:
+    """A copy on the CPU of ``elements`` of what this rank has of the parameter in ``flat``, a state of its chunk."""
+    return flat[_within(member, None)[0]][elements].to("cpu", copy=True)
 
 
 def _within(member: Member, elements: slice | None) -> tuple[slice, slice]:
@@ -316,9 +322,3 @@ def _master_of(weight: Tensor, master: Tensor | None) -> Tensor:
     if master is None:
         return weight.float()
     return join(weight, master) if weight.dtype is torch.bfloat16 else master
-
-
-def _state(member: Member, name: str) -> Tensor:
-    state: Tensor | None = getattr(member.chunk, name)
-    assert state is not None, "frozen parameters have no optimizer state"
-    return state
