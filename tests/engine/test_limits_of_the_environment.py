@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ import protrain
 from protrain.common.errors import PlanError
 
 
-def _plan(**limits: str) -> protrain.Plan:
+def _plan(**limits: Any) -> protrain.Plan:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
