@@ -3,10 +3,6 @@
 Both strategies are those of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks
 are Lightning's, and model and optimizer are given to ``protrain.wrap``. Lightning finds strategies in a registry of
 its own and looks for no entry points, hence the import.
-
-A checkpoint with the state of an optimizer is a folder: a save of ``save_checkpoint``, and a file of Lightning with the
-rest. The rest is written first, and the save names it. So a process that is killed at any moment leaves the checkpoint
-that was there before, or a hidden folder.
 """
 
 from __future__ import annotations
@@ -14,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -29,18 +24,13 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.checkpoint.loading import load_checkpoint
-from protrain.checkpoint.manifest import find_save, list_saves, read_manifest
-from protrain.checkpoint.saving import own_saves, save_checkpoint
-from protrain.checkpoint.tensor_files import put_in_place
 from protrain.common.warned import warned_at_user
-from protrain.distributed.processes import local_processes
 from protrain.engine.states.empty import empty_parameters
-from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
+from protrain.integrations.lightning_common import Processes, dtype_of, has_plan, rest_of
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
-_Base: Any = DDPStrategy if TYPE_CHECKING else object  # the type checker sees what stands behind it among the bases
 _AVERAGES = "changes weights where they lie: call update() of protrain.AveragedWeights(module) in a callback instead"
 _CALLBACKS = {  # by the name of the class, as not every release has all of them
     "StochasticWeightAveraging": _AVERAGES,
@@ -50,14 +40,6 @@ _CALLBACKS = {  # by the name of the class, as not every release has all of them
 }
 _FOLDER = "protrain_folder"  # the entry of a loaded checkpoint that says where model and optimizer are
 _CONTEXTS = {"training": "train", "validation": "val"}  # how Lightning abbreviates steps in names of their contexts
-_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
-
-
-def _dtype(precision: str) -> torch.dtype:
-    """The type of weights that Lightning's ``precision`` means."""
-    if precision not in _DTYPES:
-        raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
-    return _DTYPES[precision]
 
 
 class _Steps(nn.Module):
@@ -99,55 +81,6 @@ def _most_batches(trainer: Trainer) -> int:
     return max(trainer.accumulate_grad_batches, *(count for each in schedules for count in each.scheduling.values()), 1)
 
 
-class _Processes(_Base):
-    """What both strategies do about processes: start and join them only where there are several."""
-
-    def _configure_launcher(self) -> None:
-        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
-            super()._configure_launcher()
-
-    def setup_environment(self) -> None:
-        """Take the device of this process, once there is one for each."""
-        devices = len(self.parallel_devices or ())
-        if self.local_rank >= devices:
-            raise ValueError(
-                f"{local_processes()} processes were started on this machine, each for a device of its own, and "
-                f"Lightning was given {devices}: pass devices={local_processes()}"
-            )
-        super().setup_environment()
-
-    def _save(self, path: Any, rest: dict[str, Any], model: Any, optimizer: ProTrainOptimizer) -> None:
-        """Save in the folder ``path`` what each rank has of ``model`` and ``optimizer``, and ``rest`` in a file.
-
-        A new folder gets its name when it is complete. In one that is there, two files take turns.
-        """
-        if "://" in str(path):
-            raise ValueError(
-                f"{path} is a URL, and a checkpoint to resume from is a folder: give one that all ranks see"
-            )
-        optimizer.ranks.meet("trainer.save_checkpoint() or fabric.save()")
-        folder = Path(path).absolute()
-        place = optimizer.ranks.of_first(folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp"))
-        name = f"rest-{sum(int(save.name.partition('-')[0]) for save in list_saves(place)[-1:]) % 2}.pt"
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(rest, place / name)
-        save = save_checkpoint(place, model, optimizer, extra=name, keep=1)
-        if self.is_global_zero and place != folder:
-            folder.unlink(missing_ok=True)  # a file, of a training without a plan
-            put_in_place(place, folder)
-        own_saves(optimizer).append(folder / save.name)
-
-
-def _rest(folder: Path) -> Path:
-    """The file with the rest of a checkpoint."""
-    return folder / str(read_manifest(find_save(folder))["extra"])
-
-
-def _has_plan(module: nn.Module) -> bool:
-    """Whether weights lie in chunks. Before there is a plan, each rank has all of them."""
-    return any(isinstance(parameter, PresentParameter) for parameter in module.parameters())
-
-
 def _step(kind: str) -> Any:
     """The step ``kind`` of the strategy, which runs it as a call of the wrapped model, if there is one.
 
@@ -168,7 +101,7 @@ def _step(kind: str) -> Any:
     return run
 
 
-class ProTrainStrategy(_Processes, DDPStrategy):
+class ProTrainStrategy(Processes, DDPStrategy):
     """Lightning's ``Trainer(strategy="protrain")``.
 
     Precision, accumulation and device are those of the Trainer. A plan is made for the first training batch, before
@@ -244,7 +177,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
                     raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}")
         found: dict[str, Any] = {
             "device": self.root_device,
-            "dtype": _dtype(self.precision_plugin.precision),
+            "dtype": dtype_of(self.precision_plugin.precision),
             "accumulation": _most_batches(trainer),
         }
         with empty_parameters():  # conversions of parameters without data are recorded
@@ -270,13 +203,13 @@ class ProTrainStrategy(_Processes, DDPStrategy):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The state of the optimizer for a checkpoint that is a file."""
         inner = getattr(optimizer, "_optimizer", optimizer)
-        return {} if _has_plan(self.lightning_module) else inner.full_state_dict()
+        return {} if has_plan(self.lightning_module) else inner.full_state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder if ``checkpoint`` is of a training with a plan, and otherwise a file with all weights."""
         module: Any = self.lightning_module
-        if checkpoint.get("optimizer_states") and _has_plan(module):
-            self._save(filepath, checkpoint, self.model, self._optimizer)
+        if checkpoint.get("optimizer_states") and has_plan(module):
+            self.save_apart(filepath, checkpoint, self.model, self._optimizer)
             return
         with first_rank_saves(module, what="save_checkpoint() of Lightning's Trainer"):
             checkpoint["state_dict"] = module.state_dict() if self.is_global_zero else {}
@@ -287,7 +220,7 @@ class ProTrainStrategy(_Processes, DDPStrategy):
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, **arguments)
         folder = Path(checkpoint_path).absolute()
-        return super().load_checkpoint(_rest(folder), **arguments) | {_FOLDER: folder}
+        return super().load_checkpoint(rest_of(folder), **arguments) | {_FOLDER: folder}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, but those that come with the state of an optimizer, which does not exist yet."""
@@ -328,7 +261,7 @@ class _NoSync(_BackwardSyncControl):
         return no_sync
 
 
-class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
+class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
     """Fabric's ``Fabric(strategy="protrain")``, for ``model, optimizer = fabric.setup(model, optimizer)``.
 
     Args:
@@ -363,7 +296,7 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
         """Wrap the model with its optimizer."""
         if len(optimizers) != 1:
             raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
-        found = {"device": self.root_device, "dtype": _dtype(self.precision.precision)}
+        found = {"device": self.root_device, "dtype": dtype_of(self.precision.precision)}
         with warned_at_user(), self.precision.forward_context():
             model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
         self._pair = model, optimizer
@@ -376,16 +309,16 @@ class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> Any:
         """Write a folder if ``state`` has model and optimizer of a training with a plan, and otherwise a file."""
         rest = self._rest_of(state)
-        if self._pair is None or len(state) - len(rest) < 2 or filter or not _has_plan(self._pair[0]):
+        if self._pair is None or len(state) - len(rest) < 2 or filter or not has_plan(self._pair[0]):
             return super().save_checkpoint(path, state, storage_options, filter)
-        self._save(path, self._convert_stateful_objects_in_state(rest, filter={}), *self._pair)
+        self.save_apart(path, self._convert_stateful_objects_in_state(rest, filter={}), *self._pair)
 
     def load_checkpoint(self, path: Any, state: Any = None, *arguments: Any, **named: Any) -> dict[str, Any]:
         """Load a file, or a folder with model and optimizer."""
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, *arguments, **named)
         rest = self._rest_of(state or {})
-        found = super().load_checkpoint(_rest(Path(path)), rest, *arguments, **named)
+        found = super().load_checkpoint(rest_of(Path(path)), rest, *arguments, **named)
         if self._pair is not None and state and len(state) - len(rest) == 2:
             load_checkpoint(path, *self._pair)
             state.update(rest)
