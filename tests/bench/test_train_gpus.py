@@ -29,7 +29,7 @@ from tests.bench.forked import ForkedWorkers
 from tests.distributed.pool import on_ranks
 
 ONE = parse("fsdp2")
-TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=3, warm_up=1, gpus=2)
+TASK = Task(model="tiny", layers=2, batch=2, sequence=64, steps=3, warm_up=1, gpus=2, chunked_loss=True)
 
 
 def _plain(task: Task, tokens: torch.Tensor) -> tuple[list[float], list[float]]:
