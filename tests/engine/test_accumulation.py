@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+import protrain_kernels
 from protrain.common.errors import PlanError
 from protrain.engine.gradients.host_gradients import HostGradients
 from protrain.optim.optimizer import ProTrainOptimizer
+from protrain.planning.sharing import Waiting
 from tests.engine.harness import CKPT, FEW_PLANS, NONE, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 SPECS = (*FEW_PLANS, Spec("all", "least", (CKPT,)), Spec("some", "least", (NONE, CKPT), small=True))
@@ -88,6 +92,33 @@ def within(tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch
         )
 
     return wrap
+
+
+def test_the_device_waits_for_sums_of_a_late_host(
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Batch],
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+) -> None:
+    """The device may take a chunk whose speculative update the host has not begun, as the sum before it takes long."""
+
+    def late(*arguments: Any, **options: Any) -> None:
+        time.sleep(0.02)
+        protrain_kernels.host_accumulate(*arguments, **options)
+
+    def first(waiting: Sequence[Waiting], *_: Any) -> int | None:
+        return next((index for index, update in enumerate(waiting) if update.device_ms < math.inf), None)
+
+    loop = Loop(accumulate=2)
+    batches = [tiny_batch(seed) for seed in range(8)]
+    expected, final = plain_run(lambda: tiny_model("gpt2"), batches, loop=loop, device=device, dtype=torch.float32)
+    monkeypatch.setattr("protrain.engine.gradients.host_gradients.host_accumulate", late)
+    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", first)  # the device takes what it can
+    model = tiny_model("gpt2")
+    spec = Spec("none", "least", (CKPT, NONE), speculate=True, stream=True)
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, accumulation=2)
+    assert loop.run(wrapped, optimizer, batches) == expected
+    assert_same(states(wrapped, optimizer), final)
 
 
 def test_a_plan_for_single_batches_is_carried_out_where_it_fits_and_named_where_not(within: Within) -> None:

@@ -253,7 +253,8 @@ class Updates:
             chunk=chunk,
             pieces=pieces,
             gradient=chunk.gradient,
-            summing=chunk.summing,
+            # Behind the sum a speculative update was queued, and the device may be here before the host is there.
+            summing=(speculation or chunk).summing,
             scale=scale,
             foreseen_factor=foreseen_factor,
             speculation=speculation,
