@@ -131,23 +131,15 @@ def launch_cross_entropy(
 
 
 def cross_entropy_reference(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    losses: torch.Tensor,
-    divisor: torch.Tensor,
-    *,
-    ignore_index: int,
-    label_smoothing: float,
-    softcap: float,
-    z_loss: float,
-    writes: bool,
+    logits: torch.Tensor, targets: torch.Tensor, losses: torch.Tensor, divisor: torch.Tensor, **options: Any
 ) -> None:
-    """What the kernel computes, in plain torch, for any device. It takes few rows at a time, to need little memory."""
-    rows = zip(
-        logits.split(_REFERENCE_ROWS), targets.split(_REFERENCE_ROWS), losses.split(_REFERENCE_ROWS), strict=True
-    )
-    for part in rows:
-        _reference(*part, divisor, ignore_index, label_smoothing, softcap, z_loss, writes)
+    """What ``launch_cross_entropy`` computes, in plain torch, for any device and from the same arguments.
+
+    It takes few rows at a time, to need little memory.
+    """
+    by_rows = (tensor.split(_REFERENCE_ROWS) for tensor in (logits, targets, losses))
+    for own_logits, own_targets, own_losses in zip(*by_rows, strict=True):
+        _reference(own_logits, own_targets, own_losses, divisor, **options)
 
 
 def _reference(
@@ -155,6 +147,7 @@ def _reference(
     targets: torch.Tensor,
     losses: torch.Tensor,
     divisor: torch.Tensor,
+    *,
     ignore_index: int,
     label_smoothing: float,
     softcap: float,

@@ -29,7 +29,7 @@ _WIDE_ROW_ELEMENTS = 64  # such a row is widened to a multiple of this
 _FP16_FACTOR = 1024.0  # of gradients until backward: 1 becomes large, and what a product makes of it is no infinity
 _PIECE_ROWS = 128  # a piece is a multiple of this
 _FROZEN_ROWS = 1024  # of a piece at most, where only the products matter
-_TRAINED_ROWS = 2048  # and where each piece is added to the sums as well, which takes as long as 220 more rows
+_TRAINED_ROWS = 2048  # and where each piece is added to the sums as well, so that fewer pieces move fewer bytes
 
 
 def piece_rows(rows: int, hidden: int, *, trained: bool) -> int:

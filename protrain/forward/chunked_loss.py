@@ -31,21 +31,12 @@ from protrain_kernels import linear_cross_entropy
 
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
 _CASTS = {"to", "float", "bfloat16", "half", "contiguous", "detach"}
-_OWN = {  # what is asked of the tensor without elements itself, as the logits have the same or it is about memory
-    *(
-        "dtype",
-        "device",
-        "layout",
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-        "is_cuda",
-        "is_meta",
-        "is_sparse",
-        "is_nested",
-    ),
-    *("untyped_storage", "data_ptr", "_version", "is_inference"),
-}
+# What is asked of the tensor without elements itself, as the logits have the same or it is about memory.
+_OWN = (
+    {"dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf"}
+    | {"is_cuda", "is_meta", "is_sparse", "is_nested", "is_inference"}
+    | {"untyped_storage", "data_ptr", "_version"}
+)
 _LARGE = 1000.0  # a logit that every cap reaches
 
 

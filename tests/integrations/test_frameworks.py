@@ -16,9 +16,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-from protrain.integrations.any_trainer import on_protrain  # noqa: E402
-from protrain.integrations.transformers import ProTrainMixin  # noqa: E402
+_Trainer: Any = transformers.Trainer
+ProTrainMixin: Any = importlib.import_module("protrain.integrations.transformers").ProTrainMixin
+on_protrain = importlib.import_module("protrain.integrations.any_trainer").on_protrain
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
@@ -34,7 +34,7 @@ def _module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> Modu
     return sys.modules[name]
 
 
-class _Own(transformers.Trainer):  # type: ignore[name-defined]
+class _Own(_Trainer):
     """The Trainer of a framework."""
 
 

@@ -13,7 +13,7 @@ from protrain_kernels.cross_entropy import cross_entropy_reference, launch_cross
 
 PLAIN = {"ignore_index": -100, "label_smoothing": 0.0, "softcap": 0.0, "z_loss": 0.0}
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-# Of a gradient: one step between two numbers of the type, and the smallest number of the type where it is close to 0.
+# A gradient may differ by one step between two numbers of its type, and near 0 by the smallest number of the type.
 TOLERANCES = {torch.bfloat16: (2**-7, 1e-9), torch.float16: (2**-9, 2**-24), torch.float32: (1e-4, 1e-9)}
 WORDS = [5, 1001, 8192, 8193, 17003]  # the kernel takes 8,192 at a time, eight of them beside each other
 BEYOND = 7.0  # what memory behind a row holds
