@@ -180,7 +180,7 @@ def test_nothing_computes_logits_that_no_script_uses(
     profile = protrain.profile(_with_chunks(tiny_model("llama")), batch, device=device, dtype=torch.float32)
     assert profile.chunked_loss
     wrapped, optimizer = protrain.wrap(
-        model, adamw(model), example_batch=batch, device=device, device_memory="4MiB", dtype=torch.float32
+        model, adamw(model), example_batch=batch, device=device, device_memory="512MiB", dtype=torch.float32
     )
     output = wrapped(**batch)
     output.loss.backward()
