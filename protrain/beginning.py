@@ -140,9 +140,8 @@ def begin_training(
 
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
     """What forward and backward of the planned batch take on the device under ``plan``."""
-    counts = plan.n_persist, plan.n_buffer
-    least = memory.device_bytes(*counts, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
-    static_bytes = memory.static_bytes(*counts)
+    least = memory.device_bytes(plan.counts, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
+    static_bytes = memory.static_bytes(plan.n_persist, plan.n_buffer, plan.n_device_sum)
     return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
 
 

@@ -113,7 +113,7 @@ class _Recorder:
         self._jobs: dict[int, list[tuple[str, int, int]]] = {HOST: [], STREAM: []}
         self._last_step: Any = None  # when its forward began
         self._backward: tuple[str, Any] | None = None
-        self._gradients_of: int | None = None  # the chunk whose gradients are being offloaded
+        self._gradients_of: int | None = None  # the chunk whose gradients, or sum of them, are being copied
         self._names = {}  # names of weights by their address in host memory
         for chunk in engine.chunks:
             # After a speculative update was committed, uploads read its weight.
@@ -137,7 +137,8 @@ class _Recorder:
         }
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy
-            patches[engine.gradients.host_gradients, "_offload"] = self._offload
+            for name in ("add", "_offload"):
+                patches[engine.gradients.host_gradients, name] = self._of_gradients
         if engine.memory.ranks.several:
             patches[engine.memory.ranks, "gather"] = partial(self._collective, GATHER)
             patches[engine.memory.ranks, "exchange"] = partial(self._collective, REDUCE)
@@ -204,10 +205,10 @@ class _Recorder:
             self._spans.append((GPU, name, start, self._stamp()))
             self._backward = None
 
-    def _offload(self, original: Callable[..., None], chunk: Chunk, *rest: Any) -> None:
+    def _of_gradients(self, original: Callable[..., None], chunk: Chunk, *rest: Any, **options: Any) -> None:
         self._gradients_of = chunk.index
         try:
-            original(chunk, *rest)
+            original(chunk, *rest, **options)
         finally:
             self._gradients_of = None
 
@@ -223,10 +224,10 @@ class _Recorder:
         stream.wait_for(after)
         start = self._stamp(stream.stream)
         original(stream, target, source, after, done)
-        if up:
-            name = self._names.get(source.data_ptr(), "activations")
+        if self._gradients_of is not None:
+            name = f"{'sum' if up else 'gradients'} {self._gradients_of}"
         else:
-            name = "activations" if self._gradients_of is None else f"gradients {self._gradients_of}"
+            name = self._names.get(source.data_ptr(), "activations") if up else "activations"
         self._spans.append((UP if up else DOWN, name, start, self._stamp(stream.stream)))
 
 

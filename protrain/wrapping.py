@@ -86,9 +86,9 @@ def wrap(
             like "org/model", whose files are downloaded into the cache of transformers.
         step_during_backward: start updates inside backward. It does not work with clipping, with float16, or with a
             backward() that no step() follows.
-        accumulation: the number of backward() calls in a step. Their gradients are summed in fp32, and the sum is
-            rounded once to ``dtype`` for norm and update. If it is more than 1, the plan includes the memory of the
-            sums and the time of all calls.
+        accumulation: the most backward() calls that a step has; one more is an error. Their gradients are summed in
+            fp32, and the sum is rounded once to ``dtype`` for norm and update. If it is more than 1, the plan includes
+            the memory of the sums and the time of all calls.
         moment_dtype: the type of Adam's two moments. bfloat16 takes 4 bytes a parameter less, for models that would not
             fit otherwise. The moments are then rounded at random, so that nothing is lost on average
             (``protrain_kernels.stochastic_rounding``). The bits are the same under every plan, but not those of

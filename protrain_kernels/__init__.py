@@ -12,11 +12,10 @@ from protrain_kernels.flatten_kernels import flatten_reference, unflatten_refere
 from protrain_kernels.fold import fold
 from protrain_kernels.fold_kernels import fold_reference
 from protrain_kernels.from_host import from_host
-from protrain_kernels.host_kernels import host_accumulate
 from protrain_kernels.linear_cross_entropy import linear_cross_entropy
 from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
 from protrain_kernels.pack import Packed, PackPlan, pack, unpack
-from protrain_kernels.slices import Slice
+from protrain_kernels.slices import Slice, in_parts
 from protrain_kernels.split_master import join, join_reference, split, split_reference
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
 from protrain_kernels.sum_of_squares import sum_of_squares, sum_of_squares_reference
@@ -41,7 +40,7 @@ __all__ = [
     "fold",
     "fold_reference",
     "from_host",
-    "host_accumulate",
+    "in_parts",
     "join",
     "join_reference",
     "linear_cross_entropy",

@@ -55,7 +55,7 @@ def fold(
     first may write its sum into a float32 ``gradient`` with a factor of 1.0, which later ones pass as ``accumulator``.
 
     Args:
-        pieces: row w came from rank w. At most 16 rows; n is a multiple of 128.
+        pieces: row w came from rank w. At most 16 rows; n is a multiple of 128. Rows may be parts of longer ones.
         slices: the parameters' parts in the range of n elements. Nothing outside them and their padding is touched.
         gradient: what the total times the factor is written to, rounded to its type; None to accumulate alone.
         accumulator: what the total begins with, and where it is kept for a later micro-batch.

@@ -123,7 +123,7 @@ class FoldPlan:
         """Launch the Triton kernel on checked tensors."""
         if not self._programs:
             return
-        ranks, elements = pieces.shape
+        ranks = len(pieces)
         accumulate = accumulator is not None
         launch(
             fold_kernel,
@@ -137,7 +137,7 @@ class FoldPlan:
                 pieces if accumulator is None else accumulator,
                 pieces if partials is None else partials,
             ),
-            elements,
+            pieces.stride(0),
             (factor,),
             (
                 *(ranks, gradient is not None, accumulate, partials is not None),
@@ -152,8 +152,11 @@ def _check_pieces(pieces: torch.Tensor) -> int:
     """The number of elements of each piece. ValueError unless the pieces have the right type and layout."""
     if pieces.dtype not in FLOATS:
         raise ValueError(f"pieces must be {' or '.join(map(str, FLOATS))}, not {pieces.dtype}: cast them first")
-    if pieces.dim() != 2 or not pieces.is_contiguous():
-        raise ValueError("pieces must be [ranks, elements] and contiguous: pass pieces.contiguous()")
+    if pieces.dim() != 2 or (pieces.numel() and pieces.stride(1) != 1) or pieces.stride(0) % PADDING:
+        raise ValueError(
+            f"pieces must be [ranks, elements], each contiguous, at a distance that is a multiple of {PADDING}: pass "
+            "pieces.contiguous()"
+        )
     check_memory("pieces", pieces)
     ranks, elements = pieces.shape
     if not 1 <= ranks <= MOST_RANKS:

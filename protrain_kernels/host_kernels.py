@@ -2,7 +2,6 @@
 
 A ``host_*`` function takes arguments that its public counterpart has checked. Where there is no compiled library (see
 ``host_library``) it does nothing and returns False, and its caller runs the torch reference, with the same bits.
-``host_accumulate`` has no counterpart: it is public, checks its arguments and always does its work.
 
 AdamW with the split master moves 26 bytes a parameter: weight, remainder, momentum and variance are read and written
 (24), and the gradient is read (2). With moments in bf16 it moves 18. The gradient's kernels move each byte once.
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 import torch
 
 from protrain_kernels.adam_types import AdamScalars, AdamStates
-from protrain_kernels.checks import FLOATS, check_vector
 from protrain_kernels.host_library import library
 from protrain_kernels.rounding import TYPE_CODES
 from protrain_kernels.slices import Slice
@@ -100,30 +98,6 @@ def host_adam_out_of_place(
     )
 
 
-def host_accumulate(acc: torch.Tensor, grad: torch.Tensor, *, initialise: bool, threads: int = 0) -> None:
-    """Set acc to fp32(grad) when ``initialise``, else add fp32(grad) to it, on CPU memory.
-
-    Args:
-        acc: [n] float32, written.
-        grad: [n] bfloat16, float16 or float32.
-        initialise: whether to ignore what acc holds, which may be uninitialised memory.
-        threads: the number of host threads; 0 means torch.get_num_threads().
-
-    Raises:
-        ValueError: a tensor has the wrong type, device, layout or length.
-    """
-    device = torch.device("cpu")
-    check_vector("acc", acc, dtypes=(torch.float32,), device=device)
-    check_vector("grad", grad, dtypes=FLOATS, device=device, numel=acc.numel())
-    memory = acc.data_ptr(), grad.data_ptr(), TYPE_CODES[grad.dtype], acc.numel()
-    if _call("protrain_accumulate", *memory, int(initialise), _threads(threads)):
-        return
-    if initialise:
-        acc.copy_(grad)
-    else:
-        acc.add_(grad)  # torch promotes the gradient to fp32 before it adds
-
-
 def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, weight_dtype: torch.dtype) -> bool:
     """``sum_of_squares`` on checked CPU tensors."""
     return _call(
@@ -173,7 +147,7 @@ def host_fold(
     """``fold`` on checked CPU tensors."""
     sums = None if partials is None else partials.data_ptr()
     common = (
-        *(pieces.data_ptr(), TYPE_CODES[pieces.dtype], *pieces.shape),
+        *(pieces.data_ptr(), TYPE_CODES[pieces.dtype], len(pieces), pieces.stride(0)),
         None if gradient is None else gradient.data_ptr(),
         TYPE_CODES[pieces.dtype if gradient is None else gradient.dtype],
         None if accumulator is None else accumulator.data_ptr(),

@@ -53,7 +53,6 @@ _ARGUMENTS = {
         *(_pointer, _flag, _length, _length, _pointer, _flag, _pointer, _float),
         *(_length, _length, _length, _length, _pointer, _flag),
     ),
-    "protrain_accumulate": (_pointer, _pointer, _flag, _length, _flag, _flag),
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
 
@@ -68,3 +69,40 @@ class Slice:
         begin = -(-self.first // TILE)
         end = tiles(self.stop) if self.stop == self.parameter_numel else self.stop // TILE
         return range(begin, max(begin, end))
+
+
+@lru_cache(maxsize=4096)
+def in_parts(slices: tuple[Slice, ...], most: int) -> list[tuple[slice, tuple[Slice, ...]]]:
+    """The range of ``slices``, in their order, in parts of at most ``most`` elements, at least two tiles.
+
+    Each part is a piece of the range with the slices in it. No part cuts a tile of a parameter.
+    """
+    found: list[tuple[slice, tuple[Slice, ...]]] = []
+    own: list[Slice] = []
+    start = end = slices[0].offset
+
+    def close() -> None:
+        nonlocal start
+        if own:
+            found.append((slice(start, end), tuple(own)))
+            own.clear()
+        start = end
+
+    for each in slices:
+        done = 0  # elements of the slice that are in earlier parts
+        while done < each.numel:
+            room = most - (each.offset + done - start)
+            rest = each.numel - done
+            if padded(rest) <= room:
+                taken = rest
+            else:
+                taken = max(0, (each.first + done + room) // TILE * TILE - each.first - done)
+            if taken:
+                part = replace(each, offset=each.offset + done - start, numel=taken, first=each.first + done)
+                own.append(part)
+                done, end = done + taken, start + part.offset + part.padded
+            if done < each.numel:
+                close()
+                start = end = each.offset + done
+    close()
+    return found

@@ -133,7 +133,7 @@ def build_engine(
         members=members,
     )
     worker = HostWorker(threads=host_threads, device=device)
-    gradients = (ShardedGradients if ranks.several else Gradients)(managed, worker=worker)
+    gradients = (ShardedGradients if ranks.several else Gradients)(managed)
     streamer = _streamer(managed, sharing)
     staging_bytes = 0 if streamer is None else sharing.staging_bytes
     ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)

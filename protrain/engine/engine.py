@@ -236,8 +236,7 @@ class Engine:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
             self._visits.end_backward()
-            if self._ranks.several:
-                self.gradients.combine(self.step.settings)
+            self.gradients.combine(self.step.settings)
             self._backward = None
             if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self.step.end_backward()

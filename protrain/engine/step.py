@@ -96,7 +96,7 @@ class Step:
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
-        self._gradients.refuse_backward()
+        self._gradients.count_backward()
         if self._inside:
             self._groups.check()
             self._bindings.refuse_lent("backward() with step_during_backward=True")
@@ -148,6 +148,7 @@ class Step:
             self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
 
     def _update_inside(self, chunk: Chunk) -> None:
+        self._gradients.host_gradients.send(chunk)
         self.updates.update_inside(chunk)
         self.updated_inside.add(chunk.index)
 
@@ -238,6 +239,7 @@ class Step:
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self._gradients.device)
             factor = inverse if factor is None else factor * inverse
         self._scale = None if factor is None else self.updates.publish(factor)
+        self._gradients.host_gradients.send_all()
         self.updates.step(self._scale, assumed_factor=unscaling)
         return True
 
@@ -247,6 +249,7 @@ class Step:
             self.refuse_missing_gradients("step()")
             raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
         self._ranks.note("step()")
+        self._gradients.backwards = 0
         self.updated_inside.clear()
         self._go_to(Phase.EMPTY)
 

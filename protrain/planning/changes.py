@@ -33,7 +33,8 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
     """All neighbours of ``counts``, whether they fit the memory or not, with a reason if there is no such plan.
 
     If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers
-    and speculative updates with another number of persistent chunks, offloaded inputs with fewer recomputed blocks.
+    speculative updates and sums with another number of persistent chunks, offloaded inputs with fewer recomputed
+    blocks.
     """
     for knob in Counts._fields:
         for step in (1, -1):
@@ -62,9 +63,12 @@ def within(wanted: Counts, models: Models) -> Counts:
         n_ckpt_swap=min(wanted.n_ckpt_swap, wanted.n_ckpt),
         n_speculate=n_speculate,
     )
-    fit, least = memory.speculation(n_persist, n_speculate, memory.swapped_bytes(models.modes(counts)))
+    n_device_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)
+    swapped_bytes = memory.swapped_bytes(models.modes(counts))
+    fit, least = memory.speculation(n_persist, n_speculate, swapped_bytes, n_device_sum)
     least = least if fit == n_speculate else n_speculate
-    return counts._replace(n_weight_only=min(max(wanted.n_weight_only, least), n_speculate))
+    n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
+    return counts._replace(n_weight_only=n_weight_only, n_device_sum=n_device_sum)
 
 
 def _impossible(counts: Counts, knob: str, models: Models) -> str:
@@ -78,6 +82,10 @@ def _impossible(counts: Counts, knob: str, models: Models) -> str:
         return "no update waits for step()"
     if knob == "n_speculate" and counts.n_speculate > n_chunks - counts.n_persist:
         return "every chunk in host memory has a speculative update"
+    if knob == "n_device_sum" and not models.memory.accumulates:
+        return "a step has one backward()"
+    if knob == "n_device_sum" and counts.n_device_sum > n_chunks - counts.n_persist:
+        return "the sum of every chunk in host memory is on the device"
     if knob == "n_weight_only" and counts.n_weight_only > counts.n_speculate:
         return "no other update is speculative"
     if counts.n_swap + counts.n_ckpt > models.n_blocks:

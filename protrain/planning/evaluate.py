@@ -22,6 +22,7 @@ def evaluate(
     n_ckpt_swap: int = 0,
     n_speculate: int = 0,
     n_weight_only: int = 0,
+    n_device_sum: int = 0,
     stream: bool | None = None,
     keep_attention: bool = False,
     chunk_elements: int | None = None,
@@ -44,7 +45,7 @@ def evaluate(
         keep_attention=keep_attention,
         stream=stream,
     )
-    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
+    counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_device_sum)
     _check_counts(models, counts)
     plan = models.plan(counts)
     _check_fits(models, plan)
@@ -101,6 +102,10 @@ def _check_counts(models: Models, counts: Counts) -> None:
             f"n_weight_only must be 0 to {counts.n_speculate}, the number of speculative updates, not "
             f"{counts.n_weight_only}"
         )
+    most = n_chunks - n_persist if models.memory.accumulates else 0
+    if not 0 <= counts.n_device_sum <= most:
+        what = "the number of chunks in host memory" if models.memory.accumulates else "as a step has one backward()"
+        raise ValueError(f"n_device_sum must be 0 to {most}, {what}, not {counts.n_device_sum}")
     block_modes(models.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
 
 

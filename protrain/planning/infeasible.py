@@ -30,8 +30,9 @@ def device_error(
     ``given`` says whether the caller gave the plan, so that another plan may fit, and ``narrow_moments`` whether a plan
     with moments in bf16 fits.
     """
-    hardware, profile, placed = memory.hardware, memory.profile, (counts.n_persist, counts.n_buffer)
-    needed = memory.device_bytes(*placed, activations)
+    hardware, profile = memory.hardware, memory.profile
+    placed = counts.n_persist, counts.n_buffer, counts.n_device_sum
+    needed = memory.device_bytes(counts, activations)
     static = memory.static_bytes(*placed)
     parts = {"activations": needed - static, **memory.static_parts(*placed)}
     host = memory.host_bytes(counts, activations)
@@ -75,7 +76,8 @@ def host_error(
     needed = memory.host_bytes(counts, activations)
     copies = memory.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
-    sums = memory.accumulator_bytes(n_persist)
+    gradients += memory.sent_sum_bytes(counts.n_device_sum)
+    sums = memory.host_sum_bytes(n_persist, counts.n_device_sum)
     states = needed - activations.swapped_bytes - copies - gradients - sums
     parts = {
         "optimizer states and weights of non-persistent chunks": states,
@@ -86,7 +88,7 @@ def host_error(
     }
     remedies = [_SEARCH] if given else []
     remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
-    device = memory.device_bytes(n_persist, counts.n_buffer, activations)
+    device = memory.device_bytes(counts, activations)
     shared = "" if hardware.world_size == 1 else f"This is for one of {hardware.world_size} ranks, with its share. "
     if fitting_device_bytes:
         remedies.append(

@@ -45,6 +45,9 @@ from protrain.profiler.model_profile import ModelProfile
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
 STAGING_BUFFERS = 2
+# Sums in host memory pass through so many buffers, of at most so many elements: 128 MiB, which a link moves at its full
+# rate. While one is on its way down, one is on its way up, and the third waits for neither.
+SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 25
 TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements of a parameter
 PARTIAL_BYTES = 4  # a partial sum in fp32
 FULL_RATE_ELEMENTS = 8 * 1024**2  # 16 MiB of 16-bit weights, whose transfer reaches the link's full rate
@@ -116,9 +119,13 @@ class Layout(Record):
         """The size of a chunk buffer, and of a buffer for large chunks; 0 if no chunk needs one."""
         return _largest(self, self.chunks[self.first_buffered(n_persist) :])
 
-    def gradient_elements(self, n_persist: int) -> tuple[int, int]:
-        """The size of the largest shard of a gradient that is offloaded, among usual chunks and among large chunks."""
-        usual, large = _largest(self, [chunk for chunk in self.chunks[n_persist:] if chunk.trainable])
+    def gradient_elements(self, n_persist: int, n_kept: int = 0) -> tuple[int, int]:
+        """The size of the largest shard of a gradient that is offloaded, among usual chunks and among large chunks.
+
+        The last ``n_kept`` chunks are left out.
+        """
+        away = self.chunks[n_persist : max(n_persist, len(self.chunks) - n_kept)]
+        usual, large = _largest(self, [chunk for chunk in away if chunk.trainable])
         return usual // self.world_size, large // self.world_size
 
     def reduction_elements(self) -> tuple[int, int]:
@@ -128,21 +135,40 @@ class Layout(Record):
         """
         return _largest(self, [chunk for chunk in self.chunks if chunk.trainable and self.world_size > 1])
 
-    def staging_bytes(self, n_persist: int, element_bytes: int, *, sums: bool = False) -> int:
+    def lane_elements(self, n_persist: int, n_device_sum: int | None) -> tuple[int, int]:
+        """The sizes of staging memory for shards of gradients, for usual chunks and for large ones.
+
+        Several ranks leave the gradient of any sum there, of which nothing but its squares is needed.
+
+        Args:
+            n_persist: the persistent chunks.
+            n_device_sum: the chunks in host memory whose sums are on the device. None: a step has one backward.
+        """
+        if n_device_sum is None or self.world_size == 1:
+            return self.gradient_elements(n_persist)
+        usual, large = self.reduction_elements()
+        return usual // self.world_size, large // self.world_size
+
+    def sum_elements(self, n_persist: int, n_device_sum: int | None) -> int:
+        """The size of a buffer that parts of sums in host memory pass through. The arguments are ``lane_elements``'."""
+        if n_device_sum is None:
+            return 0
+        return min(_SUM_ELEMENTS, max(self.gradient_elements(n_persist, n_device_sum)))
+
+    def staging_bytes(self, n_persist: int, element_bytes: int, n_device_sum: int | None = None) -> int:
         """The device memory that gradients pass through on their way to other ranks and to the host.
 
         Usual chunks have STAGING_BUFFERS whole gradients to send to other ranks from, one that is received from them,
         and STAGING_BUFFERS shards that are offloaded. Large chunks have one of each. With one rank nothing is sent.
-
-        If several ranks sum gradients of several backwards (``sums``), fp32 sums pass through it in place of shards.
-        The gradient that a fold makes of any sum lies in it, too, of which nothing but its squares is needed.
+        Sums in host memory pass through SUM_BUFFERS buffers. The arguments are those of ``lane_elements``.
         """
-        (usual, large), (sent, large_sent) = self.gradient_elements(n_persist), self.reduction_elements()
+        (sent, large_sent), (shard, large_shard) = (
+            self.reduction_elements(),
+            self.lane_elements(n_persist, n_device_sum),
+        )
         whole = (STAGING_BUFFERS + 1) * sent + 2 * large_sent
-        if sums and self.world_size > 1:
-            folded = (STAGING_BUFFERS * sent + large_sent) // self.world_size
-            return element_bytes * (whole + folded) + 4 * folded
-        return element_bytes * (whole + STAGING_BUFFERS * usual + large)
+        staged_bytes = element_bytes * (whole + STAGING_BUFFERS * shard + large_shard)
+        return staged_bytes + 4 * SUM_BUFFERS * self.sum_elements(n_persist, n_device_sum)
 
     def region_elements(self, n_persist: int) -> tuple[int, int]:
         """The size of a region that gradients share, on the device, and in host memory (not for large chunks)."""

@@ -53,6 +53,7 @@ class Counts(NamedTuple):
     n_ckpt_swap: int = 0  # blocks among n_ckpt whose inputs are offloaded
     n_speculate: int = 0  # chunks with speculative updates: the first after the persistent ones
     n_weight_only: int = 0  # the first of n_speculate, whose speculative update computes only the weight
+    n_device_sum: int = 0  # chunks in host memory whose sums of several backwards are on the device: the last ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,7 @@ class Plan(Record):
     keep_attention: bool = False  # recomputed blocks keep the outputs of attention beside their inputs
     n_speculate: int = 0
     n_weight_only: int = 0
+    n_device_sum: int = 0
     stream: bool = False  # the GPU may update chunks in host memory, and has staging for their states
     # How many regions the gradients of persistent chunks share, and those of chunks in host memory. 0: every chunk has
     # a region of its own.
@@ -115,6 +117,7 @@ class Plan(Record):
             + (" keep_attention" if self.keep_attention else "")
             + (f" n_speculate={self.n_speculate}" if self.n_speculate else "")
             + (f" n_weight_only={self.n_weight_only}" if self.n_weight_only else "")
+            + (f" n_device_sum={self.n_device_sum}" if self.n_device_sum else "")
             + (" stream" if self.stream else "")
             + (f" n_host_gradient={self.n_host_gradient}" if self.n_host_gradient else "")
             + (f" packed={n_packed}/{self.n_swap}" if (n_packed := sum(map(self.packs, range(n_blocks)))) else "")
@@ -127,6 +130,15 @@ class Plan(Record):
         """Whether ``block`` is swapped, as one packed buffer."""
         packed = bool(self.pack_swaps) and self.pack_swaps[block]
         return packed and self.block_modes[block] is BlockMode.SWAP
+
+    @property
+    def device_sums(self) -> int | None:
+        """``n_device_sum``, or None if a step has one backward and so no sums."""
+        return self.n_device_sum if self.accumulation > 1 else None
+
+    def sums_on_device(self, chunk: int) -> bool:
+        """Whether ``chunk`` is in host memory, and its gradients of several backwards are summed on the device."""
+        return chunk >= max(self.n_persist, self.n_chunks - self.n_device_sum)
 
     @property
     def tokens_per_s(self) -> float:

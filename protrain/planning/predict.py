@@ -110,7 +110,7 @@ class Models:
     def device_bytes(self, modes: Modes, counts: Counts) -> int:
         """Predicted peak on the device."""
         activations = self.memory.activations(modes)
-        return self.memory.device_bytes(counts.n_persist, counts.n_buffer, activations)
+        return self.memory.device_bytes(counts, activations)
 
     def host_bytes(self, modes: Modes, counts: Counts) -> int:
         """Predicted host memory of the engine."""

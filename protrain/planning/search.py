@@ -47,7 +47,11 @@ from protrain.profiler.model_profile import ModelProfile
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
 _MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
 _MOVING_MUST_GAIN = 0.05
-_PER_CHUNK = {"n_persist": -0.005, "n_speculate": 0.001}  # shares of a step if the integer counts all chunks
+_PER_CHUNK = {
+    "n_persist": -0.005,
+    "n_speculate": 0.001,
+    "n_device_sum": 0.001,
+}  # shares of a step if the integer counts all chunks
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
 _PLACEMENTS = 8  # the fewest numbers of persistent chunks on the grid
 _VALUES = 64  # the grid has so many values of other integers, divided by the number of chunks or blocks; two at least
@@ -64,6 +68,9 @@ _DIRECTIONS = [
         {"n_persist": 1, "n_ckpt": 1, "n_speculate": -1},
         {"n_swap": 1, "n_ckpt": -1},
         {"n_speculate": 1, "n_weight_only": 1},
+        {"n_persist": 1, "n_device_sum": -1},
+        {"n_persist": 1, "n_device_sum": -3},  # all states of a chunk take as much memory as about four sums
+        {"n_ckpt": 1, "n_device_sum": 1},
     )
     for sign in (1, -1)
 ]
@@ -130,6 +137,9 @@ class _Search:
             )
             for keeps in ((False, True) if attends else (False,))
         }
+        names = () if self._models[False].memory.accumulates else ("n_device_sum",)
+        self._unused |= dict.fromkeys(names, 0)
+        self._directions = [each for each in _DIRECTIONS if not each.keys() & set(names)]
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
         self._n_values = max(2, _VALUES // self._largest)  # of an integer on the grid
         self._n_starts = max(_STARTS, 2 * self._n_values)  # plans with which the race begins
@@ -166,8 +176,10 @@ class _Search:
             n_persist = fitting[place]
             chunks = _spread(n_chunks - n_persist, self._n_values)
             updates = [(n_speculate, n) for n_speculate in chunks for n in sorted({0, n_speculate})]
-            for n_swap, n_ckpt, (n_speculate, n_weight_only) in product(blocks, blocks, updates):
-                counts = self._fitted(False, Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only))
+            sums = _spread(n_chunks - n_persist, 3) if models.memory.accumulates else [0]
+            for n_swap, n_ckpt, (n_speculate, n_weight_only), n_sum in product(blocks, blocks, updates, sums):
+                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_sum)
+                counts = self._fitted(False, wanted)
                 if counts is None or counts in seen:
                     continue
                 seen.add(counts)
@@ -195,18 +207,20 @@ class _Search:
         n_speculate = wanted.n_speculate if models.runtime.speculates else 0
         enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
         most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
-        n_ckpt, n_buffer, swapped_bytes = self._roomy(keeps, enough, n_persist, n_swap, wanted.n_ckpt, most_ckpt)
+        n_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)
+        n_ckpt, n_buffer, swapped_bytes = self._roomy(keeps, enough, n_persist, n_sum, n_swap, wanted.n_ckpt, most_ckpt)
         most = int(n_buffer.max())
         if most < 0:
             return None
         n_ckpt_swap = int(np.argmax(n_buffer >= min(wanted.n_buffer, most)))  # the fewest
         whole = "n_weight_only" in self._without
-        n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), whole=whole)
-        n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
-        return Counts(n_persist, int(n_buffer[n_ckpt_swap]), n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)
+        swapped = int(swapped_bytes[n_ckpt_swap])
+        n_speculate, least = memory.speculation(n_persist, n_speculate, swapped, n_sum, whole=whole)
+        n_weight_only, buffers = min(max(wanted.n_weight_only, least), n_speculate), int(n_buffer[n_ckpt_swap])
+        return Counts(n_persist, buffers, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)
 
     def _roomy_of(
-        self, keeps: bool, enough: int, n_persist: int, n_swap: int, least_ckpt: int, most_ckpt: int
+        self, keeps: bool, enough: int, n_persist: int, n_device_sum: int, n_swap: int, least_ckpt: int, most_ckpt: int
     ) -> tuple[int, Bytes, Bytes]:
         """The fewest recomputed blocks that make room for ``enough`` buffers, or for as many as possible.
 
@@ -215,13 +229,13 @@ class _Search:
             does not fit), and the host memory of offloaded inputs and swapped activations.
         """
         memory, found = self._models[keeps].memory, []
-        host_bytes = memory.least_host_bytes(n_persist, 0)
+        host_bytes = memory.least_host_bytes(n_persist, 0, n_device_sum)
         for n_ckpt in range(least_ckpt, most_ckpt + 1):
             margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
             fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
             if "n_ckpt_swap" in self._without:
                 fits_host[1:] = False
-            n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes), -1)
+            n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes, n_device_sum), -1)
             found.append((n_ckpt, n_buffer, swapped_bytes))
             if n_buffer.max() >= enough:
                 return found[-1]
@@ -244,7 +258,7 @@ class _Search:
         improved = True
         while improved:
             improved = False
-            for direction in _DIRECTIONS:
+            for direction in self._directions:
                 more_ckpt = direction.get("n_ckpt", 0) >= 0
                 while counts := self._fitted(best.keeps, _moved(best.counts, direction, step), more_ckpt=more_ckpt):
                     limit_ms = best.score_ms * (1 - gain)

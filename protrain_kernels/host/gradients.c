@@ -144,16 +144,3 @@ void protrain_fold(const void *pieces, int dtype, int64_t ranks, int64_t stride,
     if (gradient) zero_padding(gradient, gradient_dtype, offset + count);
     if (accumulator) zero_padding(accumulator, FP32, offset + count);
 }
-
-void protrain_accumulate(float *total, const void *grad, int dtype, int64_t count, int initialise, int threads) {
-    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t first = block * BLOCK, n = MIN(BLOCK, count - first);
-        float buffer[BLOCK];
-        if (initialise)
-            widen(grad, dtype, first, n, total + first);
-        else
-            add_block(total + first, widened(grad, dtype, first, n, buffer), n);
-    }
-}

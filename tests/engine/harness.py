@@ -45,9 +45,10 @@ class Spec:
     stream: bool = False  # the device may update chunks in host memory, of which half have speculative updates at most
     attention: bool = False  # kept by recomputed blocks
     packed: bool = False  # what swapped blocks save goes to host memory in one buffer
+    sums: bool = False  # in steps of several batches the device sums half of the chunks in host memory, rounded up
 
     def __str__(self) -> str:
-        names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed")
+        names = ("small", "speculate", "weights", "whole", "stream", "attention", "packed", "sums")
         chosen = {name: getattr(self, name) for name in names}
         marks = "".join(f"-{name}" for name, is_so in chosen.items() if is_so)
         return f"{self.persist}-{self.buffers}-{''.join(_LETTERS[mode] for mode in self.modes)}{marks}"
@@ -59,7 +60,7 @@ PLANS = (
     Spec("all", "least", (SWAP,)),
     Spec("all", "least", (NONE, SWAP, CKPT)),
     Spec("some", "least", (NONE,)),
-    Spec("some", "middle", (CKPT,), speculate=True, attention=True),
+    Spec("some", "middle", (CKPT,), speculate=True, attention=True, sums=True),
     Spec("some", "all", (SWAP, CKPT, NONE), small=True),
     Spec("some", "least", (SWAP,), small=True, packed=True),
     Spec("none", "least", (NONE,)),
@@ -67,7 +68,7 @@ PLANS = (
     Spec("none", "least", (SWAP,), speculate=True, packed=True),
     Spec("none", "least", (CKPT, NONE, SWAP), small=True, speculate=True),
     Spec("none", "middle", (SWAP, SWAP, NONE), small=True),
-    Spec("none", "all", (CKPT, NONE)),
+    Spec("none", "all", (CKPT, NONE), sums=True),
     Spec("all", "least", (CKPT_SWAP,)),
     Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE), speculate=True),
     Spec("none", "least", (CKPT_SWAP,), small=True, attention=True),
@@ -78,7 +79,7 @@ PLANS = (
 )
 # Every mechanism of a plan once, for what is about none of them. Either half has recomputed and resident blocks.
 FEW_PLANS = (
-    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
+    Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True, sums=True),
     Spec("none", "least", (CKPT, NONE), speculate=True, stream=True),
     Spec("some", "least", (CKPT_SWAP, SWAP, NONE), small=True, attention=True),
     Spec("all", "least", (SWAP, CKPT), packed=True),
@@ -111,6 +112,7 @@ def make_plan(
         n_ckpt_swap=modes.count(CKPT_SWAP),
         n_speculate=n_speculate,
         n_weight_only=n_weight_only,
+        n_device_sum=-(-away // 2) if spec.sums and profile.accumulation > 1 else 0,
         stream=spec.stream,
         keep_attention=spec.attention,
         chunk_elements=chunk_elements,

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,13 @@ class _LateCompute(Stream):
     def wait_for(self, mark: Mark) -> None:
         self.streams.computing_waits(_late(mark).clock)
 
+    @override
+    @contextmanager
+    def running(self, *, after: Mark, done: Mark) -> Iterator[None]:
+        self.wait_for(after)
+        yield
+        self.place(done)
+
 
 class _LateCopies(Stream):
     def __init__(self) -> None:
@@ -145,7 +153,7 @@ class LateStreams(Streams):
         self.between: Callable[[], None] = lambda: None  # called wherever the host's other thread could come in
         self.faults: list[str] = []  # those raised in finalizers would go unseen
         self.issued: list[int] = [0, 0]
-        self.compute = _LateCompute(self)
+        self.compute = self.reduce = _LateCompute(self)  # both run at once, in the order of their calls
         self.copies = (_LateCopies(), _LateCopies())
         self.h2d, self.d2h = self.copies
         self._compute: Clock = (0, 0)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-import protrain_kernels
 from protrain.common.errors import PlanError
-from protrain.engine.gradients.host_gradients import HostGradients
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.sharing import Waiting
 from tests.engine.harness import CKPT, FEW_PLANS, NONE, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
-SPECS = (*FEW_PLANS, Spec("all", "least", (CKPT,)), Spec("some", "least", (NONE, CKPT), small=True))
+SPECS = (
+    *FEW_PLANS,
+    Spec("all", "least", (CKPT,)),
+    Spec("some", "least", (NONE, CKPT), small=True),
+    Spec("none", "least", (CKPT, NONE), speculate=True, stream=True, sums=True),
+    Spec("some", "least", (CKPT,), small=True, sums=True),
+)
 Batch = dict[str, Tensor]
 Within = Callable[..., tuple[nn.Module, ProTrainOptimizer]]
 SETTINGS: dict[str, tuple[torch.dtype, Loop, bool]] = {  # dtype, loop, whether updates run inside backward
@@ -35,7 +36,6 @@ SETTINGS: dict[str, tuple[torch.dtype, Loop, bool]] = {  # dtype, loop, whether 
 def test_the_plain_loops_bits_within_what_was_planned(
     tiny_model: Callable[..., nn.Module],
     tiny_batch: Callable[..., Batch],
-    monkeypatch: pytest.MonkeyPatch,
     device: torch.device,
     name: str,
 ) -> None:
@@ -44,7 +44,6 @@ def test_the_plain_loops_bits_within_what_was_planned(
     Each setting meets every second plan, which begins with the first or with the second in turn.
     """
     dtype, loop, inside = SETTINGS[name]
-    monkeypatch.setattr(HostGradients, "make_accumulator", None)  # none is made on demand
     n_batches = 2 * loop.accumulate
     batches = [tiny_batch(seed) for seed in range(n_batches + 1)]
     expected, final = plain_run(lambda: tiny_model("gpt2"), batches, loop=loop, device=device, dtype=dtype)
@@ -86,39 +85,12 @@ def within(tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch
             dtype=torch.bfloat16,
             plan=plan,
             host_memory=plan.host_bytes + more_bytes,
-            device_memory=plan.device_bytes,
+            device_memory=plan.device_bytes + more_bytes,
             progress=False,
             **options,
         )
 
     return wrap
-
-
-def test_the_device_waits_for_sums_of_a_late_host(
-    tiny_model: Callable[..., nn.Module],
-    tiny_batch: Callable[..., Batch],
-    monkeypatch: pytest.MonkeyPatch,
-    device: torch.device,
-) -> None:
-    """The device may take a chunk whose speculative update the host has not begun, as the sum before it takes long."""
-
-    def late(*arguments: Any, **options: Any) -> None:
-        time.sleep(0.02)
-        protrain_kernels.host_accumulate(*arguments, **options)
-
-    def first(waiting: Sequence[Waiting], *_: Any) -> int | None:
-        return next((index for index, update in enumerate(waiting) if update.device_ms < math.inf), None)
-
-    loop = Loop(accumulate=2)
-    batches = [tiny_batch(seed) for seed in range(8)]
-    expected, final = plain_run(lambda: tiny_model("gpt2"), batches, loop=loop, device=device, dtype=torch.float32)
-    monkeypatch.setattr("protrain.engine.gradients.host_gradients.host_accumulate", late)
-    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", first)  # the device takes what it can
-    model = tiny_model("gpt2")
-    spec = Spec("none", "least", (CKPT, NONE), speculate=True, stream=True)
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, accumulation=2)
-    assert loop.run(wrapped, optimizer, batches) == expected
-    assert_same(states(wrapped, optimizer), final)
 
 
 def test_a_plan_for_single_batches_is_carried_out_where_it_fits_and_named_where_not(within: Within) -> None:

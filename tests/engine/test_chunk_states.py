@@ -14,11 +14,9 @@ from protrain.engine.updates.worker import Job
 from tests.engine.test_gradient_pool import chunk_of
 
 JOBS: SimpleQueue[Job | None] = SimpleQueue()
-BEGUN = [ChunkState.SUMMING, ChunkState.SPECULATED, ChunkState.UPDATING]
+BEGUN = [ChunkState.SPECULATED, ChunkState.UPDATING]
 ILLEGAL = {
-    (ChunkState.SPECULATED, ChunkState.SUMMING),
     (ChunkState.SPECULATED, ChunkState.SPECULATED),
-    (ChunkState.UPDATING, ChunkState.SUMMING),
     (ChunkState.UPDATING, ChunkState.SPECULATED),
 }
 

@@ -57,7 +57,8 @@ def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
     counters.clear()
     for spec in specs:
         model = tiny_model(family)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, dtype=dtype, compile=True)
+        options: dict[str, Any] = {"dtype": dtype, "compile": True, "accumulation": 2}
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, **options)
         assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
         assert_same(states(wrapped, optimizer), final)
     assert counters["stats"]["unique_graphs"] == 1, "compiled again for another block, placement or plan"

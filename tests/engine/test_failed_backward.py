@@ -104,7 +104,8 @@ def test_another_backward_at_once(spec: Spec, at: str, device: torch.device) -> 
     model, failure = failing()
     expected = run(*prepare_plain(model, adamw(model), device=device, dtype=torch.float32), failure)
     model, failure = failing()
-    assert_same(run(*wrap_under(spec, model, adamw(model), batches()[0], device=device), failure), expected)
+    wrapped = wrap_under(spec, model, adamw(model), batches()[0], device=device, accumulation=2)
+    assert_same(run(*wrapped, failure), expected)
 
 
 @pytest.mark.parametrize("same_graph", [False, True], ids=["new-forward", "same-graph"])

@@ -200,26 +200,22 @@ class Way:
     """How the engine does it."""
 
     spec: Spec
-    planned: bool = False  # for so many backwards
-    tight: bool = False  # without device memory for accumulators that were not planned
     inside: bool = False  # updates run inside the last backward
-    on_host: frozenset[bool] = frozenset([True])  # where accumulators lie
+    on_host: frozenset[bool] = frozenset([True])  # where sums lie
 
 
 ALL, NO = Spec("all", "least", (NONE,)), Spec("none", "least", (CKPT, NONE))
 BOTH, DEVICE = frozenset([False, True]), frozenset([False])
 WAYS = {
     "device": Way(ALL, on_host=DEVICE),
-    "device-planned": Way(ALL, planned=True, on_host=DEVICE),
-    "persistent-but-summed-on-host": Way(ALL, tight=True),
     "host": Way(NO),
-    "host-planned": Way(NO, planned=True, tight=True),
-    "some-planned": Way(Spec("some", "least", (NONE,), small=True), planned=True, tight=True, on_host=BOTH),
+    "sums-on-device": Way(replace(NO, sums=True), on_host=BOTH),
+    "some": Way(Spec("some", "least", (NONE,), small=True), on_host=BOTH),
     "speculative": Way(Spec("none", "least", (CKPT,), speculate=True)),
-    "speculative-planned": Way(Spec("none", "least", (CKPT,), speculate=True), planned=True),
+    "speculative-sums-on-device": Way(Spec("none", "least", (CKPT,), speculate=True, sums=True), on_host=BOTH),
     "speculative-weights": Way(Spec("none", "least", (NONE,), small=True, speculate=True, weights=True)),
     "streamed": Way(Spec("none", "least", (CKPT,), small=True, stream=True)),
-    "inside": Way(Spec("some", "least", (NONE,), small=True), planned=True, inside=True, on_host=BOTH),
+    "inside": Way(Spec("some", "least", (NONE,), small=True), inside=True, on_host=BOTH),
 }
 
 
@@ -239,7 +235,7 @@ def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.Monk
     # As if the host had begun speculative updates in time, and were late with all others.
     monkeypatch.setattr(Window, "is_closed", lambda _: False)
     monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", first_possible)
-    options: dict[str, Any] = {"accumulation": case.backwards} if way.planned else {}
+    options: dict[str, Any] = {"accumulation": case.backwards}
     if way.inside:
         options["step_during_backward"] = True
     model = make()
@@ -250,7 +246,7 @@ def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.Monk
         residual.batches(1)[0],
         device=CPU,
         dtype=case.dtype,
-        tight=way.tight,
+        tight=True,
         **options,
     )
     check(wrapped, optimizer, case, no_sync=way.inside)

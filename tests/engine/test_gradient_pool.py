@@ -27,7 +27,6 @@ from tests.engine.harness import (
     SWAP,
     Loop,
     Spec,
-    Trainer,
     adamw,
     assert_same,
     default_loss,
@@ -38,7 +37,6 @@ from tests.engine.harness import (
     wrap_under,
 )
 from tests.engine.lateness import Lateness
-from tests.engine.plain_loop import prepare_plain
 
 SPECS = (
     Spec("all", "least", (NONE, CKPT), small=True),
@@ -110,38 +108,6 @@ def test_the_bits_are_those_of_the_plain_loop(
     assert len(set(expected)) > 1, "it does not train"
     assert Loop().run(model, optimizer, [tiny_batch(seed) for seed in range(3)]) == expected
     assert_same(states(model, optimizer), final)
-
-
-_accumulated: dict[torch.device, tuple[list[float], dict[str, Tensor]]] = {}  # by the plain loop
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_accumulation_in_no_sync_gives_the_same_bits(
-    wrapped: Wrap,
-    tiny_model: Callable[..., nn.Module],
-    tiny_batch: Callable[..., Batch],
-    monkeypatch: pytest.MonkeyPatch,
-    spec: Spec,
-    device: torch.device,
-) -> None:
-    """Gradients under no_sync() must outlast their shared buffers; steps before and after need no accumulators."""
-
-    def run(model: nn.Module, optimizer: Trainer) -> tuple[list[float], dict[str, Tensor]]:
-        batches = [tiny_batch(seed) for seed in range(8)]
-        values = Loop().run(model, optimizer, batches[:1])
-        values += Loop(accumulate=3, no_sync=True).run(model, optimizer, batches[1:7])
-        values += Loop().run(model, optimizer, batches[7:])
-        return values, states(model, optimizer)
-
-    forbid_more(monkeypatch)
-    if device not in _accumulated:
-        plain = tiny_model("gpt2")
-        _accumulated[device] = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
-    model, optimizer = wrapped(spec, dtype=torch.bfloat16)
-    optimizer._engine.memory.host_bytes = 2**32  # accumulators come on top
-    losses, final = run(model, optimizer)
-    assert losses == _accumulated[device][0]
-    assert_same(final, _accumulated[device][1])
 
 
 def make_residual() -> nn.Module:

@@ -75,7 +75,7 @@ def by_loops(model: nn.Module, optimizer: ProTrainOptimizer) -> Tensor:
 @functools.cache
 def norms_of_clip_grad_norm(device: torch.device, dtype: torch.dtype, accumulate: int) -> list[float]:
     """What the optimizer's own clipping returns in each step."""
-    wrapped = wrapped_under(RESIDENT, device, dtype)
+    wrapped = wrapped_under(RESIDENT, device, dtype, accumulation=accumulate)
     return train(wrapped, lambda _, optimizer: optimizer.clip_grad_norm_(0.05), accumulate=accumulate)[0]
 
 
@@ -100,9 +100,9 @@ def test_torchs_own_clipping_gives_the_same_bits_under_every_plan(
 ) -> None:
     accumulate, tight = options.get("accumulate", 1), options.get("tight", False)
     ours = norms_of_clip_grad_norm(device, dtype, accumulate)
+    how: dict[str, Any] = {"tight": tight, "accumulation": accumulate}
     found = [
-        train(wrapped_under(spec, device, dtype, tight=tight), clip, accumulate=accumulate)
-        for spec in (RESIDENT, *specs)
+        train(wrapped_under(spec, device, dtype, **how), clip, accumulate=accumulate) for spec in (RESIDENT, *specs)
     ]
     norms, final = found[0]
     assert norms == pytest.approx(ours, rel=1e-3, nan_ok=True)
@@ -313,7 +313,7 @@ def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
 
 
 def test_no_factor_once_updates_have_begun(device: torch.device) -> None:
-    model, optimizer = wrapped_under(OFFLOADED, device, step_during_backward=True)
+    model, optimizer = wrapped_under(OFFLOADED, device, step_during_backward=True, accumulation=2)
     no_sync: Any = model.no_sync
     with no_sync():
         default_loss(model, batches()[0]).backward()

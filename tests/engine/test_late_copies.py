@@ -155,12 +155,9 @@ LOOPS = {
 @pytest.mark.parametrize("name", LOOPS)
 def test_loops(name: str, lateness: Lateness) -> None:
     loop = LOOPS[name]
-    check(lateness, lambda model, optimizer: loop.run(model, optimizer, batches(2 + loop.accumulate)), name)
-
-
-@pytest.mark.parametrize("name", ["accumulation", "accumulation without sync"])
-def test_accumulation_in_host_memory(name: str, lateness: Lateness) -> None:
-    check(lateness, lambda model, optimizer: LOOPS[name].run(model, optimizer, batches(4)), name, tight=True)
+    n_batches = 2 + loop.accumulate
+    options: dict[str, Any] = {"accumulation": loop.accumulate, "tight": loop.accumulate > 1}
+    check(lateness, lambda model, optimizer: loop.run(model, optimizer, batches(n_batches)), name, **options)
 
 
 def test_float16_with_skipped_steps(lateness: Lateness) -> None:
@@ -174,6 +171,7 @@ def test_updates_inside_backward(lateness: Lateness) -> None:
         lambda model, optimizer: Loop(accumulate=2, no_sync=True).run(model, optimizer, batches(4)),
         "accumulation inside backward",
         step_during_backward=True,
+        accumulation=2,
     )
 
 
@@ -273,7 +271,7 @@ BETWEEN: dict[str, Run] = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_between(name: str, lateness: Lateness) -> None:
-    check(lateness, BETWEEN[name], name)
+    check(lateness, BETWEEN[name], name, accumulation=3 if name == "several backwards" else 1)
 
 
 def test_steps_in_a_row(lateness: Lateness) -> None:

@@ -11,8 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.common.errors import BudgetError, MisuseError, PlanError
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, states, wrap_under
+from protrain.common.errors import BudgetError, MisuseError
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    FEW_PLANS,
+    NONE,
+    SWAP,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    states,
+    wrap_under,
+)
 from tests.engine.unharmed import CPU, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 
 
@@ -241,18 +253,32 @@ def test_more_forwards_than_the_host_has_room_to_swap() -> None:
     assert tight[1].report().host_bytes <= tight[1].plan.host_bytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulation_that_the_host_has_no_room_for(dtype: torch.dtype) -> None:
-    def backward(model: nn.Module) -> None:
-        model(*inputs).float().square().mean().backward()
-
-    inputs = (torch.randn(4, 256, generator=torch.Generator().manual_seed(0)),)
-    roomy, tight = roomy_and_tight(256, 4, Spec("none", "least", (NONE,)), inputs, dtype)
-    backward(tight[0])
-    with pytest.raises(PlanError, match=r"host.*fp32 accumulators.*number of calls as accumulation= to protrain"):
-        backward(tight[0])
-    tight[1].zero_grad()
-    for model, optimizer in (roomy, tight):
-        backward(model)
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE,))], ids=str)
+def test_one_backward_more_than_planned_is_refused_and_nothing_is_lost(spec: Spec, accumulation: int) -> None:
+    results = []
+    for more in (False, True):
+        model, data = residual.make(), residual.batches(2)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, accumulation=accumulation)
+        torch.manual_seed(1)
+        for _ in range(accumulation):
+            default_loss(wrapped, data[0]).backward()
+        if more:
+            message = rf"another backward\(\) .*pass accumulation={accumulation + 1} or more to protrain.wrap"
+            loss = default_loss(wrapped, data[1])
+            for _ in range(2):
+                with pytest.raises(MisuseError, match=message):
+                    loss.backward(retain_graph=True)
         optimizer.step()
-    assert_same(states(*tight), states(*roomy))
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_no_sync_begins_a_sum_that_must_be_planned() -> None:
+    model, data = residual.make(), residual.batches(1)
+    wrapped, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model), data[0], device=CPU)
+    no_sync: Any = wrapped.no_sync
+    with no_sync(), pytest.raises(MisuseError, match=r"under model.no_sync\(\) .*pass accumulation=2 or more"):
+        default_loss(wrapped, data[0]).backward()
+    default_loss(wrapped, data[0]).backward()
+    optimizer.step()

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.gradients import host_gradients
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
@@ -243,21 +242,3 @@ def test_an_error_in_an_update_is_raised_where_the_chunk_is_needed(gates: Gates,
         with pytest.raises(ArithmeticError, match=f"the update of chunk {failing} failed"):
             read()
     assert sorted(gates.finished) == [index for index in range(BLOCKS) if index != failing], "the others were done"
-
-
-@pytest.mark.parametrize("n_speculate", [0, BLOCKS], ids=["late", "early"])
-def test_gradients_that_could_not_be_added_update_nothing(n_speculate: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(acc: Tensor, grad: Tensor, *, initialise: bool, threads: int) -> None:
-        if not initialise:
-            raise ArithmeticError("the addition failed")
-
-    model, optimizer = wrap_chain(n_speculate=n_speculate)
-    before = [chunk.weight.clone() for chunk in optimizer._engine.chunks]
-    monkeypatch.setattr(host_gradients, "host_accumulate", failing)
-    for _ in range(2):
-        model(*batch()).backward()
-    optimizer.step()
-    for read in (model.state_dict, optimizer.state_dict):
-        with pytest.raises(ArithmeticError, match="the addition failed"):
-            read()
-    assert all(chunk.weight.equal(weight) for chunk, weight in zip(optimizer._engine.chunks, before, strict=True))

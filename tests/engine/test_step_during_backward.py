@@ -179,7 +179,7 @@ def test_clipping_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -
 def test_a_step_after_no_sync_alone_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
     results = []
     for misuse in (False, True):
-        model, optimizer = wrapped(SPECS[1], during=True)
+        model, optimizer = wrapped(SPECS[1], during=True, accumulation=2)
         quiet: Any = model.no_sync
         with quiet():
             model(**tiny_batch()).loss.backward()
@@ -209,7 +209,7 @@ def test_gradients_of_other_things_update_nothing(
 
     results = []
     for looks in (False, True):
-        model, optimizer = wrapped(spec, during=True)
+        model, optimizer = wrapped(spec, during=True, accumulation=2)
         model.eval()  # without dropout: looking draws no random numbers
         quiet: Any = model.no_sync
         for _ in range(2):

@@ -22,7 +22,6 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine.gradients.host_gradients import host_accumulate
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
 from protrain.engine.updates.host_updates import ChunkUpdate, Window
@@ -173,19 +172,14 @@ def test_skipped_steps_change_nothing(device: torch.device) -> None:
     assert 0 < optimizer.skipped_steps < n_steps
 
 
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("no_sync", [False, True], ids=["backwards", "no-sync"])
-def test_a_gradient_that_the_host_still_adds_to_is_waited_for(
-    device: torch.device,
-    updates: list[tuple[Chunk, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    no_sync: bool,
+def test_sums_of_several_backwards(
+    device: torch.device, updates: list[tuple[Chunk, str, str]], no_sync: bool, sums: bool
 ) -> None:
-    def slow(*args: Any, **options: Any) -> None:
-        time.sleep(0.005)
-        host_accumulate(*args, **options)
-
-    monkeypatch.setattr("protrain.engine.gradients.host_gradients.host_accumulate", slow)
-    optimizer = trained(looping(max_norm=0.5, accumulate=2, no_sync=no_sync), device)
+    spec = dataclasses.replace(SPEC, sums=sums)
+    run = looping(max_norm=0.5, accumulate=2, no_sync=no_sync)
+    optimizer = trained(run, device, spec=spec, accumulation=2)
     check_shared(updates, optimizer, steps=STEPS // 2)
 
 
@@ -195,7 +189,7 @@ def test_after_a_backward_with_updates_inside(
 ) -> None:
     monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
     run = looping(accumulate=accumulate, no_sync=accumulate > 1)
-    optimizer = trained(run, device, step_during_backward=True)
+    optimizer = trained(run, device, step_during_backward=True, accumulation=accumulate)
     check_shared(updates, optimizer, steps=STEPS // accumulate)
 
 

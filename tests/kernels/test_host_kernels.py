@@ -1,4 +1,4 @@
-"""The host kernels: accumulation, thread counts, and a free GIL."""
+"""The host kernels: thread counts, and a free GIL."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from protrain_kernels import (
     adam_scalars,
     flatten,
     fold,
-    host_accumulate,
     join,
     split,
     sum_of_squares,
@@ -28,25 +27,7 @@ from protrain_kernels import (
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
-@pytest.mark.parametrize("how", ["c", "aten"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_accumulate(
-    monkeypatch: pytest.MonkeyPatch, compiled: None, same_bits: Callable[..., None], dtype: torch.dtype, how: str
-) -> None:
-    monkeypatch.setenv("PROTRAIN_HOST_KERNELS", how)
-    generator = torch.Generator().manual_seed(0)
-    for count in (1, 511, 512, 5000, 100_000):
-        acc = torch.full((count + 1,), torch.nan)
-        first, second = (torch.randn(count, generator=generator).to(dtype) for _ in range(2))
-        host_accumulate(acc[:count], first, initialise=True, threads=2)
-        same_bits(acc[:count], first.float())
-        host_accumulate(acc[:count], second, initialise=False, threads=2)
-        same_bits(acc[:count], first.float() + second.float())
-        assert acc[count].isnan()
-
-
 CALLS: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
-    lambda values, out: host_accumulate(out, values, initialise=True),
     lambda values, out: sum_of_squares(values, out[:1]),
     lambda values, out: flatten([values], out, [0]),
     lambda values, out: fold(
@@ -69,13 +50,6 @@ def test_values_that_are_not_those_in_memory_are_refused(call: Callable[[torch.T
     ):
         with pytest.raises(ValueError, match=message):
             call(values, torch.zeros(128, device=values.device))
-
-
-def test_accumulate_names_bad_arguments() -> None:
-    with pytest.raises(ValueError, match=r"acc must be torch\.float32"):
-        host_accumulate(torch.zeros(8).bfloat16(), torch.zeros(8), initialise=True)
-    with pytest.raises(ValueError, match="grad has 4 elements and needs 8"):
-        host_accumulate(torch.zeros(8), torch.zeros(4), initialise=True)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -152,22 +126,25 @@ def test_a_call_too_short_to_share_wakes_no_threads(compiled: None) -> None:
     code = """
 import os, torch
 torch.set_num_threads(1)  # its threads would be counted
-from protrain_kernels import host_accumulate
+from protrain_kernels import adam, adam_scalars
+scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
 def threads(count):
-    host_accumulate(torch.zeros(count), torch.zeros(count), initialise=True, threads=64)
+    weight, exp_avg, exp_avg_sq, grad = torch.zeros(4, count)
+    adam(weight, None, exp_avg, exp_avg_sq, grad, scalars, threads=64)
     return set(os.listdir("/proc/self/task"))
-before = threads(1)
-short, long = threads(30_000), threads(300_000)
+before = threads(128)
+short, long = threads(30_080), threads(300_032)
 assert short == before, (short, before)
 assert len(long - before) == 63, long
-assert threads(30_000) == threads(300_000) == long  # nor ends those that there are
+assert threads(30_080) == threads(300_032) == long  # nor ends those that there are
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_other_threads_run_during_a_call(compiled: None) -> None:
     """A library that held the GIL would let the main thread count to next to nothing."""
-    acc, grad = torch.zeros(1 << 24), torch.ones(1 << 24, dtype=torch.bfloat16)
+    scalars = adam_scalars(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, step=1, decoupled=True)
+    weight, exp_avg, exp_avg_sq, grad = torch.zeros(4, 1 << 23)
     most = 0
     for _ in range(10):  # a busy machine may give the main thread no core for a while
         inside = threading.Event()
@@ -175,7 +152,7 @@ def test_other_threads_run_during_a_call(compiled: None) -> None:
 
         def call(inside: threading.Event = inside, done: threading.Event = done) -> None:
             inside.set()
-            host_accumulate(acc, grad, initialise=False, threads=1)
+            adam(weight, None, exp_avg, exp_avg_sq, grad, scalars, threads=1)
             done.set()
 
         thread = threading.Thread(target=call)

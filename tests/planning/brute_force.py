@@ -161,7 +161,10 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
                 <= hardware.host_bytes
             ]
             for n_buffer in range(least, most + 1):
-                if memory.device_bytes(n_persist, n_buffer, activations) > hardware.device_bytes:
+                if (
+                    memory.device_bytes(Counts(n_persist, n_buffer, n_swap, n_ckpt), activations)
+                    > hardware.device_bytes
+                ):
                     break
                 for n_speculate, n_weight_only in updates:
                     yield Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only)

@@ -162,17 +162,15 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
         assert host == total - parts["persistent chunks"]
     several = _model(replace(traced, accumulation=2))
     for n_persist in range(n_chunks):
-        # A sum of 4 bytes, on the device in place of the gradient; in host memory gradients share two regions.
-        counts = placed(n_persist, 1)
-        more = several.host_bytes(counts, activations) - memory.host_bytes(counts, activations)
-        gradients = several.host_gradient_bytes(n_persist, 0) - memory.host_gradient_bytes(n_persist, 0)
-        assert more - gradients == several.accumulator_bytes(n_persist)
-        assert several.accumulator_bytes(n_persist) == 4 * sum(chunk.elements for chunk in layout.chunks[n_persist:])
-        assert (
-            several.host_gradient_bytes(n_persist, 0)
-            <= 2 * layout.gradient_elements(n_persist)[0] * traced.element_bytes
-        )
-        assert several.static_bytes(n_persist, 1) == memory.static_bytes(n_persist, 1)
+        # A sum of 4 bytes takes the place of the gradient of fp32. It passes through three buffers.
+        for n_sum in range(n_chunks - n_persist + 1):
+            counts = placed(n_persist, 1)._replace(n_device_sum=n_sum)
+            in_host, summed = layout.chunks[n_persist : n_chunks - n_sum], layout.chunks[n_chunks - n_sum :]
+            assert several.host_bytes(counts, activations) == memory.host_bytes(placed(n_persist, 1), activations)
+            assert several.host_sum_bytes(n_persist, n_sum) == 4 * sum(chunk.elements for chunk in in_host)
+            more = several.static_bytes(n_persist, 1, n_sum) - memory.static_bytes(n_persist, 1)
+            buffer = max((chunk.elements for chunk in in_host), default=0)
+            assert more == 4 * sum(chunk.elements for chunk in summed) + 3 * 4 * buffer
     # All on the device: no staging, only the partial sums of the norm.
     assert memory.static_parts(n_chunks, 0)["gradient staging"] == memory.partial_bytes
     assert memory.static_bytes(0, 3) - memory.static_bytes(0, 2) == layout.chunk_elements * 4

@@ -363,17 +363,14 @@ def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
 def test_a_step_of_several_batches_updates_once() -> None:
     three = replace(make_profile(3.0, 6.0), accumulation=3)
     assert step_ms(three, (NONE,) * 4, 4, 0) == pytest.approx(3 * 4 * 9.0 + 4 * DEVICE_UPDATE, rel=1e-4)
-    # From the norm, for which the host has gone through the sums, to the last chunk; an update reads sums of 4 bytes.
+    # From the norm to the last chunk; an update reads sums of 4 bytes, or gradients of 2 where sums are on the device.
     slow: dict[str, Any] = {"host_adam_gparams": 0.0128}  # 100 ms a chunk of 26 bytes a parameter
-    last = (4 + 28) / 26 * 3 * 100.0 + MOVE + 3.0 + 4 * 6.0
-    # An addition reads and writes a sum and reads a gradient; of those that come before, all of a batch are added in
-    # its backward or wait for the one before.
-    add = (2 + 8) / 26 * 100.0
-    assert 2 * 3 * add + last <= step_ms(three, (NONE,) * 4, 1, 2, **slow) <= 2 * (3 * add + 4 * 9.0) + last
-    inside = model_of(three, replace(MACHINE, **slow), update_in_backward=True)
-    assert inside.step_ms((NONE,) * 4, placed(1, 2)) == pytest.approx(
-        2 * 3 * add + 3 * (add + 28 / 26 * 100.0), rel=0.1
-    )
+    last = 28 / 26 * 3 * 100.0 + MOVE + 3.0 + 4 * 6.0
+    assert step_ms(three, (NONE,) * 4, 1, 2, **slow) == pytest.approx(2 * 36.0 + last, rel=0.1)
+    model = model_of(three, replace(MACHINE, **slow))
+    on_device = model.step_ms((NONE,) * 4, placed(1, 2)._replace(n_device_sum=3))
+    assert on_device == pytest.approx(2 * 36.0 + last - 2 / 26 * 300.0, rel=0.1)
+    assert on_device < step_ms(three, (NONE,) * 4, 1, 2, **slow)
 
 
 def test_the_papers_formula() -> None:

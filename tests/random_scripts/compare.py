@@ -49,7 +49,7 @@ def case_of(seed: int, ranks: int = 1) -> tuple[Case, list[Action]]:
     # BatchNorm computes in another type on the plain side.
     dtype = torch.float32 if model == "counting" else rng.choice(dtypes)
     inside = dtype is not torch.float16 and rng.random() < 0.3
-    more: Any = {"narrow": rng.random() < 0.2, "accumulation": rng.choice((1, 4) if ranks == 1 else (1, 4, 4))}
+    more: Any = {"narrow": rng.random() < 0.2, "accumulation": rng.choice((1, 4, 4))}
     # The first batch must call all blocks, which that of a routed model may not do.
     late = rng.random() < 0.2 and model != "routed"
     case = Case(model, dtype, rng.choice(PLANS), inside, ranks, **more, late=late)

@@ -1,28 +1,26 @@
 """Gradients: from autograd into chunks, to host memory, summed over several backwards, and their norm.
 
 A hook takes each gradient as soon as autograd has finished it. When backward leaves a unit, the gradients of the unit
-are flattened into their chunks. Those of a persistent chunk go into its gradient; all others go into one of two staging
-buffers and from there to host memory. The same pass over the data yields the sums of squares of each tile of a
+are flattened into their chunks: into a gradient or a sum on the device, or into a lane and from there to host memory
+(``protrain.engine.gradients.host_gradients``). The same pass over the data yields the sums of squares of each tile of a
 parameter. Their order depends on nothing but the parameter, so the norm has the same bits under every plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.host_gradients import HostGradients, Ranges
+from protrain.engine.gradients.host_gradients import HostGradients
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPools
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import take_gradient
-from protrain_kernels import AdamScalars, flatten
+from protrain_kernels import AdamScalars, Slice, flatten
 
 
 class Settings(NamedTuple):
@@ -38,10 +36,9 @@ class Gradients:
 
     Args:
         managed: the model.
-        worker: adds gradients in host memory.
     """
 
-    def __init__(self, managed: ManagedModel, *, worker: HostWorker) -> None:
+    def __init__(self, managed: ManagedModel) -> None:
         memory, members = managed.memory, managed.members
         self.members = members
         self.device, self.dtype = memory.device, memory.dtype
@@ -52,8 +49,10 @@ class Gradients:
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
         self.pools = GradientPools(managed)
-        self.host_gradients = HostGradients(managed, self.pools, worker)
-        self._poison = memory.poison
+        self.host_gradients = HostGradients(managed, self.squares.partials)
+        self._streams, self._poison = memory.streams, memory.poison
+        self._accumulation = managed.plan.accumulation
+        self.backwards = 0  # of the step, that bring gradients
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
@@ -87,17 +86,29 @@ class Gradients:
             items = sorted(pending[chunk], key=lambda item: item[0].offset)
             again = [item for item in items if self.present[item[0].index]]
             first = [item for item in items if not self.present[item[0].index]]
-            if chunk.accumulator is None and self._accumulates(chunk, again=bool(again)):
-                self.host_gradients.make_accumulator(chunk, begun=self.has_gradients(chunk))
+            if again and chunk.accumulator is None:
+                raise _one_more(f"a second gradient of {again[0][0].name}", 2)
             self._store(chunk, first, accumulate=False)
             self._store(chunk, again, accumulate=True)
             for member, _ in items:
                 self.present[member.index] = True
                 self.delivered.add(member.index)
+            if self.is_last:
+                self.host_gradients.send(chunk)
         return touched
 
-    def refuse_backward(self) -> None:
-        """MisuseError if no other backward may come."""
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last backward that the plan has for a step."""
+        return self.backwards == self._accumulation
+
+    def count_backward(self) -> None:
+        """Another backward brings gradients. MisuseError if it is one more than planned."""
+        begins = self.no_sync and not self.backwards  # a sum, as another backward follows
+        if self.backwards + begins >= self._accumulation:
+            what = "a backward() under model.no_sync()" if begins else "another backward()"
+            raise _one_more(what, self.backwards + begins + 1)
+        self.backwards += 1
 
     def has_gradients(self, chunk: Chunk) -> bool:
         """Whether any parameter of ``chunk`` has a gradient."""
@@ -116,7 +127,7 @@ class Gradients:
         return self.has_all(chunk)
 
     def combine(self, settings: Callable[[], Settings]) -> None:
-        """All ranks have reduced their gradients of a backward: make known to each who has one, and the norm.
+        """All gradients of a backward are in chunks. Several ranks make known to each other who has one, and the norm.
 
         Args:
             settings: returns those of this rank, which must be those of all. With one rank nobody asks for them.
@@ -124,6 +135,7 @@ class Gradients:
         Raises:
             MisuseError: it is not the same, or a gradient came too late to be reduced.
         """
+        self._streams.compute.wait_for(self.host_gradients.added)
 
     def forget(self, index: int) -> bool:
         """The user has set ``.grad`` of parameter ``index`` to None. Returns whether this was the last gradient."""
@@ -138,43 +150,73 @@ class Gradients:
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
         self.pools.release_all()
+        self.host_gradients.reset()
+        self.backwards = 0
         self.pending.clear()
         self.present = [False] * len(self.members)
         self.forgotten.clear()
         self.squares.reset()
 
-    def _accumulates(self, chunk: Chunk, *, again: bool) -> bool:
-        """Whether ``chunk`` needs an accumulator now. ``again`` tells whether one of its parameters has a gradient."""
-        if self.pools.of(chunk) is not None:
-            return again or self.no_sync
-        return again and not (chunk.persistent and self.dtype is torch.float32)
-
     def _store(self, chunk: Chunk, items: list[tuple[Member, Tensor]], *, accumulate: bool) -> None:
         if not items:
             return
-        members = [member for member, _ in items]
+        members, lanes = [member for member, _ in items], self.host_gradients
         gradients = [gradient.contiguous() for _, gradient in items]
         offsets = [member.offset for member in members]
-        squares, tile_offsets = self.squares.partials, [self.squares.offsets[member.index] for member in members]
-        if chunk.persistent and not chunk.accumulator_on_host:
-            if chunk.accumulator is None:
-                self.pools.acquire(chunk)
-            where = offsets, squares, tile_offsets
-            flatten(gradients, chunk.gradient, *where, accumulate=accumulate, weight_dtype=self.dtype)
+        where = offsets, self.squares.partials, [self.squares.offsets[member.index] for member in members]
+        on_device = chunk.accumulator is not None and not chunk.accumulator_on_host
+        self.pools.acquire(chunk)
+        if on_device or chunk.persistent:
+            target = chunk.accumulator if on_device else chunk.grad
+            assert target is not None
+            flatten(gradients, target, *where, accumulate=accumulate, weight_dtype=self.dtype)
+            if not chunk.persistent:
+                lanes.note(chunk, [slice(run[0].offset, run[-1].stop) for run in runs(members)])
             return
-        staging, drained = self.host_gradients.staging(chunk)
+        lane = lanes.lane(chunk)
+        self._streams.compute.wait_for(lane.shard_free)
         if self._poison:
-            staging.fill_(float("nan"))
-        flatten(gradients, staging, offsets, squares, tile_offsets, accumulate=False)
-        self.host_gradients.send(chunk, _merged(members), staging, drained, accumulate=accumulate)
+            lane.shard.fill_(float("nan"))
+        if chunk.accumulator is None:
+            flatten(gradients, lane.shard, *where)
+            lanes.offload(chunk, lane, [slice(run[0].offset, run[-1].stop) for run in runs(members)])
+            return
+        flatten(gradients, lane.shard, offsets)
+        for run in runs(members):
+            own = slice(run[0].offset, run[-1].stop)
+            part = lane.shard[own]
+            lanes.add(chunk, lane, own, part[None], self._slices(run), target=part, again=accumulate)
+
+    def _slices(self, run: Sequence[Member]) -> tuple[Slice, ...]:
+        """The whole parameters of ``run``, whose range begins with the first of them."""
+        return tuple(
+            Slice(
+                offset=member.offset - run[0].offset,
+                numel=member.numel,
+                first=0,
+                parameter_numel=member.numel,
+                partial_offset=self.squares.offsets[member.index],
+            )
+            for member in run
+        )
 
 
-def _merged(members: list[Member]) -> Ranges:
-    """The ranges of elements that cover ``members``, which are sorted by offset, and their padding."""
-    ranges: Ranges = []
+def _one_more(what: str, needed: int) -> MisuseError:
+    """The error for gradients that come when all that were planned are there."""
+    return MisuseError(
+        f"{what} in a step, for whose sum in fp32 this plan has no memory: pass accumulation={needed} or more to "
+        "protrain.wrap, the most backward() calls that a step will have. Otherwise call "
+        "optimizer.zero_grad() after each step(), and backward() once on the sum of several losses. Under no_sync() no "
+        "process trains weights of its own, as LocalSGD lets it, because each has a part of one model"
+    )
+
+
+def runs(members: Sequence[Member]) -> list[list[Member]]:
+    """``members``, sorted by chunk and offset, in runs of neighbours."""
+    found: list[list[Member]] = []
     for member in members:
-        if ranges and ranges[-1][1] == member.offset:
-            ranges[-1] = (ranges[-1][0], member.stop)
+        if found and found[-1][-1].chunk is member.chunk and found[-1][-1].stop == member.offset:
+            found[-1].append(member)
         else:
-            ranges.append((member.offset, member.stop))
-    return ranges
+            found.append([member])
+    return found

@@ -1,216 +1,215 @@
-"""Gradients on their way to host memory, and the sums of several backwards there.
+"""Gradients on their way to host memory, and the fp32 sums of several backwards.
 
-A gradient is flattened into staging memory on the device, and copied from there. Two staging buffers serve all chunks
-in turns. The chunks of large parameters have one of their own, which is larger.
+A gradient is flattened into a lane on the device, which is staging memory, and copied to host memory from there. Two
+lanes serve all chunks in turns. The chunks of large parameters have one of their own, which is larger.
 
-[Note: accumulation] A step of several backwards needs fp32 accumulators. If the plan is for such steps, every chunk has
-an accumulator from the start, and 16-bit gradients on their way to the accumulators in host memory share a few buffers.
-If it is not, the first backward of a step leaves 16-bit gradients, and accumulators are made for the second: on the
-device while the budget allows, and in host memory otherwise. Either place does the same additions in the same order. A
-chunk that the device updates from an accumulator in host memory streams it through the staging buffers. If the chunk is
-larger than these, it is streamed in parts through the memory of its own 16-bit gradient, which nothing else needs from
-then on, or through a buffer of the gradient pool. Gradients in a pool (``protrain.engine.gradients.pool``) do not
-last until the next backward, so that the first backward under no_sync() makes accumulators for their chunks.
+[Note: sums] A step of several backwards adds its gradients in fp32, always on the device. The sum of a chunk lies in
+one of three places:
 
-The sum stays fp32. The norm and the update each round it once to the type of the weights when they read it
-(``protrain_kernels.rounding``), so they see a gradient of that type after any number of backwards.
+    persistent chunk    on the device, like its other states
+    on the device       the chunk's other states are in host memory. The finished sum is rounded to the type of the
+                        weights and sent there: after the last backward, or in step() if there were fewer than planned
+    in host memory      in every backward the sum passes through the device in parts: a part comes to a buffer, the
+                        gradient is added to it, and it goes back
+
+Additions to sums in host memory run on the stream of reductions, under the backward of the next unit. So does the
+rounding of finished sums.
+
+A sum that is not sent stays fp32. The norm and the update each round it once to the type of the weights when they read
+it (``protrain_kernels.rounding``), so they see a gradient of that type after any number of backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from protrain.common.errors import PlanError
-from protrain.engine.gradients.pool import GradientPools
-from protrain.engine.states.arena import whole_pages
-from protrain.engine.states.chunks import Chunk, ChunkState
+from protrain.engine.states.arena import EngineMemory
+from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.worker import HostWorker
-from protrain.planning.layout import STAGING_BUFFERS
-from protrain_kernels import PADDING, host_accumulate
+from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
+from protrain_kernels import Slice, fold, in_parts
 
-Ranges = list[tuple[int, int]]  # the first element of each and the one after its last
+ABSENT = -0.0  # what begins a sum, and what a rank without a gradient adds: no value changes by it
+
+
+class Lane:
+    """Buffers on the device that one chunk's gradient passes through while the one before is still under way."""
+
+    def __init__(self, memory: EngineMemory, *, sent: int, shard: int) -> None:
+        streams = memory.streams
+        self.sent = memory.zeros(sent)  # a gradient on its way to other ranks
+        self.shard = memory.zeros(shard)  # a gradient on its way to host memory
+        self.sent_free = streams.mark()  # the exchange has read ``sent``
+        self.shard_free = streams.mark()  # ``shard`` is read
+        streams.compute.place(self.sent_free)
+        streams.compute.place(self.shard_free)
+
+
+class _SumBuffer(NamedTuple):
+    """A buffer on the device that a part of a sum in host memory passes through."""
+
+    memory: Tensor
+    there: Mark  # the sum has arrived
+    free: Mark  # it has gone back
 
 
 class HostGradients:
-    """Staging memory, copies of gradients to host memory, and sums there.
+    """The lanes, copies of gradients to host memory, and additions to sums.
 
     Args:
         managed: the model.
-        pools: memory that the gradients of several chunks share.
-        worker: adds gradients in host memory.
+        partials: sums of squares of the tiles of all parameters, which an addition to a sum leaves there.
     """
 
-    def __init__(self, managed: ManagedModel, pools: GradientPools, worker: HostWorker) -> None:
-        self._memory = memory = managed.memory
+    def __init__(self, managed: ManagedModel, partials: Tensor) -> None:
+        memory, layout, plan = managed.memory, managed.layout, managed.plan
         self._streams = streams = memory.streams
-        self._pools = pools
-        self._worker = worker
-        self._filled = streams.mark()  # staging memory has its content
-        self._own_drained = streams.mark()  # a persistent chunk's own gradient is read; nobody waits for it
-        self._drained = [streams.mark() for _ in range(STAGING_BUFFERS)]
-        self._large_drained = streams.mark()
-        for mark in (*self._drained, self._large_drained):
-            streams.compute.place(mark)
-        # With several ranks gradients go through the buffers of a reduction.
-        usual, large = (0, 0) if memory.ranks.several else managed.layout.gradient_elements(managed.plan.n_persist)
-        self._next = 0
-        self._staging = memory.zeros(STAGING_BUFFERS, usual)
-        self._large_staging = memory.zeros(large)
+        self._partials = partials
+        self._filled = streams.mark()  # a lane has its content
+        self.added = streams.mark()  # the last addition to a sum is done
+        streams.compute.place(self.added)
+        sent, shard = layout.reduction_elements(), layout.lane_elements(plan.n_persist, plan.device_sums)
+        self._usual = [Lane(memory, sent=sent[0], shard=shard[0]) for _ in range(STAGING_BUFFERS)]
+        self._large = Lane(memory, sent=sent[1], shard=shard[1])
+        self._turn = 0
+        self._sum_elements = layout.sum_elements(plan.n_persist, plan.device_sums)
+        parts = [memory.zeros(self._sum_elements, dtype=torch.float32) for _ in range(SUM_BUFFERS)]
+        self._sums = deque(_SumBuffer(part, streams.mark(), streams.mark()) for part in parts)
+        for each in self._sums:
+            streams.compute.place(each.free)
+        self._unsent: dict[Chunk, list[slice]] = {}  # what of finished sums on the device is not in host memory
 
-    def staging(self, chunk: Chunk) -> tuple[Tensor, Mark]:
-        """Memory for a gradient of ``chunk`` that ``send`` takes to host memory, and the mark of when it is read.
+    def lane(self, chunk: Chunk) -> Lane:
+        """The lane of the next gradient of ``chunk``."""
+        if chunk.large:
+            return self._large
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        return self._usual[self._turn]
 
-        The compute stream waits until the memory is free.
-        """
-        if chunk.persistent and chunk.elements > self._staging.shape[1]:
-            self._streams.compute.wait_for(chunk.offloaded)
-            return self._own_staging(chunk), self._own_drained
-        if chunk.large and not chunk.persistent:
-            staging, drained = self._large_staging[: chunk.elements], self._large_drained
-        else:
-            index = self._next
-            self._next = (index + 1) % STAGING_BUFFERS
-            staging, drained = self._staging[index], self._drained[index]
-        self._streams.compute.wait_for(drained)
-        return staging, drained
-
-    def send(self, chunk: Chunk, ranges: Ranges, staging: Tensor, drained: Mark, *, accumulate: bool) -> None:
-        """Copy ``ranges`` of a gradient of ``chunk`` to host memory. If it has an accumulator, add them to it there.
-
-        Without ``accumulate`` they are the first of the step, and overwrite what is there.
-        """
-        if not chunk.persistent:
-            self._pools.acquire(chunk)
-        self._offload(chunk, staging, ranges, drained)
-        if chunk.accumulator is not None:
-            self._add(chunk, ranges, initialise=not accumulate)
-            self._pools.release(chunk)
-
-    def make_accumulator(self, chunk: Chunk, *, begun: bool) -> None:
-        """Give ``chunk`` an fp32 accumulator, with the gradient that it has if one has ``begun``.
-
-        See [Note: accumulation].
-
-        Raises:
-            PlanError: there is no memory for it.
-        """
-        sum_bytes = chunk.elements * 4
-        if chunk.persistent and sum_bytes <= self._memory.free_device_bytes:
-            self._make_on_device(chunk, begun=begun)
-            self._memory.free_device_bytes -= sum_bytes
-        else:
-            self._make_in_host_memory(chunk, sum_bytes, begun=begun)
-
-    def _make_on_device(self, chunk: Chunk, *, begun: bool) -> None:
-        chunk.accumulator = torch.zeros(chunk.elements, dtype=torch.float32, device=self._memory.device)
-        if begun:
-            assert chunk.grad is not None
-            chunk.accumulator.copy_(chunk.grad)
-
-    def _make_in_host_memory(self, chunk: Chunk, sum_bytes: int, *, begun: bool) -> None:
-        memory = self._memory
-        needed_bytes = whole_pages(sum_bytes)
-        if chunk.persistent:  # its gradients have had no place in host memory
-            needed_bytes += whole_pages(chunk.elements * memory.dtype.itemsize)
-        if needed_bytes > memory.free_host_bytes:
-            raise PlanError(
-                where="host",
-                needed_bytes=memory.arena.total_bytes + needed_bytes,
-                available_bytes=memory.host_bytes,
-                largest_part="fp32 accumulators of gradients",
-                remedy="To sum the gradients of several backward() calls takes 4 bytes a parameter, and this plan has "
-                "no memory for that: pass the number of calls as accumulation= to protrain.wrap.",
-            )
-        chunk.accumulator_on_host = True
-        chunk.accumulator = memory.arena.take(chunk.elements, torch.float32)
-        whole = [(0, chunk.elements)]
-        if chunk.persistent:
-            if chunk.grad is not None:
-                self._streams.record_streams(chunk.grad)  # the copies below read it
-            chunk.host_grad = memory.arena.take(chunk.elements, memory.dtype)
-            if begun:
-                assert chunk.grad is not None
-                self._offload(chunk, chunk.grad, whole, self._own_drained)
-        if begun:
-            self._add(chunk, whole, initialise=True)
-
-    def parts_on_device(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
-        """The gradient of a persistent chunk in parts, each with the element of the chunk at which it begins.
-
-        A part is 1-d on the device. It may lie in staging memory, where the next part overwrites it.
-        """
-        if not chunk.accumulator_on_host:
-            yield 0, chunk.gradient
-            return
-        assert chunk.accumulator is not None
-        chunk.wait()  # for the sum, which itself has waited for the offload of chunk.grad
-        memory = self._streaming_memory(chunk).view(torch.float32)
-        for start in range(0, chunk.elements, memory.numel()):
-            source = chunk.accumulator[start : start + memory.numel()]
-            target = memory[: source.numel()]
-            for mark in self._drained:
-                self._streams.compute.wait_for(mark)
-            self._streams.compute.place(self._filled)
-            self._streams.upload(target, source, after=self._filled, done=self._drained[0])
-            self._streams.compute.wait_for(self._drained[0])
-            yield start, target
-
-    def _streaming_memory(self, chunk: Chunk) -> Tensor:
-        """Device memory, in the type of the weights, through which the sum of a persistent chunk goes in parts.
-
-        A part must be a multiple of PADDING elements. In fp32 these take as much as 2 * PADDING weights, which have 16
-        bits, as fp32 gradients are summed without an accumulator.
-        """
-        if chunk.elements <= self._staging.shape[1]:
-            return self._staging.view(-1)
-        own = self._own_staging(chunk)
-        if own.numel() > PADDING:
-            return own[: own.numel() // (2 * PADDING) * (2 * PADDING)]
-        return self._grown_staging(chunk.elements)
-
-    def _offload(self, chunk: Chunk, source: Tensor, ranges: Ranges, drained: Mark) -> None:
-        assert chunk.host_grad is not None
-        chunk.wait()  # an addition may read it, or an update if no forward has come in between
+    def offload(self, chunk: Chunk, lane: Lane, ranges: Sequence[slice]) -> None:
+        """Copy ``ranges`` of ``lane.shard``, which the compute stream has filled, to the gradient in host memory."""
         self._streams.compute.place(self._filled)
-        for start, stop in ranges:
-            self._streams.offload(
-                chunk.host_grad[start:stop], source[start:stop], after=self._filled, done=chunk.offloaded
-            )
-        self._streams.d2h.place(drained)
+        target, source = chunk.host_grad, lane.shard
+        assert target is not None
+        self._offload(chunk, [(target[part], source[part]) for part in ranges], lane, after=self._filled)
 
-    def _add(self, chunk: Chunk, ranges: Ranges, *, initialise: bool) -> None:
-        accumulator, host_grad, threads = chunk.accumulator, chunk.host_grad, self._worker.threads
-        assert accumulator is not None
-        assert host_grad is not None
+    def add(
+        self,
+        chunk: Chunk,
+        lane: Lane,
+        own: slice,
+        pieces: Tensor,
+        slices: Sequence[Slice],
+        *,
+        target: Tensor,
+        again: bool,
+    ) -> None:
+        """Add up the rows of ``pieces``, and to the sum of ``chunk`` if it has one, on the stream of reductions.
 
-        def add() -> None:
-            chunk.offloaded.wait()
-            for start, stop in ranges:
-                host_accumulate(accumulator[start:stop], host_grad[start:stop], initialise=initialise, threads=threads)
-
-        if chunk.state is not ChunkState.SUMMING:
-            chunk.wait()
-        job = self._worker.job(add, f"accumulate {chunk.index}")
-        chunk.begin(ChunkState.SUMMING, job)
-        self._worker.queue(job)
-
-    def _own_staging(self, chunk: Chunk) -> Tensor:
-        """The memory of the 16-bit gradient of a persistent chunk, whose gradients are summed on the host.
-
-        If chunks share that memory, ``chunk`` has it until its update is queued.
+        Args:
+            chunk: whose gradient or sum is to be had where its states lie, or where ``send`` takes it from.
+            lane: of the chunk.
+            own: the part of the shard of this rank.
+            pieces: [ranks, elements of ``own``] the gradients of all ranks, in their order. The compute stream or that
+                of reductions has written them.
+            slices: the parameters in ``own``.
+            target: gets the gradient. It is a part of ``lane.shard``, unless the chunk is persistent and has no sum.
+            again: whether the step has brought gradients of ``own`` before.
         """
-        self._pools.acquire(chunk)
-        assert chunk.grad is not None
-        return chunk.grad
+        streams, total = self._streams, None if chunk.accumulator is None else chunk.accumulator[own]
+        streams.compute.place(self._filled)
+        streams.reduce.wait_for(lane.shard_free)
+        if total is not None and chunk.accumulator_on_host:
+            self._add_to_host(chunk, lane, total, pieces, slices, target=target, again=again)
+            return
+        self._fold(chunk, pieces, slices, target, total, again=again)
+        if total is not None and not chunk.persistent:
+            self.note(chunk, [own])
+        elif chunk.host_grad is not None:
+            self._offload(chunk, [(chunk.host_grad[own], target)], lane, after=self.added)
 
-    def _grown_staging(self, elements: int) -> Tensor:
-        """Both staging buffers as one tensor, after each has got ``elements``. Together they hold a chunk in fp32."""
-        for mark in self._drained:
-            self._streams.compute.wait_for(mark)  # before the allocator may hand the old memory out again
-        self._staging = self._memory.zeros(STAGING_BUFFERS, elements)
-        return self._staging.view(-1)
+    def _add_to_host(
+        self,
+        chunk: Chunk,
+        lane: Lane,
+        total: Tensor,
+        pieces: Tensor,
+        slices: Sequence[Slice],
+        *,
+        target: Tensor,
+        again: bool,
+    ) -> None:
+        """``add`` for a sum in host memory, of which ``total`` is the part."""
+        streams = self._streams
+        chunk.wait()  # an update may read the sum, if no forward has come in between
+        if again:
+            streams.h2d.wait_for(chunk.offloaded)
+        for part, own in in_parts(tuple(slices), self._sum_elements):
+            buffer = self._sums[0]
+            self._sums.rotate(-1)
+            here, home = buffer.memory[: part.stop - part.start], total[part]
+            streams.reduce.wait_for(buffer.free)
+            if again:
+                streams.upload(here, home, after=buffer.free, done=buffer.there)
+                streams.reduce.wait_for(buffer.there)
+            self._fold(chunk, pieces[:, part], own, target[part], here, again=again)
+            streams.offload(home, here, after=self.added, done=chunk.offloaded)
+            streams.d2h.place(buffer.free)
+        streams.reduce.place(lane.shard_free)
+
+    def _fold(
+        self,
+        chunk: Chunk,
+        pieces: Tensor,
+        slices: Sequence[Slice],
+        target: Tensor,
+        total: Tensor | None,
+        *,
+        again: bool,
+    ) -> None:
+        with self._streams.reduce.running(after=self._filled, done=self.added):
+            if total is not None and not again:
+                total.fill_(ABSENT)
+            fold(pieces, slices, gradient=target, accumulator=total, factor=chunk.sum_factor, partials=self._partials)
+
+    def note(self, chunk: Chunk, ranges: Sequence[slice]) -> None:
+        """Gradients were added to ``ranges`` of the sum of ``chunk``, which the device has for host memory."""
+        self._unsent.setdefault(chunk, []).extend(ranges)
+
+    def send(self, chunk: Chunk) -> None:
+        """Round what was added to the sum of ``chunk`` on the device, if it has one, and copy it to host memory."""
+        ranges = self._unsent.pop(chunk, [])
+        if not ranges:
+            return
+        streams, lane = self._streams, self.lane(chunk)
+        assert chunk.accumulator is not None
+        assert chunk.host_grad is not None
+        streams.compute.place(self._filled)
+        streams.reduce.wait_for(lane.shard_free)
+        with streams.reduce.running(after=self._filled, done=self.added):
+            for part in ranges:
+                torch.mul(chunk.accumulator[part], chunk.sum_factor, out=lane.shard[part])
+        copies = [(chunk.host_grad[part], lane.shard[part]) for part in ranges]
+        self._offload(chunk, copies, lane, after=self.added)
+
+    def send_all(self) -> None:
+        """``send`` every chunk."""
+        for chunk in list(self._unsent):
+            self.send(chunk)
+
+    def reset(self) -> None:
+        """Forget what was not sent, as all gradients are forgotten."""
+        self._streams.compute.wait_for(self.added)  # what is added on the other stream must not come later
+        self._unsent.clear()
+
+    def _offload(self, chunk: Chunk, copies: Sequence[tuple[Tensor, Tensor]], lane: Lane, *, after: Mark) -> None:
+        chunk.wait()  # an update may read the target, if no forward has come in between
+        for target, source in copies:
+            self._streams.offload(target, source, after=after, done=chunk.offloaded)
+        self._streams.d2h.place(lane.shard_free)

@@ -89,42 +89,10 @@ class SquareSums:
 
     def total(self, present: list[bool]) -> Tensor:
         """The sum of squares of all gradients: fp64, 0-d, on the device. ``present`` tells who has a gradient."""
-        self._complete(present)
         return self._all.double().sum()
 
     def by_parameter(self, present: list[bool]) -> tuple[list[int], Tensor]:
         """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
-        self._complete(present)
         parts = self._all.double().split([tiles(member.numel) for member in self._members])
         # The 1-norm of squares is their sum, as they are positive.
         return list(self.offsets), torch.stack(torch._foreach_norm(parts, 1))
-
-    def _complete(self, present: list[bool]) -> None:
-        """Bring the partial sums of gradients that are summed in host memory to the device."""
-        members = [member for member in self._members if member.chunk.accumulator_on_host]
-        if self._ranks.several:  # a fold leaves the sums of what is summed in host memory, too
-            return
-        if not members:
-            return
-        streams = self._memory.streams
-        if self._host_partials is None:
-            with torch.inference_mode(False):  # a script may clip in inference mode once, and not in the next step
-                self._host_partials = self._memory.arena.take(self.partials.numel(), torch.float32)
-                self._from_host = torch.empty_like(self.partials)
-                self._on_host = torch.zeros_like(self.partials, dtype=torch.bool)
-        host_partials = self._host_partials
-        host_partials.zero_()
-        for member in members:
-            start = self.offsets[member.index]
-            stop = start + tiles(member.numel)
-            self._on_host[start:stop] = True
-            if present[member.index]:
-                member.chunk.wait_for_sum()
-                assert member.chunk.accumulator is not None
-                values = member.chunk.accumulator[member.offset : member.offset + member.numel]
-                sum_of_squares(values, host_partials[start:stop], weight_dtype=self._memory.dtype)
-        streams.compute.place(self._computed)
-        streams.upload(self._from_host, host_partials, after=self._computed, done=self._uploaded)
-        streams.compute.wait_for(self._uploaded)
-        self._uploaded.wait()  # the next call overwrites the host memory
-        torch.where(self._on_host, self._from_host, self.partials, out=self.partials)

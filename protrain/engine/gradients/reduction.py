@@ -7,8 +7,8 @@ When backward leaves a visit of a unit, the ranges of chunks whose gradients are
     fold         the pieces are added in rank order in fp32, multiplied by the factor of a mean, and rounded once
     offload      the shard's gradient of a chunk in host memory goes there
 
-In a step of several backwards the fold adds to the fp32 sum of the earlier ones. A sum in host memory is uploaded for
-that and offloaded again.
+In a step of several backwards the fold adds to the fp32 sum of the earlier ones: see [Note: sums] in
+``protrain.engine.gradients.host_gradients``.
 
 An addition of -0.0 changes no value, so a rank without a gradient is left out of the sum. The exchange and the fold run
 on the stream of reductions, under the backward of the next unit.
@@ -25,19 +25,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.gradients import Settings
+from protrain.engine.gradients.gradients import Settings, runs
+from protrain.engine.gradients.host_gradients import ABSENT, HostGradients
 from protrain.engine.gradients.norm import SquareSums
-from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel, Unit
-from protrain.planning.layout import STAGING_BUFFERS
-from protrain_kernels import Slice, flatten, fold
-
-ABSENT = -0.0  # what a rank without a gradient adds
+from protrain_kernels import Slice, flatten
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,30 +52,23 @@ class _Range:
 class Reduction:
     """Reduces the gradients of every backward."""
 
-    def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
-        memory, layout, plan = managed.memory, managed.layout, managed.plan
+    def __init__(self, managed: ManagedModel, squares: SquareSums, host_gradients: HostGradients) -> None:
+        memory = managed.memory
         self._ranks = memory.ranks
-        self._streams = streams = memory.streams
+        self._streams = memory.streams
         self._poison = memory.poison
         self._squares = squares
-        self._factor = memory.sum_factor
+        self._host_gradients = host_gradients
         self._ranges = self._plan(managed.units, managed.profile.calls)
         last = {part.chunk: visit for visit, parts in self._ranges.items() for part in parts}
         self._complete: dict[int, list[Chunk]] = {}  # by the last visit after which something of them is reduced
         for chunk, visit in last.items():
             self._complete.setdefault(visit, []).append(chunk)
-        usual, large = layout.reduction_elements()
-        sums, shards = (0, 0), layout.gradient_elements(plan.n_persist)
-        if plan.accumulation > 1:  # of a sum's gradient its squares are needed
-            sums = shards = usual // self._ranks.size, large // self._ranks.size
-        self._usual = [_Lane(memory, usual, shards[0], sums[0]) for _ in range(STAGING_BUFFERS)]
-        self._large = [_Lane(memory, large, shards[1], sums[1])]
+        usual, large = managed.layout.reduction_elements()
         self._received = {  # used on the stream of reductions alone, in order
             kind: memory.zeros(elements) for kind, elements in ((False, usual), (True, large))
         }
-        self._filled = streams.mark()
-        self.folded = streams.mark()  # the last reduction is done
-        self._turn = 0
+        self._filled = memory.streams.mark()
 
     def reduce(self, visit: int, gradients: dict[int, Tensor], *, again: bool) -> list[Chunk]:
         """Reduce what is complete after ``visit`` of the schedule, and take it out of ``gradients``, by parameter.
@@ -98,8 +87,8 @@ class Reduction:
         return [part.chunk for part in self._ranges.get(visit, ())]
 
     def _reduce(self, part: _Range, gradients: dict[int, Tensor], *, again: bool) -> None:
-        streams, chunk = self._streams, part.chunk
-        lane, received = self._next(chunk)
+        streams, chunk, lanes = self._streams, part.chunk, self._host_gradients
+        lane = lanes.lane(chunk)
         streams.compute.wait_for(lane.sent_free)
         sent = lane.sent[: part.stop - part.start]
         present = [member for member in part.members if member.index in gradients]
@@ -114,59 +103,20 @@ class Reduction:
         )
         streams.compute.place(self._filled)
         own = part.own.stop - part.own.start
-        received = received[: own * self._ranks.size]
+        received = self._received[chunk.large][: own * self._ranks.size]
         with streams.reduce.running(after=self._filled, done=lane.sent_free):
             self._ranks.exchange(received, sent, part.counts, f"the reduction of chunk {chunk.index}")
         if not own:
             return
-        target, total = self._targets(part, lane, again=again)
-        with streams.reduce.running(after=self._filled, done=self.folded):
-            if total is not None and not again:
-                total.fill_(ABSENT)
-            fold(
-                received.view(self._ranks.size, own),
-                part.slices,
-                gradient=target,
-                accumulator=total,
-                factor=self._factor,
-                partials=self._squares.partials,
-            )
-            self._squares.keep_cut_tiles(part.slices, target)
-        if not chunk.persistent:
-            host, device = (chunk.host_grad, target) if total is None else (chunk.accumulator, total)
-            assert host is not None
-            chunk.wait()  # an update may read it if no forward has come in between
-            streams.offload(host[part.own], device, after=self.folded, done=chunk.offloaded)
-            streams.d2h.place(lane.shard_free)
-
-    def _targets(self, part: _Range, lane: _Lane, *, again: bool) -> tuple[Tensor, Tensor | None]:
-        """Where a fold writes the gradient of ``part``, and the sum of several backwards that it adds to.
-
-        Where there is such a sum, nothing but the squares needs the gradient. A sum in host memory passes through the
-        lane.
-        """
-        streams, chunk, own = self._streams, part.chunk, part.own.stop - part.own.start
+        pieces = received.view(self._ranks.size, own)
         if chunk.persistent and chunk.accumulator is None:
             assert chunk.grad is not None
-            return chunk.grad[part.own], None
-        streams.reduce.wait_for(lane.shard_free)
-        if chunk.persistent:
-            assert chunk.accumulator is not None
-            return lane.shard[:own], chunk.accumulator[part.own]
-        if chunk.accumulator is None:
-            return lane.shard[:own], None
-        total = lane.sum[:own]
-        if again:
-            streams.h2d.wait_for(chunk.offloaded)
-            streams.upload(total, chunk.accumulator[part.own], after=lane.shard_free, done=lane.sum_there)
-            streams.reduce.wait_for(lane.sum_there)
-        return lane.shard[:own], total
-
-    def _next(self, chunk: Chunk) -> tuple[_Lane, Tensor]:
-        if chunk.large:
-            return self._large[0], self._received[True]
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
-        return self._usual[self._turn], self._received[False]
+            target = chunk.grad[part.own]
+        else:
+            target = lane.shard[:own]
+        lanes.add(chunk, lane, part.own, pieces, part.slices, target=target, again=again)
+        with streams.reduce.running(after=lanes.added, done=lanes.added):
+            self._squares.keep_cut_tiles(part.slices, target)
 
     def _plan(self, units: Sequence[Unit], calls: Sequence[int]) -> dict[int, list[_Range]]:
         """The ranges that are reduced after each visit of the schedule. See [Note: order of reductions]."""
@@ -182,7 +132,7 @@ class Reduction:
                 (member for member, at in last.items() if at == visit),
                 key=lambda member: (member.chunk.index, member.offset),
             )
-            found[visit] = [self._range(run) for run in _runs(members)]
+            found[visit] = [self._range(run) for run in runs(members)]
         return found
 
     def _range(self, members: Sequence[Member]) -> _Range:
@@ -209,21 +159,6 @@ class Reduction:
                 )
             )
         return _Range(chunk, start, stop, tuple(members), counts, own, tuple(slices))
-
-
-class _Lane:
-    """Buffers that one reduction uses while the one before is still under way."""
-
-    def __init__(self, memory: EngineMemory, elements: int, shard_elements: int, sum_elements: int) -> None:
-        streams = memory.streams
-        self.sent = memory.zeros(elements)
-        self.shard = memory.zeros(shard_elements)  # a gradient on its way to the host
-        self.sum = memory.zeros(sum_elements, dtype=torch.float32)  # a sum on its way to or from the host
-        self.sum_there = streams.mark()  # the sum has arrived in ``sum``
-        self.sent_free = streams.mark()  # the exchange has read ``sent``
-        self.shard_free = streams.mark()  # the offload has read ``shard`` or ``sum``
-        streams.compute.place(self.sent_free)
-        streams.compute.place(self.shard_free)
 
 
 def refuse_late(late: Sequence[str]) -> None:
@@ -260,14 +195,3 @@ def refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
                 f"{factors[0]:.4g}, so they have updated their parts of the model differently: clip to the same norm "
                 "in every process, and resume from a checkpoint"
             )
-
-
-def _runs(members: Sequence[Member]) -> list[list[Member]]:
-    """``members``, sorted by chunk and offset, in runs of neighbours."""
-    runs: list[list[Member]] = []
-    for member in members:
-        if runs and runs[-1][-1].chunk is member.chunk and runs[-1][-1].stop == member.offset:
-            runs[-1].append(member)
-        else:
-            runs.append([member])
-    return runs

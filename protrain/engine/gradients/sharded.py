@@ -16,24 +16,21 @@ from itertools import chain
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.common.errors import MisuseError
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.gradients.reduction import Reduction, refuse_late, refuse_other_settings
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.worker import HostWorker
 from protrain.engine.weights.parameter import receives_gradient
 
 
 class ShardedGradients(Gradients):
     """Collects the gradients of one step on one of several ranks."""
 
-    def __init__(self, managed: ManagedModel, *, worker: HostWorker) -> None:
-        super().__init__(managed, worker=worker)
-        self._ranks, self._streams = managed.memory.ranks, managed.memory.streams
+    def __init__(self, managed: ManagedModel) -> None:
+        super().__init__(managed)
+        self._ranks = managed.memory.ranks
         self._filled = self._streams.mark()  # the squares of this rank are complete
-        self._reduction = Reduction(managed, self.squares)
-        self._plans_sums = managed.plan.accumulation > 1
+        self._reduction = Reduction(managed, self.squares, self.host_gradients)
         self._is_sum = False  # whether a backward of this step has been reduced
         self._brings = True  # whether the backward that runs, or has failed, still brings gradients
         self._waiting: dict[int, Tensor] = {}  # gradients that wait for their reduction, by parameter
@@ -62,24 +59,6 @@ class ShardedGradients(Gradients):
             self._ranks.note("a backward without gradients of parameters")
 
     @override
-    def refuse_backward(self) -> None:
-        if self._plans_sums:
-            return
-        if self.no_sync and not self._is_sum:
-            raise MisuseError(
-                "a backward() under model.no_sync() begins a sum of several in fp32, for which this plan has no "
-                "memory: pass the number of calls as accumulation= to protrain.wrap, or leave no_sync() out. Ranks "
-                "cannot train weights of their own in it, as LocalSGD lets them, because each rank has a part of one "
-                "model"
-            )
-        if self._is_sum:
-            raise MisuseError(
-                "several ranks add up the gradients of several backward() calls in fp32, for which this plan has no "
-                "memory: pass the number of calls as accumulation= to protrain.wrap, or call optimizer.zero_grad() "
-                "after each step()"
-            )
-
-    @override
     def flush(self, visit: int) -> list[Chunk]:
         """Reduce, with all ranks, what is complete after ``visit``. Returns the chunks that are complete now."""
         if not self._brings:
@@ -96,6 +75,9 @@ class ShardedGradients(Gradients):
         for index in before.difference(self._waiting):
             self.present[index] = True
             self.delivered.add(index)
+        if self.is_last:
+            for chunk in complete:
+                self.host_gradients.send(chunk)
         return complete
 
     @override
@@ -121,6 +103,6 @@ class ShardedGradients(Gradients):
         self._is_sum = True
         self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
         self._streams.compute.place(self._filled)
-        with self._streams.reduce.running(after=self._filled, done=self._reduction.folded):
+        with self._streams.reduce.running(after=self._filled, done=self.host_gradients.added):
             self.squares.combine()
-        self._streams.compute.wait_for(self._reduction.folded)
+        super().combine(settings)

@@ -20,20 +20,17 @@ _VALUES = ("weight", "master")  # the states that initialising and loading write
 
 
 def planned_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The states that the chunk of ``record`` has for itself under ``plan``, with their dtypes."""
-    persistent, accumulates = record.index < plan.n_persist, plan.accumulation > 1
+    """The states that the chunk of ``record`` has for itself under ``plan``, with their dtypes, where its weight lies.
+
+    A chunk in host memory whose sum of several backwards lies on the device has a gradient for the rounded sum.
+    """
+    persistent = record.index < plan.n_persist
     shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
-    gradient = not shares
-    if layout.world_size > 1:  # the fold of all ranks' gradients adds to the accumulator
-        gradient = gradient and not accumulates
-    elif persistent:  # fp32 gradients are added to the gradient itself
-        accumulates = accumulates and dtype is not torch.float32
-        gradient = gradient and not accumulates
     states = _weight_states(record, plan, dtype)
-    if record.trainable and gradient:
-        states["grad"] = dtype
-    if record.trainable and accumulates:
+    if record.trainable and plan.accumulation > 1 and not plan.sums_on_device(record.index):
         states["accumulator"] = torch.float32
+    elif record.trainable and not shares:
+        states["grad"] = dtype
     return states
 
 
@@ -88,6 +85,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             trainable=record.trainable,
             persistent=persistent,
             large=layout.is_large(record),
+            accumulator_on_host=not persistent and "accumulator" in kinds,
             sum_factor=memory.sum_factor,
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
@@ -128,10 +126,13 @@ def _host_bytes(
 
 
 def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: EngineMemory) -> None:
-    """Give the persistent chunks the rest of their states, with zeros in them.
+    """Give the persistent chunks the rest of their states, and others the sums that lie on the device, with zeros.
 
     Call it when the weights are in place: until then their making may need the memory.
     """
+    for chunk in chunks[plan.n_persist :]:
+        if chunk.trainable and plan.sums_on_device(chunk.index):
+            chunk.accumulator = memory.zeros(chunk.shard_elements, dtype=torch.float32)
     for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
         kinds = planned_states(record, layout, plan, memory.dtype)
         missing = {name: kind for name, kind in kinds.items() if name not in _VALUES}

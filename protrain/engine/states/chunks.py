@@ -15,7 +15,6 @@ of 128 elements.
 has queued and not waited for; only the main thread changes it:
 
     CURRENT     nothing: the states are those of the last step, and nothing reads the gradient
-    SUMMING     the gradient that has arrived is being added to the sum of several backwards
     SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit
     UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
                 may follow it.
@@ -54,8 +53,7 @@ from protrain_kernels import (
 class ChunkState(State):
     """What the host has been given to do with a chunk. See [Note: chunk states]."""
 
-    CURRENT = "current", "summing", "speculated", "updating"
-    SUMMING = "summing", "summing", "speculated", "updating", "current"  # current: the main thread has waited
+    CURRENT = "current", "speculated", "updating"
     SPECULATED = "speculated", "updating", "current"
     UPDATING = "updating", "updating", "current"  # updating: step() twice with the same gradients
 
@@ -123,7 +121,10 @@ class Chunk:
     exp_avg: Tensor | None = None
     exp_avg_sq: Tensor | None = None
     grad: Tensor | None = None
-    accumulator: Tensor | None = None  # the fp32 sum of gradients of several backwards, which its readers round
+    # The fp32 sum of gradients of several backwards, which its readers round. It lies with the states, or on the device
+    # although these do not: then ``grad`` gets the rounded sum.
+    accumulator: Tensor | None = None
+    accumulator_on_host: bool = False
     sum_factor: float = 1.0  # by which an update multiplies the sum in ``accumulator``: that of EngineMemory
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
@@ -133,7 +134,6 @@ class Chunk:
     parameters: dict[int, str] = field(default_factory=dict, init=False)
     resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
     host_grad: Tensor | None = field(init=False)  # host memory for gradients that are offloaded
-    accumulator_on_host: bool = field(init=False)
     # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
     current_weight: Tensor = field(init=False)
     _queued: _Queued = field(default=_CURRENT, init=False)
@@ -141,7 +141,6 @@ class Chunk:
     def __post_init__(self) -> None:
         self.resident = self.persistent and not self.ranks.several
         self.host_grad = None if self.persistent else self.grad
-        self.accumulator_on_host = self.accumulator is not None and not self.persistent
         self.current_weight = self.weight
 
     @property
@@ -151,28 +150,23 @@ class Chunk:
 
     @property
     def gradient(self) -> Tensor:
-        """The gradient of the step, where an update reads it: the sum of several backwards, if there is one.
+        """The gradient of the step, or the sum of several backwards, where an update reads it: beside the other states.
 
-        If the chunk is in host memory, its gradient is complete when ``offloaded`` is reached and ``summing`` is done.
+        If the chunk is in host memory, its gradient is complete when ``offloaded`` is reached.
         """
-        gradient = self.grad if self.accumulator is None else self.accumulator
+        gradient = self.accumulator if self.grad is None else self.grad
         assert gradient is not None
         return gradient
 
     @property
     def gradient_factor(self) -> float:
         """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
-        return 1.0 if self.accumulator is None else self.sum_factor
+        return 1.0 if self.accumulator is None or self.grad is not None else self.sum_factor
 
     @property
     def state(self) -> ChunkState:
         """What the host has been given to do."""
         return self._queued.state
-
-    @property
-    def summing(self) -> Job | None:
-        """The last job that adds to the gradient, if nothing was queued after it."""
-        return self._queued.last if self.state is ChunkState.SUMMING else None
 
     @property
     def update(self) -> Job | None:
@@ -209,13 +203,6 @@ class Chunk:
         queued.last.wait()  # an error in it is raised in all who wait
         self._go_to(_CURRENT)
 
-    def wait_for_sum(self) -> None:
-        """Block until the sum of the gradients that have arrived is complete."""
-        if self.state is ChunkState.SUMMING:
-            self.wait()
-        elif self._queued.last is not None:
-            self._queued.last.end()  # it comes after the addition, and its own error is raised in whoever needs it
-
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""
         last = self._queued.last
@@ -238,25 +225,20 @@ class Chunk:
         scale: Tensor | None,
         *,
         threads: int,
-        first: int = 0,
         between: Callable[[], bool] | None = None,
     ) -> None:
-        """AdamW on ``pieces``, as far as ``gradient`` reaches, where the chunk lies.
+        """AdamW on ``pieces``, where the chunk lies.
 
         Args:
             pieces: runs of elements with their hyperparameters.
-            gradient: the gradient of the chunk or of a part of it, on the device of the states.
+            gradient: that of the chunk, on the device of the states.
             scale: factor on the gradient, 0-d or one element, on the same device.
             threads: number of host threads.
-            first: the element of the chunk at which ``gradient`` begins.
             between: called on the host every few milliseconds of the update, until it returns False.
         """
-        states, end, factor = self.states, first + gradient.numel(), self.gradient_factor
-        for piece, scalars in pieces if between is None else _sliced(pieces, between):
-            part = slice(max(piece.start, first), min(piece.stop, end))
-            if part.start < part.stop:
-                own = gradient[part.start - first : part.stop - first]
-                adam(*_part(states, part), own, scalars, gradient_factor=factor, scale=scale, threads=threads)
+        for part, scalars in pieces if between is None else _sliced(pieces, between):
+            states, own = _part(self.states, part), gradient[part]
+            adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
         self.version += 1
 
     def step_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:

@@ -124,7 +124,6 @@ class Speculation:
     pieces: list[Piece]
     factor: float  # on the gradient
     gradient: Tensor  # in host memory
-    summing: Job | None  # adds to the gradient
     window: Window
     host: HostUpdates
     job: Job = field(init=False)  # in which the host worker does it
@@ -137,7 +136,7 @@ class Speculation:
         if self.dropped or self.window.is_closed():
             return
         chunk = self.chunk
-        _wait_for_gradient(chunk, None, self.summing)
+        _wait_for_gradient(chunk, None)
         self.version = chunk.version
         scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")
         with nullcontext() if chunk.speculates_weight_only else self.host.timing(self.pieces):
@@ -156,7 +155,6 @@ class ChunkUpdate:
     chunk: Chunk
     pieces: list[Piece]
     gradient: Tensor  # in host memory
-    summing: Job | None  # adds to the gradient
     scale: Scale | None
     foreseen_factor: float | None  # with which the step is as assumed; None: it has other hyperparameters than assumed
     speculation: Speculation | None  # that may have done the work already
@@ -185,7 +183,7 @@ class ChunkUpdate:
     def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]) -> None:
         """Call ``update`` when what it reads is there."""
         self._compare_factor()
-        _wait_for_gradient(self.chunk, self.scale, self.summing)
+        _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
         if self.speculation is not None and self.speculation.done:
             self.host.note_redone()
@@ -205,18 +203,15 @@ class ChunkUpdate:
         self.host.as_assumed = self._factor() == self.foreseen_factor
 
 
-def _wait_for_gradient(chunk: Chunk, scale: Scale | None, summing: Job | None) -> None:
+def _wait_for_gradient(chunk: Chunk, scale: Scale | None) -> None:
     """Block until ``chunk`` in host memory may be updated.
 
     Args:
         chunk: its gradient must have arrived, and no upload may read its weight any more. A forward after the last
             gradient, such as an evaluation, may still do so.
         scale: the factor on the gradient, which must have arrived, too.
-        summing: the job that adds to the gradient. An error in it is raised here.
     """
     if scale is not None:
         scale.ready.wait()
-    if summing is not None:
-        summing.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()

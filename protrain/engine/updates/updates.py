@@ -79,8 +79,6 @@ class Updates:
         self._window = Window()
         self._assumed_scalars: list[AdamScalars] | None = None  # those of the last backward; None: some are invalid
         self._inside: list[ChunkUpdate] = []  # updates that this backward has given to the host
-        self._backwards = 0  # since the last step, without those under no_sync()
-        self._usual_backwards = 1
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
         self._scale = Scale(on_device, memory.arena.take(1, torch.float32), streams.mark())
@@ -114,7 +112,6 @@ class Updates:
 
     def begin_backward(self) -> None:
         """A backward outside of no_sync() begins."""
-        self._backwards += 1
         try:
             self._assumed_scalars = self._groups.all_scalars()
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
@@ -124,9 +121,9 @@ class Updates:
         """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
 
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
-        step is to be expected, as its number differs from that of the last backward of the step before.
+        step is to be expected.
         """
-        if not self.host.as_assumed or self._backwards != self._usual_backwards:
+        if not self.host.as_assumed or not self._gradients.is_last:
             return
         try:
             pieces = self._pieces(chunk)
@@ -142,7 +139,6 @@ class Updates:
             pieces=pieces,
             factor=factor,
             gradient=chunk.gradient,
-            summing=chunk.summing,
             window=self._window,
             host=self.host,
         )
@@ -157,7 +153,6 @@ class Updates:
             speculation.dropped = True
         self._speculations.clear()
         self._inside.clear()
-        self._backwards = 0
         self._window = Window()
 
     # -- updates that count --------------------------------------------------------------------------------------------
@@ -169,8 +164,6 @@ class Updates:
         # They are made while they are queued, so that an error in one leaves none before it unqueued.
         made = (self._update(chunk, scale, foreseen_factor) for chunk in self._chunks)
         self._queue((update for update in made if update is not None), norm)
-        self._usual_backwards = max(1, self._backwards)
-        self._backwards = 0
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
@@ -239,8 +232,7 @@ class Updates:
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
-        for first, gradient in self._gradients.host_gradients.parts_on_device(chunk):
-            chunk.step(pieces, gradient, factor, threads=self.worker.threads, first=first)
+        chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
 
     def _offloaded_update(
         self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, *, foreseen_factor: float | None
@@ -253,8 +245,6 @@ class Updates:
             chunk=chunk,
             pieces=pieces,
             gradient=chunk.gradient,
-            # Behind the sum a speculative update was queued, and the device may be here before the host is there.
-            summing=(speculation or chunk).summing,
             scale=scale,
             foreseen_factor=foreseen_factor,
             speculation=speculation,

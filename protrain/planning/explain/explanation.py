@@ -200,7 +200,7 @@ def explain(
 
 def device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     """The parts of the device memory of ``plan``."""
-    parts = memory.static_parts(plan.n_persist, plan.n_buffer)
+    parts = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_device_sum)
     parts["activations"] = memory.activations(plan.block_modes).peak_bytes
     return {**parts, "margin and workspaces": plan.device_bytes - sum(parts.values())}
 
@@ -211,7 +211,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     element = memory.profile.element_bytes
     # All states are what a second copy of all of them would take, and their weights what one of the weights would take.
     states, trained = (memory.copy_bytes(plan.n_persist, len(away), n_weights) for n_weights in (0, len(away)))
-    accumulators = memory.accumulator_bytes(plan.n_persist)
+    sums = memory.host_sum_bytes(plan.n_persist, plan.n_device_sum)
     activations = memory.activations(plan.block_modes)
     offloaded = sum(
         offloaded_input_bytes(block)
@@ -220,12 +220,13 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     )
     parts = {
         "weights": sum(memory.layout.shard_elements(chunk) * element for chunk in away),
-        "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes),
+        "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes)
+        + memory.sent_sum_bytes(plan.n_device_sum),
         "optimizer states": states - trained,
         "swapped activations": activations.swapped_bytes - offloaded,
     }
-    if accumulators:
-        parts["sums of gradients"] = accumulators
+    if sums:
+        parts["sums of gradients"] = sums
     if plan.n_ckpt_swap:
         parts["offloaded inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = offloaded
     if weights := memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only):

@@ -6,8 +6,7 @@ the update is issued, in the order of the stream, so nothing ever waits for one.
 there. A region there is free again when the update is done, on the host or by the GPU, and while none is free the step
 waits. Large chunks in host memory (``protrain.planning.layout``), of which there are one or two, have a region each.
 
-If gradients of several batches are summed, those of chunks in host memory share regions as well. A region is free again
-when the host has added the gradient to the chunk's accumulator. On the device a gradient is added at once.
+If gradients of several batches are summed, nothing shares regions: every gradient stays until the last of them.
 
 [Note: open gradients] A gradient is open from the first to the last visit of backward that yields a part of it, and all
 that time it holds its region. All gradients of a visit come together, before any of their updates is issued. For some
@@ -41,7 +40,7 @@ class GradientRegions:
         hardware: the machine.
         layout: of the model.
         update_in_backward: whether updates run inside backward. Otherwise every gradient stays until the norm is
-            known, or until it has been added to an accumulator.
+            known.
     """
 
     def __init__(
@@ -57,9 +56,7 @@ class GradientRegions:
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
         self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
-        self._adds = profile.accumulation > 1  # gradients go to accumulators
-        self._shared = update_in_backward or self._adds  # whether chunks share regions
-        self._folds = self._adds and layout.world_size > 1  # the device adds to accumulators wherever these are
+        self._shared = update_in_backward and profile.accumulation == 1  # whether chunks share regions
         if self._shared:
             gradients, of_visit = gradients_by_visit(profile, hardware, layout)
             # By visit of backward: its gradients, and their chunks.
@@ -79,31 +76,26 @@ class GradientRegions:
 
     def n_on_device(self, n_persist: int) -> int:
         """The number of regions that persistent chunks share."""
-        if not self._shared or self._adds:
+        if not self._shared:
             return 0
         return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own_bytes[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
-        """Bytes of the gradients of persistent chunks, unless accumulators take their place."""
+        """Bytes of the gradients of persistent chunks, unless sums take their place."""
         return self.n_on_device(n_persist) * self._region_bytes[n_persist][0] or self._own_bytes[n_persist]
 
     def n_on_host(self, n_persist: int, free_bytes: int = 0) -> int:
-        """The number of regions that chunks in host memory share: the fewest, and as many more as fit ``free_bytes``.
-
-        With accumulators it is the fewest, as adding a gradient takes less time than the next takes to arrive.
-        """
+        """The number of regions that chunks in host memory share: the fewest, and those that fit ``free_bytes``."""
         region_bytes = self._region_bytes[n_persist][1]
-        if not self._shared or not region_bytes or self._folds:
+        if not self._shared or not region_bytes:
             return 0
-        n_more, rest_bytes = divmod(0 if self._adds else max(0, free_bytes), region_bytes)
+        n_more, rest_bytes = divmod(max(0, free_bytes), region_bytes)
         # The rest that is too small for another region may be enough for every chunk to have its own.
         own_bytes = self.own_bytes(n_persist)[1] - self._large_on_host(n_persist) - rest_bytes
         return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
-        """Bytes of the gradients of chunks in host memory."""
-        if self._folds:
-            return 0
+        """Bytes of the gradients of chunks in host memory, unless sums take their place."""
         if n_regions:
             return n_regions * self._region_bytes[n_persist][1] + self._large_on_host(n_persist)
         return self.own_bytes(n_persist)[1]

@@ -8,8 +8,9 @@ With several ranks both kinds of memory are those of one rank. All states are it
 weights serve every chunk. In addition there are whole gradients on their way between ranks, and what the library that
 sends them takes (``protrain.planning.layout`` has the sizes).
 
-If a step has several batches, every chunk has an fp32 accumulator in place of its gradient, and 16-bit gradients on
-their way to accumulators in host memory share regions.
+If a step has several batches, every chunk has an fp32 sum in place of its gradient, where its other states are. The
+sums of the last ``n_device_sum`` chunks are on the device although these are in host memory, where they then have a
+gradient for the finished sum.
 
 With updates inside backward, gradients share regions too (``protrain.planning.memory.gradient_regions``). On the
 device there are as many regions as are needed. In host memory there are as many as fit, since with more regions
@@ -95,18 +96,21 @@ class MemoryModel:
         self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
         packs = self.pack_swaps or (False,) * len(profile.blocks)
         self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
-        self.accumulates = profile.accumulation > 1  # every chunk has an fp32 accumulator
+        self.accumulates = profile.accumulation > 1  # every chunk has an fp32 sum
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)
         # By n_persist: the most chunks that may have a buffer, and (usual, large) chunks that are held at once.
         firsts = map(layout.first_buffered, placements)
         self._n_buffered = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in firsts]
         self._held = most_held(profile, layout)
-        # By n_persist: bytes of one chunk buffer, of all buffers for large chunks, and of gradient staging.
+        # By n_persist: bytes of one chunk buffer, and of all buffers for large chunks.
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
         self._buffer_bytes = [usual * element for usual, _ in sizes]
         self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
-        self._staging_bytes = [layout.staging_bytes(n, element, sums=self.accumulates) for n in placements]
+        self._staging_bytes = cache(self._staging_bytes_of)
+        # By chunk: the elements of this rank that are trained, in all chunks before it.
+        trained = [layout.shard_elements(chunk) * chunk.trainable for chunk in layout.chunks]
+        self._trained = list(accumulate(trained, initial=0))
         self._streaming_bytes = staging_bytes(layout.usual_shard_elements) if self.stream else 0
         # By n_persist: bytes of all states of the persistent chunks.
         self._persistent_bytes = list(accumulate(map(self.chunk_bytes, layout.chunks), initial=0))
@@ -131,11 +135,22 @@ class MemoryModel:
         whole = state_bytes(chunk, self.profile, gradient_bytes=4 if self.accumulates else None)
         return whole // self.layout.world_size
 
-    def accumulator_bytes(self, n_persist: int) -> int:
-        """Host memory of accumulators."""
-        away = self.layout.chunks[n_persist:]
-        elements = sum(self.layout.shard_elements(chunk) for chunk in away if chunk.trainable)
+    def host_sum_bytes(self, n_persist: int, n_device_sum: int = 0) -> int:
+        """Host memory of sums."""
+        elements = self._trained[-1] - self._trained[n_persist] - self._summed_elements(n_device_sum)
         return 4 * elements if self.accumulates else 0
+
+    def sent_sum_bytes(self, n_device_sum: int) -> int:
+        """Host memory of the gradients that finished sums on the device become."""
+        return self.profile.element_bytes * self._summed_elements(n_device_sum)
+
+    def _summed_elements(self, n_device_sum: int) -> int:
+        """The elements of this rank in the sums on the device of chunks in host memory."""
+        return self._trained[-1] - self._trained[len(self._trained) - 1 - n_device_sum]
+
+    def _staging_bytes_of(self, n_persist: int, n_device_sum: int) -> int:
+        summed = n_device_sum if self.accumulates else None
+        return self.layout.staging_bytes(n_persist, self.profile.element_bytes, summed)
 
     @property
     def buffered(self) -> str:
@@ -154,18 +169,18 @@ class MemoryModel:
         """The most buffers: one for every chunk that needs one, without large ones."""
         return self._n_buffered[n_persist]
 
-    def most_buffers(self, n_persist: int, margined_bytes: Bytes) -> Bytes:
+    def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_device_sum: int = 0) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
         least, most = self.least_buffers(n_persist), self.all_buffers(n_persist)
-        free = self.hardware.device_bytes - self.static_bytes(n_persist, least) - margined_bytes
+        free = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_device_sum) - margined_bytes
         n_buffer = np.minimum(most, least + free // max(1, self._buffer_bytes[n_persist]))
         return np.where(free < 0, -1, n_buffer)
 
-    def static_bytes(self, n_persist: int, n_buffer: int) -> int:
+    def static_bytes(self, n_persist: int, n_buffer: int, n_device_sum: int = 0) -> int:
         """Device memory that is taken for the whole training."""
-        return sum(self.static_parts(n_persist, n_buffer).values())
+        return sum(self.static_parts(n_persist, n_buffer, n_device_sum).values())
 
-    def static_parts(self, n_persist: int, n_buffer: int) -> dict[str, int]:
+    def static_parts(self, n_persist: int, n_buffer: int, n_device_sum: int = 0) -> dict[str, int]:
         """The parts of ``static_bytes``, by name."""
         parts = {"persistent chunks": self._persistent_bytes[n_persist]}
         if self.gradients.n_on_device(n_persist):
@@ -173,18 +188,21 @@ class MemoryModel:
             parts["gradients of persistent chunks"] = self.gradients.device_bytes(n_persist)
         parts |= {
             "chunk buffers": n_buffer * self._buffer_bytes[n_persist] + self._large_bytes[n_persist],
-            "gradient staging": self._staging_bytes[n_persist] + self._exchange_bytes,
+            "gradient staging": self._staging_bytes(n_persist, n_device_sum) + self._exchange_bytes,
             "buffers and quantised weights": self.profile.buffer_bytes,
         }
+        if n_device_sum:
+            parts["sums of gradients"] = 4 * self._summed_elements(n_device_sum)
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
         if self.hardware.collective_bytes:
             parts["NCCL and its contexts"] = self.hardware.collective_bytes
         return parts
 
-    def device_bytes(self, n_persist: int, n_buffer: int, activations: Activations) -> int:
+    def device_bytes(self, counts: Counts, activations: Activations) -> int:
         """Predicted peak of device memory."""
-        return self.static_bytes(n_persist, n_buffer) + int(self._with_margin(np.array(activations.peak_bytes)))
+        static_bytes = self.static_bytes(counts.n_persist, counts.n_buffer, counts.n_device_sum)
+        return static_bytes + int(self._with_margin(np.array(activations.peak_bytes)))
 
     def _with_margin(self, peak_bytes: Bytes) -> Bytes:
         """Peaks of activations with the margin that this type of device needs."""
@@ -199,7 +217,9 @@ class MemoryModel:
         )
 
     def host_gradient_bytes(self, n_persist: int, swapped_bytes: int) -> int:
-        """Host memory of gradients."""
+        """Host memory of gradients, unless sums take their place."""
+        if self.accumulates:
+            return 0
         return self.gradients.host_bytes(n_persist, self.n_host_regions(n_persist, swapped_bytes))
 
     def host_bytes(self, counts: Counts, activations: Activations) -> int:
@@ -207,20 +227,24 @@ class MemoryModel:
         n_persist, swapped_bytes = counts.n_persist, activations.swapped_bytes
         more_regions_bytes = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
         copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
-        return self.least_host_bytes(n_persist, swapped_bytes) + copies_bytes + more_regions_bytes
+        least_bytes = self.least_host_bytes(n_persist, swapped_bytes, counts.n_device_sum)
+        return least_bytes + copies_bytes + more_regions_bytes
 
-    def least_host_bytes(self, n_persist: int, swapped_bytes: int) -> int:
+    def least_host_bytes(self, n_persist: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
         """The least host memory of any plan that persists and swaps so much.
 
         Such a plan has no second copies, and the fewest regions for gradients.
         """
         states_bytes = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
-        if not self.accumulates:  # gradients are counted by their regions, which they may share
-            states_bytes -= self.gradients.own_bytes(n_persist)[1]
-        chunks_bytes = states_bytes + self._least_gradient_bytes(n_persist)
-        return chunks_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
+        if self.accumulates:
+            states_bytes -= 4 * self._summed_elements(n_device_sum) - self.sent_sum_bytes(n_device_sum)
+        else:  # gradients are counted by their regions, which they may share
+            states_bytes += self._least_gradient_bytes(n_persist) - self.gradients.own_bytes(n_persist)[1]
+        return states_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
+        if self.accumulates:
+            return 0
         return self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
 
     def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
@@ -230,7 +254,7 @@ class MemoryModel:
         return weights + self._state_copy_bytes[last] - self._state_copy_bytes[first]
 
     def speculation(
-        self, n_persist: int, n_speculate: int, swapped_bytes: int, *, whole: bool = False
+        self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0, *, whole: bool = False
     ) -> tuple[int, int]:
         """(n_speculate, n_weight_only): at most ``n_speculate`` updates, as many as host memory has room for.
 
@@ -239,7 +263,7 @@ class MemoryModel:
         forward needs them first. Their next gradients arrive last again, which leaves the host the most time for the
         states. With ``whole`` no update is of the weight alone.
         """
-        room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes)
+        room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes, n_device_sum)
         copies = self._state_copy_bytes if whole else self._weight_copy_bytes
         fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))

@@ -22,13 +22,13 @@ from protrain.planning.rates.update_rates import (
 )
 from protrain.planning.rates.visits import computing_by_visit, gradients_by_visit
 from protrain.planning.runtime.fetches import Fetches
-from protrain.planning.runtime.planned_step import Reduction, Visit
+from protrain.planning.runtime.planned_step import Gradient, Reduction, Visit
 
 # The time of a collective beyond the time of its bytes. On two H100s with NVLink, gathering 64 MiB takes 162 us and
 # gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times
 # begin at 39 us.
 COLLECTIVE_MS = 0.04
-_ACCUMULATOR_BYTES = 4  # a parameter in fp32; adding a gradient reads and writes it
+_SUM_BYTES = 4  # a parameter in fp32
 
 
 class Durations:
@@ -37,8 +37,8 @@ class Durations:
     Args:
         memory: the memory model.
         hardware: the machine, if its host updates at another rate than that of ``memory``.
-        only_adds: the durations are for a forward and backward without updates, whose gradients are only added to the
-            accumulators.
+        only_adds: the durations are for a forward and backward that no updates follow, and whose gradients are only
+            added to sums.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Durations:
         self._layout = layout
         self._memory = memory
         self._only_adds = only_adds
-        self._in_backward = memory.update_in_backward or only_adds
+        self._in_backward = memory.update_in_backward
         element = profile.element_bytes
         # By visit, the chunks that its unit needs, and those that units around it hold.
         held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
@@ -97,17 +97,12 @@ class Durations:
             reduce_ms = sum(self._reductions[index].ms for index in of_visit)
             self._backward_ms[at] += self._lost_to_collectives * reduce_ms
         self._placed = cache(self._visits_under)
-        accumulates, dtype, moment_bytes = memory.accumulates, profile.dtype, profile.moment_bytes
+        dtype, moment_bytes = profile.dtype, profile.moment_bytes
         host_gparams = host_update_gparams(profile, hardware)
         adam_bytes = moved_bytes(dtype, moment_bytes)
-        per_byte = [n / hardware.host_adam_gparams / 1e6 / moved_bytes(dtype) for n in self._updated_elements]
-        self._host_add_ms = [ms * (element + 2 * _ACCUMULATOR_BYTES) if accumulates else 0.0 for ms in per_byte]
-        self._host_norm_ms = [ms * _ACCUMULATOR_BYTES if accumulates else 0.0 for ms in per_byte]
-        update_ms = [n / host_gparams / 1e6 for n in self._updated_elements]
-        if accumulates:
-            update_ms = [ms * (1 + (_ACCUMULATOR_BYTES - element) / adam_bytes) for ms in update_ms]
-            adam_bytes += _ACCUMULATOR_BYTES - element
-        self._host_update_ms = self._host_add_ms if self._only_adds else update_ms
+        self._host_update_ms = [0.0 if only_adds else n / host_gparams / 1e6 for n in self._updated_elements]
+        # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
+        self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
@@ -144,23 +139,59 @@ class Durations:
             found[index] = Reduction(sent[chunk.index], reduce_ms if last[chunk.index] == index else 0.0)
         return found
 
-    def _staging(self, n_persist: int) -> dict[int, int]:
+    def _first_summed(self, n_persist: int, n_device_sum: int) -> int:
+        """The first chunk in host memory whose sum is on the device. In a step of one batch there is none."""
+        return max(n_persist, len(self._layout.chunks) - n_device_sum)
+
+    def _staging(self, n_persist: int, n_device_sum: int) -> dict[int, int]:
         """By gradient, the staging buffer that it is offloaded from; -1 if it is not offloaded.
 
         Gradients take the usual buffers in rotation. Those of large chunks take the last buffer. Those of persistent
-        chunks are not offloaded. Ranks that reduce the gradients of a chunk offload one shard, with the last of them.
+        chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks that reduce the
+        gradients of a chunk offload one shard, with the last of them.
         """
+        stays = self._first_summed(n_persist, n_device_sum) if self._only_adds else len(self._layout.chunks)
         usual, found = cycle(range(STAGING_BUFFERS)), {}
         for index in chain.from_iterable(self._gradients_of_visit):
             chunk = self._layout.chunks[self._gradients[index][0]]
             found[index] = -1
-            if chunk.index >= n_persist and (not self._reductions or self._reductions[index].ms):
+            if n_persist <= chunk.index < stays and (not self._reductions or self._reductions[index].ms):
                 found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
         return found
 
-    def _visits_under(self, n_persist: int) -> list[Visit]:
-        """The visits of forward and backward under ``n_persist`` persistent chunks."""
-        n_visits, staging = len(self._profile.calls), self._staging(n_persist)
+    def _sums_up(self, n_persist: int, n_device_sum: int) -> dict[int, float]:
+        """By gradient, the time of the sum in host memory on its way up. The first batch of a step fetches none."""
+        if not self._memory.accumulates:
+            return {}
+        n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
+        share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
+        last, found = self._first_summed(n_persist, n_device_sum), {}
+        for index, staging in self._staging(n_persist, n_device_sum).items():
+            chunk, _, offload_ms = self._gradients[index]
+            if staging >= 0 and chunk < last:
+                up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
+                found[index] = share * up_ms * _SUM_BYTES / self._profile.element_bytes
+        return found
+
+    def _gradient(self, index: int, last: int, staging: int) -> Gradient:
+        """The gradient ``index``. Sums of chunks before ``last`` that are offloaded are in host memory."""
+        chunk, flatten_ms, offload_ms = self._gradients[index]
+        if not self._memory.accumulates:
+            return index, chunk, flatten_ms, offload_ms, staging
+        element = self._profile.element_bytes  # what flattening reads, and writes
+        if self._reductions:  # their time has the additions
+            added_bytes = 0
+        elif staging >= 0 and chunk < last:  # it is added when it is flattened
+            added_bytes = element + 2 * _SUM_BYTES
+            offload_ms *= _SUM_BYTES / element
+        else:  # it is flattened into the sum
+            added_bytes = 2 * _SUM_BYTES - element
+        return index, chunk, flatten_ms * (1 + added_bytes / (2 * element)), offload_ms, staging
+
+    def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
+        """The visits of forward and backward under these placements."""
+        n_visits, staging = len(self._profile.calls), self._staging(n_persist, n_device_sum)
+        last = self._first_summed(n_persist, n_device_sum)
         first = self._layout.first_buffered(n_persist)
         return [
             Visit(
@@ -168,7 +199,7 @@ class Durations:
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
                 gradients=tuple(
-                    (index, *self._gradients[index], staging[index])
+                    self._gradient(index, last, staging[index])
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
                 ),
             )

@@ -41,15 +41,18 @@ class Fetches:
             self.upcoming.append(schedule.upcoming())
             self.next_use.append([schedule.next_use(chunk) for chunk in range(len(layout.chunks))])
 
-    def of(self, n_persist: int, n_buffer: int) -> list[tuple[Fetch, ...]]:
+    def of(self, n_persist: int, n_buffer: int, *, after_update: bool = True) -> list[tuple[Fetch, ...]]:
         """Per visit its fetches in the order of issue. Fetches before the first visit belong to the first visit.
 
         They mirror the engine. A unit fetches what it needs. Then the pool fetches ahead, nearest use first, into
         buffers that are empty or whose content is needed later than the chunk that is fetched, until there is no such
-        buffer. The update makes the weights of trainable chunks in buffers stale.
+        buffer. An update makes the weights of trainable chunks in buffers stale. Without ``after_update`` these are
+        still valid, as in the forwards of a step of several batches that follow its first.
         """
         pool = _Pool(self, n_persist, (n_buffer, self._n_large[n_persist]))
-        if not all(self._trainable[n_persist:]):  # only frozen chunks are still valid after the step before
+        if not after_update:
+            pool.step()
+        elif not all(self._trainable[n_persist:]):  # only frozen chunks are still valid after the step before
             pool.step()
             for kind in pool.present:
                 for chunk in [chunk for chunk in kind if self._trainable[chunk]]:

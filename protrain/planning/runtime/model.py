@@ -4,10 +4,9 @@ From the memory model of a profile, a machine and a layout it makes the ``Planne
 simulation works out. On a CPU nothing overlaps, and the operations add up.
 
 [Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
-them. In all of them the host adds gradients that arrive to fp32 accumulators. A forward and backward before the last is
-predicted as a step with ``step_during_backward`` whose updates are these additions. In the last one, an addition is
-part of the chunk's speculative update. For the other chunks additions are over by the time the norm is known, and to
-know the norm the host reads all accumulators once more.
+them. In all of them the device adds gradients to sums. A sum in host memory comes to the device for that and goes back.
+One on the device goes to host memory in the last backward. A forward and backward before the last is predicted as a
+step without updates, so that weights stay in their buffers.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ class RuntimeModel(Durations):
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = lru_cache(_KEPT_WORK)(self._work_of)
         self._fetched = cache(self._fetched_under)
+        self._summed = cache(self._sums_up)
         self._streamed_ms = cache(self._streamed_from)
         self.sharing = cache(self._sharing_under)
         # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
@@ -77,8 +77,9 @@ class RuntimeModel(Durations):
         """
         before_ms = 0.0
         if self._before is not None:
-            added = counts._replace(n_speculate=0, n_weight_only=0)
-            each_ms = self._before.step_ms(modes, added, limit_ms=limit_ms / self._n_before)
+            each_ms = self._before.step_ms(
+                modes, counts._replace(n_speculate=0, n_weight_only=0), limit_ms=limit_ms / self._n_before
+            )
             before_ms = self._n_before * each_ms
             if before_ms >= limit_ms:
                 return before_ms
@@ -99,14 +100,10 @@ class RuntimeModel(Durations):
         if self._lost_to_collectives:
             lost_ms = [self._lost_to_collectives * sum(self._gather_ms[chunk] for chunk, _ in each) for each in gathers]
             work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
-        on_cpu = self._hardware.device_type == "cpu"
         host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
         if self._n_before:
-            adds_all = self._in_backward or on_cpu
-            host = [(c, t + self._host_add_ms[c] * (adds_all or c < last)) for c, t in host]
-            if not self._in_backward:
-                compute_ms, swap_ms, swap_in = work[-1]
-                work = [*work[:-1], (compute_ms + sum(self._host_norm_ms[n_persist:]), swap_ms, swap_in)]
+            first_summed = self._first_summed(n_persist, counts.n_device_sum)
+            host = [(c, t * self._from_sum if c < first_summed else t) for c, t in host]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
             n_regions = self._memory.n_host_regions(n_persist, self._memory.swapped_bytes(modes))
@@ -119,7 +116,7 @@ class RuntimeModel(Durations):
         n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
         return PlannedStep(
             n_forward=len(self._profile.calls),
-            visits=self._placed(n_persist),
+            visits=self._placed(n_persist, counts.n_device_sum),
             work=work,
             fetches=fetches,
             gathers=gathers,
@@ -127,6 +124,7 @@ class RuntimeModel(Durations):
             gather_ms=self._gather_ms,
             reductions=self._reductions,
             swap_in_ms=swap_in_ms,
+            sum_up_ms=self._summed(n_persist, counts.n_device_sum),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(last),
@@ -143,7 +141,8 @@ class RuntimeModel(Durations):
         One rank gathers nothing. Several ranks gather every chunk that comes into a buffer. Their shards of persistent
         chunks are copied there on the device, which is taken to take no time.
         """
-        fetches = self._fetches.of(self._layout.first_buffered(n_persist), n_buffer)
+        first = self._layout.first_buffered(n_persist)
+        fetches = self._fetches.of(first, n_buffer, after_update=not self._only_adds)
         if self._layout.world_size == 1:
             return fetches, [()] * len(fetches)
         return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches

@@ -60,6 +60,7 @@ class PlannedStep(NamedTuple):
     reductions: Mapping[int, Reduction]  # by gradient; none with one rank
     swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
+    sum_up_ms: Mapping[int, float]  # by gradient: the sum in host memory that it is added to, on its way to the device
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
     device_kept: float  # the share of its rate that such an update keeps beside the host

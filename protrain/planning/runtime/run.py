@@ -169,6 +169,8 @@ class Run:
                 ready = self._do(HOST, self.offloaded[before], duration)
             if reduction.ms:
                 there = self._drained[staging] if staging >= 0 else gpu
+                if index in step.sum_up_ms:
+                    there = self._do(UP, max(gpu, there, self.offloaded[chunk]), step.sum_up_ms[index])
                 reduced = self._sent[reduction.sent] = self._do(REDUCE, max(gpu, there), reduction.ms)
                 if staging >= 0:
                     ready = max(ready, self._deferred[chunk])
@@ -215,6 +217,7 @@ class Run:
         released, loaded, swapped_out, back = self._released, self._loaded, self._swapped_out, self._back
         drained, all_offloaded, deferred, step = self._drained, self.offloaded, self._deferred, self.step
         swap_in_ms, awaited_updates, reductions = step.swap_in_ms, step.awaited_updates, step.reductions
+        sum_up_ms = step.sum_up_ms
         if self._last_swap_out > gpu:
             gpu = self._last_swap_out
         for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in self._visits[step.n_forward :]:
@@ -256,6 +259,10 @@ class Run:
                         self.free[UP] = ready  # until then the engine issues no upload
                     if ready > gpu:
                         gpu = ready
+                    if index in sum_up_ms:  # in parts, each of which goes down while the next one comes up
+                        drained[staging] = self._do(UP, max(gpu, all_offloaded[chunk]), sum_up_ms[index])
+                        all_offloaded[chunk] = self._do(DOWN, max(gpu, drained[staging] - offload_ms), offload_ms)
+                        continue
                     drained[staging] = all_offloaded[chunk] = self._do(DOWN, gpu, offload_ms)
         self.free[GPU] = max(gpu, self.free[REDUCE])
 

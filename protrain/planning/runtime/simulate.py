@@ -77,6 +77,7 @@ def stages_ms(step: PlannedStep) -> tuple[float, float, float, float]:
     copy_ms = sum(step.upload_ms[chunk] for of_visit in step.fetches for chunk, _ in of_visit)
     copy_ms += sum(swap_ms for _, swap_ms, _ in forward)
     copy_ms += sum(step.swap_in_ms[visit.unit] for visit in step.visits[step.n_forward :])
+    copy_ms += sum(step.sum_up_ms.values())
     copy_ms += sum(offload_ms for _, _, _, offload_ms, staging in gradients if staging >= 0)
     copy_ms += sum(step.gather_ms[chunk] for of_visit in step.gathers for chunk, _ in of_visit)
     copy_ms += sum(reduction.ms for reduction in step.reductions.values())
@@ -127,6 +128,7 @@ def _names_of_rest(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]
         names[UP] += [("activations", unit) for unit in swap_in]
         names[GPU].append(("backward", visit.name))
         names[GPU] += [("flatten", chunk) for _, chunk, _, _, _ in visit.gradients]
+        names[UP] += [("sum", chunk) for index, chunk, *_ in visit.gradients if index in step.sum_up_ms]
         names[DOWN] += [("gradients", chunk) for _, chunk, _, _, staging in visit.gradients if staging >= 0]
         if step.reductions:
             names[REDUCE] += [("reduce", chunk) for index, chunk, *_ in visit.gradients if step.reductions[index].ms]

@@ -85,11 +85,12 @@ def test_with_persistent_chunks_as_well(device: torch.device) -> None:
 
 
 def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.device) -> None:
-    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, spec)
-    # The first step cannot know that a second backward follows: what was begun is dropped.
-    assert counts(optimizer) == ((STEPS // 2 - 1) * n_chunks, 0)
-    optimizer, n_chunks = trained(clipping(1e6, accumulate=2, no_sync=True), device, spec)
-    assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
+    for no_sync in (False, True):
+        run = clipping(1e6, accumulate=2, no_sync=no_sync)
+        optimizer, n_chunks = trained(run, device, spec, accumulation=2)
+        assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
+    optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, spec, accumulation=3)
+    assert counts(optimizer) == (0, 0), "a step of fewer backwards than planned has none"
 
 
 def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.engine.gradients.host_gradients import HostGradients
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -176,33 +175,6 @@ def test_a_default_dtype_of_the_user_changes_nothing(spec: Spec, device: torch.d
 
     optimizer, n_chunks = trained(run, device, spec, dtype=torch.float16)
     assert counts(optimizer) == (STEPS * n_chunks, 0)
-
-
-def test_a_backward_that_fails_between_the_gradients_of_a_unit_leaves_no_speculative_update_behind(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, results = residual.batches(1), []
-    make_accumulator = HostGradients.make_accumulator
-    for speculate in (True, False):
-        model, chosen = residual.make(), dataclasses.replace(spec, small=True, speculate=speculate)
-        wrapped, optimizer = wrap_under(chosen, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        first, *_, last = next(unit.chunks for unit in optimizer._engine.units if len(unit.chunks) > 1)
-
-        def room_until(gradients: HostGradients, chunk: Chunk, last: Chunk = last, **how: Any) -> None:
-            if chunk is last:
-                raise MemoryError("no room")
-            make_accumulator(gradients, chunk, **how)
-
-        monkeypatch.setattr(HostGradients, "make_accumulator", room_until)
-        torch.manual_seed(1)
-        default_loss(wrapped, data[0]).backward()
-        with pytest.raises(MemoryError, match="no room"):
-            default_loss(wrapped, data[0]).backward()
-        assert first.accumulator is not None
-        optimizer.step()
-        results.append(states(wrapped, optimizer))
-        assert (counts(optimizer)[0] > 0) == speculate
-    assert_same(results[0], results[1])
 
 
 def test_a_step_redoes_a_speculative_update_that_failed(

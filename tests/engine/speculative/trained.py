@@ -26,13 +26,14 @@ Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
 def trained(
-    run: Run, device: torch.device, spec: Spec, *, dtype: torch.dtype = torch.bfloat16
+    run: Run, device: torch.device, spec: Spec, *, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1
 ) -> tuple[ProTrainOptimizer, int]:
     """What ``run`` trained, whose bits are those of the plain loop; and the number of chunks in host memory."""
     data = residual.batches(STEPS)
     model, again = residual.make(), residual.make()
     plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=dtype)
-    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, dtype=dtype)
+    options: dict[str, Any] = {"dtype": dtype, "accumulation": accumulation}
+    wrapped, optimizer = wrap_under(spec, again, adamw(again), data[0], device=device, **options)
     torch.manual_seed(1)
     expected = run(plain, trainer, data)
     torch.manual_seed(1)
