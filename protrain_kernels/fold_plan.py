@@ -152,11 +152,8 @@ def _check_pieces(pieces: torch.Tensor) -> int:
     """The number of elements of each piece. ValueError unless the pieces have the right type and layout."""
     if pieces.dtype not in FLOATS:
         raise ValueError(f"pieces must be {' or '.join(map(str, FLOATS))}, not {pieces.dtype}: cast them first")
-    if pieces.dim() != 2 or (pieces.numel() and pieces.stride(1) != 1) or pieces.stride(0) % PADDING:
-        raise ValueError(
-            f"pieces must be [ranks, elements], each contiguous, at a distance that is a multiple of {PADDING}: pass "
-            "pieces.contiguous()"
-        )
+    if pieces.dim() != 2 or (pieces.numel() and pieces.stride(1) != 1):
+        raise ValueError("pieces must be [ranks, elements], each contiguous: pass pieces.contiguous()")
     check_memory("pieces", pieces)
     ranks, elements = pieces.shape
     if not 1 <= ranks <= MOST_RANKS:
@@ -164,7 +161,7 @@ def _check_pieces(pieces: torch.Tensor) -> int:
             f"pieces of {ranks} ranks: fold 1 to {MOST_RANKS} at a time, the first into a float32 gradient that is "
             "the accumulator of the next"
         )
-    if elements % PADDING:
+    if elements % PADDING or pieces.stride(0) % PADDING:
         raise ValueError(f"pieces have {elements} elements each: pad them to a multiple of {PADDING}")
     if pieces.storage_offset() * pieces.element_size() % ALIGNMENT_BYTES:
         raise ValueError(f"pieces must start at a multiple of {ALIGNMENT_BYTES} bytes in their storage")

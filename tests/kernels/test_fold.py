@@ -378,9 +378,7 @@ def test_more_elements_than_a_32_bit_integer_counts() -> None:
 
 
 @pytest.mark.parametrize("most", [2 * TILE, 3 * TILE, 5 * TILE + 128, 1 << 25])
-def test_a_range_in_parts_has_the_bits_of_the_whole(
-    same_bits: Callable[..., None], device: torch.device, most: int
-) -> None:
+def test_a_range_in_parts_has_the_bits_of_the_whole(same_bits: Callable[..., None], backend: Any, most: int) -> None:
     """Also of pieces that are parts of longer rows, and with a parameter that begins before the range."""
     slices, offset, partial = [], 0, 0
     for first, numel in (
@@ -397,18 +395,18 @@ def test_a_range_in_parts_has_the_bits_of_the_whole(
         offset += slices[-1].padded
         partial += tiles(first + numel)
     generator = torch.Generator().manual_seed(0)
-    pieces = torch.randn(3, offset, generator=generator).bfloat16().to(device)
-    start = torch.randn(offset, generator=generator).to(device)
+    pieces = torch.randn(3, offset, generator=generator).bfloat16().to(backend.device)
+    start = torch.randn(offset, generator=generator).to(backend.device)
     found = []
     for parts in ([(slice(0, offset), tuple(slices))], in_parts(tuple(slices), most)):
         assert [part.start for part, _ in parts] == [0, *(part.stop for part, _ in parts[:-1])]
         assert parts[-1][0].stop == offset
-        total, gradient = start.clone(), torch.zeros(offset, dtype=torch.bfloat16, device=device)
-        partials = torch.zeros(partial, device=device)
+        total, gradient = start.clone(), torch.zeros(offset, dtype=torch.bfloat16, device=backend.device)
+        partials = torch.zeros(partial, device=backend.device)
         for part, own in parts:
             assert part.stop - part.start <= max(most, offset * (len(parts) == 1))
             options: Any = {"gradient": gradient[part], "accumulator": total[part], "partials": partials}
-            fold(pieces[:, part], own, factor=0.5, **options)
+            backend.fold(pieces[:, part], own, factor=0.5, **options)
         found.append((total, gradient, partials))
     for ours, theirs in zip(*found, strict=True):
         same_bits(ours, theirs)
