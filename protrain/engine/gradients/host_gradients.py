@@ -83,7 +83,8 @@ class HostGradients:
         self._sums = deque(_SumBuffer(part, streams.mark(), streams.mark()) for part in parts)
         for each in self._sums:
             streams.compute.place(each.free)
-        self._unsent: dict[Chunk, list[slice]] = {}  # what of finished sums on the device is not in host memory
+        # By chunk, where its sum on the device is not in host memory yet, as (first element, the one after the last).
+        self._unsent: dict[Chunk, set[tuple[int, int]]] = {}
 
     def lane(self, chunk: Chunk) -> Lane:
         """The lane of the next gradient of ``chunk``."""
@@ -180,13 +181,13 @@ class HostGradients:
 
     def note(self, chunk: Chunk, ranges: Sequence[slice]) -> None:
         """Gradients were added to ``ranges`` of the sum of ``chunk``, which the device has for host memory."""
-        self._unsent.setdefault(chunk, []).extend(ranges)
+        self._unsent.setdefault(chunk, set()).update((part.start, part.stop) for part in ranges)
 
     def send(self, chunk: Chunk) -> None:
         """Round what was added to the sum of ``chunk`` on the device, if it has one, and copy it to host memory."""
-        ranges = self._unsent.pop(chunk, [])
-        if not ranges:
+        if chunk not in self._unsent:
             return
+        ranges = [slice(*each) for each in sorted(self._unsent.pop(chunk))]
         streams, lane = self._streams, self.lane(chunk)
         assert chunk.accumulator is not None
         assert chunk.host_grad is not None
