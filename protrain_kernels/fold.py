@@ -37,7 +37,7 @@ from protrain_kernels.fold_plan import FoldPlan
 from protrain_kernels.host_kernels import host_fold
 from protrain_kernels.slices import Slice
 
-plan_for = functools.lru_cache(maxsize=4096)(FoldPlan)  # a limit, as slices might change on every call
+plan_for = functools.lru_cache(maxsize=1 << 14)(FoldPlan)  # a limit, as slices might change on every call
 
 
 def fold(

@@ -37,6 +37,8 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
     blocks.
     """
     for knob in Counts._fields:
+        if knob == "n_device_sum" and not models.memory.accumulates:
+            continue  # a step of one backward has no sums
         for step in (1, -1):
             wanted = counts._replace(**{knob: getattr(counts, knob) + step})
             if impossible := _impossible(wanted, knob, models):
@@ -82,8 +84,6 @@ def _impossible(counts: Counts, knob: str, models: Models) -> str:
         return "no update waits for step()"
     if knob == "n_speculate" and counts.n_speculate > n_chunks - counts.n_persist:
         return "every chunk in host memory has a speculative update"
-    if knob == "n_device_sum" and not models.memory.accumulates:
-        return "a step has one backward()"
     if knob == "n_device_sum" and counts.n_device_sum > n_chunks - counts.n_persist:
         return "the sum of every chunk in host memory is on the device"
     if knob == "n_weight_only" and counts.n_weight_only > counts.n_speculate:

@@ -73,9 +73,8 @@ def test_clipping_in_inference_mode_is_the_same(device: torch.device) -> None:
 
     def run(*modes: bool) -> dict[str, Tensor]:
         model = make()
-        wrapped, optimizer = wrap_under(
-            Spec("none", "least", (CKPT,)), model, adamw(model), batches()[0], device=device
-        )
+        spec = Spec("none", "least", (CKPT,))
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device, accumulation=2)
         torch.manual_seed(1)
         for mode in modes:
             for batch in batches(2):

@@ -159,7 +159,7 @@ def test_a_graph_that_is_used_twice(device: torch.device, spec: Spec, again: int
 
     def gradients(spec: Spec) -> tuple[list[Tensor], int]:
         model = make_rows()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device, accumulation=2)
         loss = default_loss(wrapped, rows()[0])
         loss.backward(retain_graph=True)
         with Calls() as calls:

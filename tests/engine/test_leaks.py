@@ -69,7 +69,7 @@ def test_nothing_grows_from_step_to_step(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], spec: Spec
 ) -> None:
     model = tiny_model("gpt2")
-    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
+    model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU, accumulation=2)
 
     def census() -> tuple[dict[str, Any], Counter[type]]:
         state = engine_state(optimizer)

@@ -224,7 +224,8 @@ def test_several_backwards_of_one_forward(retain: bool, device: torch.device) ->
     expected = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
     for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,), packed=True)):
         model = make()
-        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
+        options: dict[str, Any] = {"dtype": torch.bfloat16, "accumulation": 3}
+        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, **options))
         assert_same(found, expected)
 
 

@@ -147,8 +147,8 @@ def test_a_penalty_with_a_backward_of_its_own(spec: Spec, device: torch.device) 
         return values
 
     first, second = make(), make()
-    wrapped = wrap_under(spec, first, adamw(first), batches()[0], device=device)
-    resident = wrap_under(RESIDENT, second, adamw(second), batches()[0], device=device)
+    wrapped = wrap_under(spec, first, adamw(first), batches()[0], device=device, accumulation=2)
+    resident = wrap_under(RESIDENT, second, adamw(second), batches()[0], device=device, accumulation=2)
     assert run(*wrapped) == run(*resident)
     assert_same(states(*wrapped), states(*resident))
 

@@ -52,7 +52,8 @@ class Gradients:
         self.host_gradients = HostGradients(managed, self.squares.partials)
         self._streams, self._poison = memory.streams, memory.poison
         self._accumulation = managed.plan.accumulation
-        self.backwards = 0  # of the step, that bring gradients
+        self.backwards = 0  # of the step, that bring gradients, without those that have failed
+        self._counts = False  # whether the current backward is among them
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
@@ -66,6 +67,7 @@ class Gradients:
     def begin_backward(self) -> None:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
+        self._counts = False
 
     def collect(self, member: Member, gradient: Tensor | None) -> None:
         """Keep the gradient of ``member`` that autograd has just finished, until ``flush``."""
@@ -75,6 +77,7 @@ class Gradients:
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""
         self.pending.clear()
+        self.backwards, self._counts = self.backwards - self._counts, False
         for member in self.members:  # after a hook that raised some gradients were not collected
             take_gradient(member.parameter)
 
@@ -108,7 +111,7 @@ class Gradients:
         if self.backwards + begins >= self._accumulation:
             what = "a backward() under model.no_sync()" if begins else "another backward()"
             raise _one_more(what, self.backwards + begins + 1)
-        self.backwards += 1
+        self.backwards, self._counts = self.backwards + 1, True
 
     def has_gradients(self, chunk: Chunk) -> bool:
         """Whether any parameter of ``chunk`` has a gradient."""
@@ -151,7 +154,7 @@ class Gradients:
         """Forget every gradient (``zero_grad``)."""
         self.pools.release_all()
         self.host_gradients.reset()
-        self.backwards = 0
+        self.backwards, self._counts = 0, False
         self.pending.clear()
         self.present = [False] * len(self.members)
         self.forgotten.clear()
