@@ -179,12 +179,6 @@ def evaluation_batches(tokens: Tokens, *, batch: int, sequence: int, count: int)
             yield {"input_ids": ids, "labels": ids}
 
 
-def seed_micro_batch(*, seed: int, step: int, micro_batch: int) -> None:
-    """Seed torch's generators for a micro-batch, so that its dropout depends on neither rank nor earlier ones."""
-    state = np.random.SeedSequence([seed, step, micro_batch]).generate_state(1, np.uint64)
-    torch.manual_seed(int(state[0]))
-
-
 def _in_order(sequences: int, seed: int, first: int, count: int) -> NDArray[np.int64]:
     """The sequences number ``first`` to ``first + count - 1`` of all passes one after another."""
     places = [divmod(number, sequences) for number in range(first, first + count)]

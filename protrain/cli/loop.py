@@ -14,7 +14,7 @@ import torch
 
 import protrain
 from protrain.checkpoint.manifest import list_saves
-from protrain.cli.data import counted_in, counted_tokens, seed_micro_batch, training_batch
+from protrain.cli.data import counted_in, counted_tokens, training_batch
 from protrain.cli.finish import discard_unfinished, finish
 from protrain.cli.job import TrainJob
 from protrain.cli.metrics import (
@@ -32,6 +32,7 @@ from protrain.cli.summary import TrainSummary
 from protrain.cli.training_run import Run
 from protrain.common.errors import MisuseError
 from protrain.common.progress import note
+from protrain.common.seeds import seed_of
 
 _STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced ones
@@ -198,7 +199,7 @@ def _step(run: Run) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     counted = counted_tokens(run.tokens, **data, micro_batches=run.micro_batches)
     for micro_batch in range(run.ranks.rank, run.micro_batches, run.ranks.size):
         batch = training_batch(run.tokens, **data, micro_batch=micro_batch, micro_batches=run.micro_batches)
-        seed_micro_batch(seed=job.seed, step=run.step, micro_batch=micro_batch)
+        torch.manual_seed(seed_of(job.seed, run.step, micro_batch))
         with nullcontext() if micro_batch + run.ranks.size >= run.micro_batches else run.model.no_sync():
             loss = run.loss(batch) / (counted / counted_in(batch))  # the step's mean, over what the loss counts
             run.optimizer.backward(loss)

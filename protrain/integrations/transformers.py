@@ -39,6 +39,7 @@ from protrain.integrations.mixed_precision import (
 )
 from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.trainer_saves import TrainerSaves
+from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
@@ -52,7 +53,7 @@ class _Called(Exception):
         self.call = args, kwargs
 
 
-class ProTrainMixin(TrainerSaves):
+class ProTrainMixin(TrainerSteps, TrainerSaves):
     """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
 
     Precision, accumulation, compilation and device are those of the training arguments. Without ``bf16=True`` weights
@@ -97,6 +98,7 @@ class ProTrainMixin(TrainerSaves):
                 "dtype": self._trained_dtype(),
                 "accumulation": self.args.gradient_accumulation_steps,
                 "compile": self.args.torch_compile,
+                "gradient_reduction": self._reduction,
                 "progress": not self.args.disable_tqdm,
             }
             # Another loss reads logits in each step, or takes the labels away, so that the model has no loss.
@@ -343,6 +345,7 @@ def _check(args: Any) -> None:
 def _packs(loader: Any) -> bool:
     """Whether a batch sampler of its own gives the collator lists of rows, of which that makes one row (axolotl)."""
     sampler: Any = getattr(loader, "batch_sampler", None)
+    sampler = sampler.batches if isinstance(sampler, KeyedBatches) else sampler
     while hasattr(sampler, "batch_sampler"):  # what Accelerate has put around it
         sampler = sampler.batch_sampler
     if sampler is None or type(sampler) is BatchSampler:

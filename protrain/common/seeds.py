@@ -1,0 +1,13 @@
+"""Seeds of random numbers that follow from what they are drawn for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def seed_of(*key: int) -> int:
+    """A seed for ``key``, such as the seed of a run, a step and the number of a micro-batch.
+
+    What is drawn with it depends neither on the rank nor on what was drawn before.
+    """
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
