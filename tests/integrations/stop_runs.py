@@ -1,0 +1,86 @@
+"""Trainings that signals stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from protrain.common.signals import SIGNALS
+from tests.integrations.clients import make
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A signal that this process sends itself at the ``event`` of a callback, once ``step`` steps are done."""
+
+    number: signal.Signals
+    event: str = "on_substep_end"
+    step: int = 2
+    ranks: tuple[int, ...] = (0,)  # that do
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a training ended."""
+
+    raised: type[BaseException] | None
+    status: int | None  # that a SystemExit asks for
+    done: list[str]  # events after the signal, by callback
+    checkpoints: list[str]
+    handlers: list[Any]  # of signals, afterwards
+
+
+class _Sends(TrainerCallback):
+    def __init__(self, stop: Stop) -> None:
+        self.stop = stop
+        self.done: list[str] = []
+
+    def call(self, event: str, args: Any, state: Any) -> None:
+        if self.done:
+            self.done.append(event)
+        elif event == self.stop.event and state.global_step >= self.stop.step:
+            self.done.append(event)
+            if args.process_index in self.stop.ranks:
+                for _ in range(self.stop.times):
+                    os.kill(os.getpid(), self.stop.number)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda args, state, control, **_: self.call(name, args, state)
+        return super().__getattribute__(name)
+
+
+def stopped(client: str, folder: Path, stop: Stop, **arguments: Any) -> Ending:
+    """A training that ``stop`` comes to."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        if before[number] == signal.SIG_IGN:  # as a shell may have it
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    trainer = make(client, folder, on_protrain=True, **({"save_steps": 100} | arguments))
+    sends = _Sends(stop)
+    trainer.add_callback(sends)
+    raised: BaseException | None = None
+    try:
+        trainer.train()
+    except (KeyboardInterrupt, SystemExit) as error:
+        raised = error
+    after = [signal.getsignal(number) for number in SIGNALS]
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    return Ending(
+        raised=None if raised is None else type(raised),
+        status=raised.code if isinstance(raised, SystemExit) and isinstance(raised.code, int) else None,
+        done=sends.done[1:],
+        checkpoints=sorted(path.name for path in folder.glob("checkpoint-*")),
+        handlers=after,
+    )
+
+
+def stopped_on_rank(rank: int, client: str, folder: Path, stop: Stop, arguments: dict[str, Any]) -> Ending:
+    return stopped(client, folder, stop, **arguments)
