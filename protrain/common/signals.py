@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
+from protrain.common.progress import silence
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
@@ -55,6 +57,8 @@ class StopRequests:
             return
         self._last_s = now_s
         self.received = self.received or number
+        if number == signal.SIGHUP:
+            _silence_closed_terminal()
         if first and self._answer:
             with suppress(OSError):  # the descriptor, as the stream may be in the middle of writing a line
                 os.write(2, f"\nprotrain: {signal.Signals(number).name}: {self._answer}\n".encode())
@@ -117,6 +121,15 @@ def stop_requests(*, over_others: bool = True, answer: str = "") -> Iterator[Sto
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _silence_closed_terminal() -> None:
+    """Drop what is yet to be printed to a terminal that is closed: an error of that would come before the save."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            os.write(stream.fileno(), b"")
+        except (OSError, ValueError):  # also of a stream without a descriptor, which stays
+            silence(stream)
 
 
 def _may_handle(handler: object, over_others: bool) -> bool:

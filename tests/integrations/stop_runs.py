@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,3 +85,26 @@ def stopped(client: str, folder: Path, stop: Stop, **arguments: Any) -> Ending:
 
 def stopped_on_rank(rank: int, client: str, folder: Path, stop: Stop, arguments: dict[str, Any]) -> Ending:
     return stopped(client, folder, stop, **arguments)
+
+
+class _Closes(TrainerCallback):
+    """Closes the terminal of the process after its second step, as somebody who closes its window."""
+
+    def __init__(self, terminal: int) -> None:
+        self.terminal = terminal
+
+    def on_substep_end(self, _: Any, state: Any, __: Any, **___: Any) -> None:
+        if state.global_step == 2:
+            os.close(self.terminal)
+            os.kill(os.getpid(), signal.SIGHUP)
+
+
+def trained_in_terminal(rank: int, size: int, folder: str) -> None:
+    """A training in a terminal that is closed. It prints the loss of each step."""
+    terminal, own = pty.openpty()
+    trainer = make("Trainer", Path(folder), on_protrain=True, gradient_accumulation_steps=2, save_steps=100)
+    trainer.add_callback(_Closes(terminal))
+    for stream in (1, 2):
+        os.dup2(own, stream)
+    os.close(own)
+    trainer.train()

@@ -1,4 +1,4 @@
-"""Signals that stop a Trainer: it saves the step that runs, on all ranks, and a resume has the bits of no stop at all."""
+"""Signals that stop a Trainer: all ranks save the step that runs, and a resume has the bits of a run without a stop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from protrain.common.signals import SIGNALS
+from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 from tests.integrations.clients import Run, train, train_on_rank
-from tests.integrations.stop_runs import Ending, Stop, stopped, stopped_on_rank
+from tests.integrations.stop_runs import Ending, Stop, stopped, stopped_on_rank, trained_in_terminal
 from tests.integrations.test_trainer_saves import assert_same
 
 DEFAULT = [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]
@@ -97,6 +98,13 @@ def test_other_moments(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     stop, arguments, checkpoint, done = OTHERS[when]
     ending = stopped("Trainer", tmp_path, stop, **(ACCUMULATED | arguments))
     assert ending == ended_by(stop.number, checkpoint, done)
+
+
+def test_a_closed_terminal_does_not_end_the_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with Group(1, trained_in_terminal, str(folder), folder=tmp_path) as group:
+        assert group.endings([0], timeout_s=60)[0].status == 128 + signal.SIGHUP
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
 def test_a_handler_of_the_user_stays(tmp_path: Path) -> None:
