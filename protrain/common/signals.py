@@ -39,7 +39,7 @@ class StopRequests:
     """The signals that came. A second request stops the run at once.
 
     Args:
-        answer: a line for standard error when the first one comes.
+        answer: a line for standard error when the first one comes, unless that raises.
     """
 
     def __init__(self, answer: str = "") -> None:
@@ -59,11 +59,11 @@ class StopRequests:
         self.received = self.received or number
         if number == signal.SIGHUP:
             _silence_closed_terminal()
+        if self._raises:
+            raise Stopped
         if first and self._answer:
             with suppress(OSError):  # the descriptor, as the stream may be in the middle of writing a line
                 os.write(2, f"\nprotrain: {signal.Signals(number).name}: {self._answer}\n".encode())
-        if self._raises:
-            raise Stopped
         # Only SIGHUP never counts as a second request. A terminal closes once, and both the kernel and its shell report
         # it.
         if not first and number != signal.SIGHUP:

@@ -3,7 +3,7 @@
 [Note: one decision] SIGINT, SIGTERM or SIGHUP may come to one rank alone, or to all at different moments of a step. A
 handler only notes it. At the end of each backward, and before each batch of an evaluation, the ranks tell each other
 what has come. So all of them save at the same step. Until the first step of ``train()`` has ended there is nothing to
-save, and signals do what they do without ProTrain.
+save, and a signal ends it at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 from transformers.trainer_utils import SaveStrategy
 
 from protrain.common.progress import heard, note
-from protrain.common.signals import Stopped, StopRequests, stop_requests
+from protrain.common.signals import Stopped, stop_requests
+from protrain.integrations.loader_workers import let_workers_stay
 from protrain.integrations.trainer_saves import TrainerSaves
 
 _ANSWER = "the training saves the step that runs and ends; a second signal ends it at once"
@@ -24,8 +25,8 @@ _ANSWER = "the training saves the step that runs and ends; a second signal ends 
 class TrainerStops(TrainerSaves):
     """The part of ProTrainMixin that heeds signals. All ranks come to each of its methods."""
 
-    _requests: StopRequests | None = None  # from the end of the first step of train() on
-    _saved_step = -1  # of the last checkpoint of train()
+    _requests: Any = None  # of train(), while it runs: StopRequests
+    _saved_step = -1  # of its last checkpoint
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train. A signal that asks to stop ends it after the step that runs, once that is saved.
@@ -35,12 +36,24 @@ class TrainerStops(TrainerSaves):
             SystemExit: it was SIGTERM or SIGHUP. The status is what a shell makes of them: 128 and the signal's number.
         """
         try:
-            with ExitStack() as self._handlers:
+            answer = _ANSWER if self.args.process_index == 0 else ""
+            with stop_requests(over_others=False, answer=answer) as self._requests, ExitStack() as self._first_step:
+                self._first_step.enter_context(self._requests.raised())
                 result = super().train(*args, **kwargs)
             self._end_if(self._told())  # since the last look, which nothing else heeds
             return result
+        except Stopped:
+            self._end_if(self._requests.received)
         finally:
             self._requests, self._saved_step = None, -1
+
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, whose workers outlive signals."""
+        return let_workers_stay(super().get_train_dataloader(*args, **kwargs))
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, whose workers outlive signals."""
+        return let_workers_stay(super().get_eval_dataloader(*args, **kwargs))
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """A batch of an evaluation. One that is due in ``train()`` is left before it if a rank was told to stop."""
@@ -51,11 +64,10 @@ class TrainerStops(TrainerSaves):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Do what is due after a step. If a rank was told to stop, save and end."""
         ranks = self._own_optimizer.ranks
-        if self._requests is None:
-            answer = _ANSWER if ranks.rank == 0 else ""
-            self._requests = self._handlers.enter_context(stop_requests(over_others=False, answer=answer))
+        if ranks.requests is not self._requests:
+            self._first_step.close()
             ranks.requests = self._requests
-        if not (self._requests.of_all if ranks.several else self._requests.received):
+        if not (ranks.requests.of_all if ranks.several else ranks.requests.received):
             with suppress(Stopped):
                 super()._maybe_log_save_evaluate(*args, **kwargs)
                 return
@@ -80,6 +92,6 @@ class TrainerStops(TrainerSaves):
         if stop:
             step = self.state.global_step
             saved = f"checkpoint-{step} has" if self._saved_step == step else "is not saved"
-            with heard(self._own_optimizer.ranks.rank == 0):
+            with heard(self.args.process_index == 0):
                 note(f"{Signals(stop).name} has stopped the training after step {step}, which {saved}")
             raise KeyboardInterrupt if stop == SIGINT else SystemExit(128 + stop)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import pty
 import signal
+import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from transformers import TrainerCallback
@@ -24,6 +27,22 @@ class Stop:
     step: int = 2
     ranks: tuple[int, ...] = (0,)  # that do
     times: int = 1
+    dropped: bool = False  # whether Python drops the exception that the handler raises
+
+    def send(self) -> None:
+        if self.dropped:
+            _InFinalizer(self.number)
+            return
+        for _ in range(self.times):
+            os.kill(os.getpid(), self.number)
+
+
+class _InFinalizer:
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), self.number)
 
 
 @dataclass(frozen=True)
@@ -48,8 +67,7 @@ class _Sends(TrainerCallback):
         elif event == self.stop.event and state.global_step >= self.stop.step:
             self.done.append(event)
             if args.process_index in self.stop.ranks:
-                for _ in range(self.stop.times):
-                    os.kill(os.getpid(), self.stop.number)
+                self.stop.send()
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_"):
@@ -87,24 +105,43 @@ def stopped_on_rank(rank: int, client: str, folder: Path, stop: Stop, arguments:
     return stopped(client, folder, stop, **arguments)
 
 
-class _Closes(TrainerCallback):
-    """Closes the terminal of the process after its second step, as somebody who closes its window."""
+class _Calls(TrainerCallback):
+    """Calls a function in the third step."""
 
-    def __init__(self, terminal: int) -> None:
-        self.terminal = terminal
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
 
     def on_substep_end(self, _: Any, state: Any, __: Any, **___: Any) -> None:
         if state.global_step == 2:
-            os.close(self.terminal)
-            os.kill(os.getpid(), signal.SIGHUP)
+            self.call()
 
 
-def trained_in_terminal(rank: int, size: int, folder: str) -> None:
-    """A training in a terminal that is closed. It prints the loss of each step."""
+def in_terminal(rank: int, size: int, folder: str) -> None:
+    """A training in a terminal that is closed, as by closing its window. It prints the loss of each step."""
+
+    def close() -> None:
+        os.close(terminal)
+        os.kill(os.getpid(), signal.SIGHUP)
+
     terminal, own = pty.openpty()
     trainer = make("Trainer", Path(folder), on_protrain=True, gradient_accumulation_steps=2, save_steps=100)
-    trainer.add_callback(_Closes(terminal))
+    trainer.add_callback(_Calls(close))
     for stream in (1, 2):
         os.dup2(own, stream)
     os.close(own)
+    trainer.train()
+
+
+def with_workers(rank: int, size: int, folder: str) -> None:
+    """A training whose loader has a worker. Both get SIGTERM, as torchrun sends it."""
+
+    def send() -> None:
+        group = f"-{os.getpgrp()}"
+        subprocess.run(["kill", "-TERM", "--", group], start_new_session=True, check=True)
+        sleep(0.5)  # in which torch would see that the worker is gone
+
+    os.setpgrp()
+    arguments = {"gradient_accumulation_steps": 2, "save_steps": 100, "dataloader_num_workers": 1}
+    trainer = make("Trainer", Path(folder), on_protrain=True, **arguments)
+    trainer.add_callback(_Calls(send))
     trainer.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from protrain.common.signals import SIGNALS
 from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 from tests.integrations.clients import Run, train, train_on_rank
-from tests.integrations.stop_runs import Ending, Stop, stopped, stopped_on_rank, trained_in_terminal
+from tests.integrations.stop_runs import Ending, Stop, in_terminal, stopped, stopped_on_rank, with_workers
 from tests.integrations.test_trainer_saves import assert_same
 
 DEFAULT = [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]
@@ -79,7 +80,14 @@ def test_an_evaluation_is_left(tmp_path: Path) -> None:
 
 # By what the stop is: the checkpoint that is saved, and the events after the signal.
 OTHERS: dict[str, tuple[Stop, dict[str, Any], str, tuple[str, ...]]] = {
-    "before the end of the first step": (Stop(signal.SIGINT, "on_step_begin", 0), {}, "", ()),
+    "in the first step": (Stop(signal.SIGINT, "on_step_begin", 0), {}, "", ()),
+    "by SIGTERM in the first step": (Stop(signal.SIGTERM, "on_step_begin", 0), {}, "", ()),
+    "in a finalizer in the first step": (
+        Stop(signal.SIGINT, "on_step_begin", 0, dropped=True),
+        {},
+        "checkpoint-1",
+        ("on_substep_end", *STEP, "on_save"),
+    ),
     "twice": (Stop(signal.SIGINT, times=2), {}, "", ()),
     "at the end of an epoch": (
         Stop(signal.SIGTERM, "on_epoch_end"),
@@ -100,10 +108,14 @@ def test_other_moments(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ending == ended_by(stop.number, checkpoint, done)
 
 
-def test_a_closed_terminal_does_not_end_the_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("run", "number"), [(in_terminal, signal.SIGHUP), (with_workers, signal.SIGTERM)])
+def test_what_else_gets_the_signal_does_not_end_the_step(
+    run: Callable[[int, int, str], None], number: signal.Signals, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    with Group(1, trained_in_terminal, str(folder), folder=tmp_path) as group:
-        assert group.endings([0], timeout_s=60)[0].status == 128 + signal.SIGHUP
+    with Group(1, run, str(folder), folder=tmp_path) as group:
+        (ending,) = group.endings([0], timeout_s=60).values()
+    assert ending.status == 128 + number, ending.text
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-3"]
 
 
