@@ -16,7 +16,7 @@ from protrain.integrations.transformers import ProTrainTrainer
 from tests.engine.profiles import share_profiles
 from tests.integrations.clients import LLAMA
 
-STEPS = 12
+STEPS = 24
 SAVED = 3  # steps between checkpoints
 ROWS, TOKENS = 64, 16
 FINAL = "final.pt"
