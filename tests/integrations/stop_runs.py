@@ -141,7 +141,7 @@ def with_workers(rank: int, size: int, folder: str) -> None:
         sleep(0.5)  # in which torch would see that the worker is gone
 
     os.setpgrp()
-    arguments = {"gradient_accumulation_steps": 2, "save_steps": 100, "dataloader_num_workers": 1}
+    arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "save_steps": 100, "dataloader_num_workers": 1}
     trainer = make("Trainer", Path(folder), on_protrain=True, **arguments)
     trainer.add_callback(_Calls(send))
     trainer.train()

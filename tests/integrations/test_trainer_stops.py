@@ -17,7 +17,7 @@ from tests.integrations.stop_runs import Ending, Stop, in_terminal, stopped, sto
 from tests.integrations.test_trainer_saves import assert_same
 
 DEFAULT = [signal.default_int_handler, signal.SIG_DFL, signal.SIG_DFL]
-ACCUMULATED = {"gradient_accumulation_steps": 2, "eval_steps": 100}
+ACCUMULATED: dict[str, Any] = {"gradient_accumulation_steps": 2, "eval_steps": 100}
 
 
 @pytest.fixture(scope="module")
@@ -102,8 +102,9 @@ OTHERS: dict[str, tuple[Stop, dict[str, Any], str, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("when", OTHERS)
 def test_other_moments(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("protrain.common.signals._ONE_REQUEST_S", 0.0)
     stop, arguments, checkpoint, done = OTHERS[when]
+    if stop.times > 1:  # so soon after the first one, the second counts as the same
+        monkeypatch.setattr("protrain.common.signals._ONE_REQUEST_S", 0.0)
     ending = stopped("Trainer", tmp_path, stop, **(ACCUMULATED | arguments))
     assert ending == ended_by(stop.number, checkpoint, done)
 
