@@ -42,8 +42,8 @@ class TrainerStops(TrainerSaves):
                 result = super().train(*args, **kwargs)
             self._end_if(self._told())  # since the last look, which nothing else heeds
             return result
-        except Stopped:
-            self._end_if(self._requests.received)
+        except Stopped as stopped:  # in the first step, or before
+            raise _ended_by(self._requests.received) from stopped
         finally:
             self._requests, self._saved_step = None, -1
 
@@ -94,4 +94,8 @@ class TrainerStops(TrainerSaves):
             saved = f"checkpoint-{step} has" if self._saved_step == step else "is not saved"
             with heard(self.args.process_index == 0):
                 note(f"{Signals(stop).name} has stopped the training after step {step}, which {saved}")
-            raise KeyboardInterrupt if stop == SIGINT else SystemExit(128 + stop)
+            raise _ended_by(stop)
+
+
+def _ended_by(stop: int) -> BaseException:
+    return KeyboardInterrupt() if stop == SIGINT else SystemExit(128 + stop)
