@@ -22,7 +22,7 @@ from typing import Any
 
 import protrain
 from protrain.cli.options import Parser, writable_folder
-from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
+from protrain.common.signals import InterruptedRun, StopRequests, stop_requests
 
 _LOOK_S = 0.1  # the time between two looks for a signal
 _GRACE_S = 1.0  # the time that a benchmark has to end what it started, before everything is killed

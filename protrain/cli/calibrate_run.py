@@ -10,8 +10,8 @@ import torch
 import protrain
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
-from protrain.cli.signals import stop_requests
 from protrain.common.progress import bar, note
+from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
 from protrain.distributed.processes import announced_processes
 from protrain.hardware.cache import Machine, cached

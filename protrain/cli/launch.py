@@ -22,8 +22,8 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch.distributed as dist
 
-from protrain.cli.signals import InterruptedRun, StopRequests, stop_requests
 from protrain.common.progress import heard, say
+from protrain.common.signals import InterruptedRun, StopRequests, stop_requests
 from protrain.distributed.joining import start_group
 from protrain.distributed.processes import announced_by_slurm, announced_processes, own_store
 

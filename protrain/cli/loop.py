@@ -27,12 +27,12 @@ from protrain.cli.metrics import (
 )
 from protrain.cli.prepare import prepare, schedule, write_run_files
 from protrain.cli.run_files import CHECKPOINTS
-from protrain.cli.signals import InterruptedRun, Stopped, StopRequests
 from protrain.cli.summary import TrainSummary
 from protrain.cli.training_run import Run
 from protrain.common.errors import MisuseError
 from protrain.common.progress import note
 from protrain.common.seeds import seed_of
+from protrain.common.signals import InterruptedRun, Stopped, StopRequests
 
 _STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced ones

@@ -19,10 +19,10 @@ import protrain
 from protrain.cli.commands import build_parser
 from protrain.cli.imports import importing
 from protrain.cli.options import in_options
-from protrain.cli.signals import InterruptedRun
 from protrain.common.errors import MisuseError
 from protrain.common.interrupt import is_program
 from protrain.common.progress import note, say, silence
+from protrain.common.signals import InterruptedRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:

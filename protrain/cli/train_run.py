@@ -16,10 +16,10 @@ from protrain.cli.launch import launched, together
 from protrain.cli.loop import train
 from protrain.cli.options import emit
 from protrain.cli.run_files import SUMMARY_FILE
-from protrain.cli.signals import StopRequests, stop_requests
 from protrain.cli.summary import TrainSummary
 from protrain.common.hub import on_disk
 from protrain.common.progress import heard, note
+from protrain.common.signals import StopRequests, stop_requests
 from protrain.common.tables import wrapped
 from protrain.distributed.joining import join
 from protrain.distributed.processes import local_rank

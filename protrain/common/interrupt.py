@@ -7,7 +7,7 @@ the exception for a missing attribute, and a profile or a measurement would then
 
 So importing this module gives the program a handler that writes a line and leaves the process, which nothing can
 swallow. Commands that have to clean up (`train`, `bench`) have handlers of their own while they run; see
-``protrain.cli.signals``. A process that merely imports the library keeps its own handlers.
+``protrain.common.signals``. A process that merely imports the library keeps its own handlers.
 
 This module must be imported before torch, whose import takes seconds, so it imports only small modules of Python's own.
 """

@@ -126,10 +126,14 @@ def _waits_in_call(stand: Stand | None) -> bool:
 
 
 def absence(peers: Mapping[int, Peer], rank: int, number: int, what: str, waited_s: float) -> str:
-    """For whom among its ``peers`` ``rank`` has waited in ``what``, its note of this number."""
+    """For whom among its ``peers`` ``rank`` has waited in ``what``, its note of this number.
+
+    An exception of theirs is named if they told of it after the note before that. Since an earlier one they may have
+    gone on, and have not told yet.
+    """
     late = [other for other, peer in peers.items() if peer.number < number]
-    raised = [peers[other].raised for other in late]
-    errors = [each.error for each in raised if each is not None]
+    raised = [peers[other].raised for other in late if peers[other].number == number - 1]
+    errors = [each.error or f"an exception{each.place}" for each in raised if each is not None]
     return (
         f"rank {rank} has waited {waited_s:.0f} s for {named(late) if late else 'other ranks'} in {what} "
         f"(collective {number}){f' after {errors[0]}' if errors else ''}"

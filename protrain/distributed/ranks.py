@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.common.signals import StopRequests
 from protrain.distributed.endings import never_free
 from protrain.distributed.links import Links
 from protrain.distributed.notes import by_number, first_difference
@@ -58,6 +59,7 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.received_bytes = 0  # of weights, from other ranks
         self.sent_bytes = 0  # of gradients, to other ranks
+        self.requests = StopRequests()  # of which the ranks tell each other at the end of each backward
         if group is None:
             return
         self._communicators = _communicators(group)

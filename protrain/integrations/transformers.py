@@ -38,8 +38,8 @@ from protrain.integrations.mixed_precision import (
     refuse_precision,
 )
 from protrain.integrations.text_lengths import TextLengths
-from protrain.integrations.trainer_saves import TrainerSaves
 from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
+from protrain.integrations.trainer_stops import TrainerStops
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
@@ -53,7 +53,7 @@ class _Called(Exception):
         self.call = args, kwargs
 
 
-class ProTrainMixin(TrainerSteps, TrainerSaves):
+class ProTrainMixin(TrainerSteps, TrainerStops):
     """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
 
     Precision, accumulation, compilation and device are those of the training arguments. Without ``bf16=True`` weights

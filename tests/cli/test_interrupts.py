@@ -16,7 +16,7 @@ import pytest
 from protrain.cli import bench
 from protrain.cli.bench import Benchmark
 from protrain.cli.main import main
-from protrain.cli.signals import Stopped, stop_requests
+from protrain.common.signals import Stopped, stop_requests
 
 ROOT = Path(__file__).resolve().parents[2]
 PLAN = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "1", "--sequence", "16"]

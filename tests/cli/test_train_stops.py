@@ -26,7 +26,7 @@ from protrain.checkpoint.manifest import list_saves
 from protrain.cli.folder_lock import claimed
 from protrain.cli.main import main
 from protrain.cli.run_files import LOCK_FILE, UNFINISHED_DATA
-from protrain.cli.signals import SIGNALS, Stopped, StopRequests, stop_requests
+from protrain.common.signals import SIGNALS, Stopped, StopRequests, stop_requests
 from tests.distributed.warm import Process
 
 transformers = pytest.importorskip("transformers")
@@ -301,7 +301,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 def test_a_request_to_stop_that_comes_twice_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("protrain.common.signals.time.monotonic", lambda: now_s)
     for number in SIGNALS:
         requests = StopRequests()
         requests.receive(number, None)
@@ -353,7 +353,7 @@ def test_two_requests_stop_at_once_and_say_what_is_left(
 
 def test_who_goes_on_asking_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr("protrain.cli.signals.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("protrain.common.signals.time.monotonic", lambda: now_s)
     requests = StopRequests()
     for _ in range(2):
         requests.receive(signal.SIGINT, None)

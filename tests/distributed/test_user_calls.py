@@ -65,6 +65,38 @@ def test_calls_of_one_rank_alone(call: str, tmp_path: Path) -> None:
     assert not (tmp_path / "saves").exists()
 
 
+def call_after_failed_backward(rank: int, steps: int) -> list[str]:
+    """Rank 0 alone makes a call, ``steps`` after both have caught an error in a backward. Returns its warnings."""
+    model, optimizer = wrap(Model())
+    rows = batch(rank).requires_grad_()
+    rows.register_hook(lambda _: int("no number"))
+    with suppress(ValueError):
+        model(rows).backward()
+    for _ in range(steps):
+        model(batch(rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(watch, "CALL_S", 0.2)
+        patch.setattr(ranks, "_ABSENT_S", 1.0)
+        with suppress(protrain.MisuseError):
+            if rank == 0:
+                model.load_state_dict({}, strict=False)
+            time.sleep(1.5)
+            model(batch(rank))
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "after"), [(0, " after an exception in a backward"), (1, "")])
+def test_a_wait_names_an_exception_that_was_the_last_thing(steps: int, after: str) -> None:
+    # Autograd tells that a backward has failed, and not by what.
+    (said,), _ = on_ranks(2, call_after_failed_backward, steps)
+    waits = r"rank 0 has waited \d s for rank 1 in load_state_dict\(\) \(collective \d+\)"
+    assert re.match(f"{waits}{after}, and goes on waiting", said), said
+
+
 def look(rank: int) -> tuple[list[float], str]:
     """What rank 1 alone sees between backward and step: norms of gradients, clipped norm, and texts."""
     with seeded():

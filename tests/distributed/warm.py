@@ -175,6 +175,7 @@ def _serve() -> None:
                 answer = statuses.get(pid)
             case "fork", function, args, environment, printed, frees_modules:
                 answer = os.fork()
+                statuses.pop(answer, None)  # of an earlier process with the same number
                 if not answer:
                     os.environ.update(environment)
                     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

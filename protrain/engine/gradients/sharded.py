@@ -93,15 +93,17 @@ class ShardedGradients(Gradients):
     @override
     def combine(self, settings: Callable[[], Settings]) -> None:
         late = self.members[min(self._waiting)].name if self._waiting else ""
-        value = (self._ranks.trail, settings(), late, bytes(self.present))
+        requests = self._ranks.requests
+        value = (self._ranks.trail, settings(), late, bytes(self.present), requests.received)
         every = self._ranks.all_values(value, "the end of a backward")
-        self._ranks.refuse_out_of_step([trail for trail, _, _, _ in every])
-        refuse_late([late for _, _, late, _ in every])
-        refuse_other_settings([of_rank for _, of_rank, _, _ in every])
+        self._ranks.refuse_out_of_step([trail for trail, *_ in every])
+        refuse_late([late for _, _, late, *_ in every])
+        refuse_other_settings([of_rank for _, of_rank, *_ in every])
+        requests.of_all = max(received for *_, received in every)
         if not self._brings:
             return
         self._is_sum = True
-        self.present = [any(flags) for flags in zip(*(present for _, _, _, present in every), strict=True)]
+        self.present = [any(flags) for flags in zip(*(present for *_, present, _ in every), strict=True)]
         self._streams.compute.place(self._filled)
         with self._streams.reduce.running(after=self._filled, done=self.host_gradients.added):
             self.squares.combine()

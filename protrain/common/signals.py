@@ -1,21 +1,25 @@
-"""Handles signals that ask a command to stop: they are noted between steps, and raise an exception elsewhere.
+"""Handles signals that ask a training to stop: they are noted between steps, and raise an exception elsewhere.
 
 Commands that have nothing to clean up need none of this: see ``protrain.common.interrupt``.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from protrain.common.progress import silence
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
+_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
 _LOOK_S = 0.25  # the time between looks for a swallowed exception
 
 
@@ -32,10 +36,16 @@ class InterruptedRun(Exception):
 
 
 class StopRequests:
-    """The signals that came. A second request stops the run at once."""
+    """The signals that came. A second request stops the run at once.
 
-    def __init__(self) -> None:
+    Args:
+        answer: a line for standard error when the first one comes, unless that raises.
+    """
+
+    def __init__(self, answer: str = "") -> None:
         self.received = 0  # the first signal, or 0 if none came
+        self.of_all = 0  # one that had come to any rank by the end of the last backward
+        self._answer = answer
         self._last_s = 0.0  # when the newest signal that counts came
         self._raises = False
 
@@ -47,8 +57,13 @@ class StopRequests:
             return
         self._last_s = now_s
         self.received = self.received or number
+        if number == signal.SIGHUP:
+            _silence_closed_terminal()
         if self._raises:
             raise Stopped
+        if first and self._answer:
+            with suppress(OSError):  # the descriptor, as the stream may be in the middle of writing a line
+                os.write(2, f"\nprotrain: {signal.Signals(number).name}: {self._answer}\n".encode())
         # Only SIGHUP never counts as a second request. A terminal closes once, and both the kernel and its shell report
         # it.
         if not first and number != signal.SIGHUP:
@@ -91,19 +106,35 @@ class StopRequests:
 
 
 @contextmanager
-def stop_requests() -> Iterator[StopRequests]:
+def stop_requests(*, over_others: bool = True, answer: str = "") -> Iterator[StopRequests]:
     """Note Ctrl-C, SIGTERM and a closed terminal.
 
-    A signal that was ignored stays so, as nohup and scripts rely on it.
+    A signal that was ignored stays so, as nohup and scripts rely on it. So does one that has another handler than
+    Python's own, unless this one may take the place of others. ``answer`` is that of ``StopRequests``.
     """
-    requests = StopRequests()
-    handled = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    requests = StopRequests(answer)
+    main = threading.current_thread() is threading.main_thread()  # no other thread may have handlers
+    handled = [number for number in SIGNALS if main and _may_handle(signal.getsignal(number), over_others)]
     before = {number: signal.signal(number, requests.receive) for number in handled}
     try:
         yield requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _silence_closed_terminal() -> None:
+    """Drop what is yet to be printed to a terminal that is closed: an error of that would come before the save."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            os.write(stream.fileno(), b"")
+        except (OSError, ValueError):  # also of a stream without a descriptor, which stays
+            silence(stream)
+
+
+def _may_handle(handler: object, over_others: bool) -> bool:
+    """Whether another handler may take the place of ``handler``. None: that is one of C."""
+    return handler in _DEFAULT or (over_others and handler not in (signal.SIG_IGN, None))
 
 
 @contextmanager
