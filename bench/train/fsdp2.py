@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
 from bench.train.ranks import start_group
 from bench.train.task import WEIGHT_DECAY, Job
-from bench.train.trainers import Trainer, adamw_options, block_config, count, model_config
+from bench.train.trainers import Trainer, adamw_options, backward, block_config, count, model_config
 
 
 def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
@@ -65,8 +65,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     clip_ms: list[float] = []
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()  # which returns when the gradients have reached the host
+        loss = backward(model, ids, task)  # which returns when the gradients have reached the host
         norm: Any = None
         if contestant.clip:
             begin = time.perf_counter()
@@ -76,7 +75,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        return loss.detach(), norm
+        return loss, norm
 
     norm = "torch.nn.utils.get_total_norm" if contestant.everything_resident else "by rows"
     return Trainer(

@@ -39,6 +39,7 @@ def add_sizes(parser: Parser, sizes: Sizes) -> None:
     parser.add_argument(
         "--sequence", type=whole(8), default=None, help=f"tokens (default: {sizes.sequence}; without a GPU: 64)"
     )
+    parser.add_argument("--accumulation", type=whole(1), default=1, help="batches in a step (default: 1)")
     parser.add_argument("--steps", type=whole(3), default=sizes.steps, help="timed steps (default: %(default)s)")
     parser.add_argument("--warm-up", type=whole(1), default=sizes.warm_up, help="before them (default: %(default)s)")
     parser.add_argument("--device-memory", type=memory, default=None, metavar="SIZE", help="of each GPU, for all")
@@ -65,6 +66,7 @@ def sizes_of(args: argparse.Namespace, sizes: Sizes) -> dict[str, Any]:
         "layers": args.layers,
         "batch": args.batch or (sizes.batch if on_gpu else 2),
         "sequence": args.sequence or (sizes.sequence if on_gpu else 64),
+        "accumulation": args.accumulation,
         "steps": args.steps,
         "warm_up": args.warm_up,
         "device_memory": args.device_memory,

@@ -26,6 +26,8 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     bf16 parameters would have bf16 states, which is another training.
     """
     task, contestant = job.task, job.contestant
+    if task.accumulation > 1:
+        raise ValueError("--accumulation: torchao's CPUOffloadOptimizer with offload_gradients=True sums no gradients")
     optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
     model = build_model(task)
     replace_loss(model, task)
@@ -74,7 +76,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": task.batch,
-        "gradient_accumulation_steps": 1,
+        "gradient_accumulation_steps": task.accumulation,
         "gradient_clipping": task.clip_norm if contestant.clip else 0.0,
         "bf16": {"enabled": True},
         "zero_optimization": zero,
@@ -99,9 +101,10 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
         deepspeed.zero.register_external_parameter(model, head.weight)
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
+        for batch in ids.split(task.batch):
+            loss = engine(input_ids=batch, labels=batch).loss
+            engine.backward(loss)
+            engine.step()  # which updates after the last batch
         norm = engine.get_global_grad_norm() if contestant.clip else None
         return loss.detach(), None if norm is None else torch.as_tensor(norm)
 

@@ -28,6 +28,7 @@ class Task(Record):
     layers: int | None  # None: as many as the shape has
     batch: int  # sequences on each GPU
     sequence: int
+    accumulation: int = 1  # such batches in a step
     steps: int  # timed
     warm_up: int  # before them
     chunked_loss: bool = False  # ProTrain's, for all or for nobody
@@ -45,7 +46,7 @@ class Task(Record):
     @property
     def tokens_per_step(self) -> int:
         """On all GPUs together."""
-        return self.gpus * self.batch * self.sequence
+        return self.gpus * self.accumulation * self.batch * self.sequence
 
     @property
     def label(self) -> str:
@@ -57,8 +58,9 @@ class Task(Record):
         link = "" if self.link_gbps is None else f"-link-at-{self.link_gbps:g}"
         gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
         adapter = "" if self.lora is None else "-lora"
+        several = "" if self.accumulation == 1 else f"x{self.accumulation}"
         precision = f"-{self.quantised}" if self.quantised else "-float8" if self.float8 else ""
-        return f"{model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{within}{host}{link}{gpus}"
+        return f"{model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{several}{within}{host}{link}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +75,15 @@ class Job(Record):
 
 
 def make_tokens(task: Task, path: Path) -> None:
-    """Write [warm_up + steps, gpus, batch, sequence] int64 token ids: windows of Python's own sources, as bytes.
+    """Write int64 token ids: windows of Python's own sources, as bytes.
+
+    Their shape is [warm_up + steps, gpus, accumulation x batch, sequence].
 
     Text and not noise or zeros, because the GPU draws less power, and so runs faster, on data with fewer bits set.
     """
     with tempfile.TemporaryDirectory() as folder:
         text = tokenize(find_source(None).paths, Codec(), Path(folder), held_out=0.0)
-        size = {"batch": task.batch, "sequence": task.sequence}
+        size = {"batch": task.accumulation * task.batch, "sequence": task.sequence}
         batches = [
             training_batch(text, seed=0, step=step, micro_batch=rank, **size)["input_ids"]
             for step in range(task.warm_up + task.steps)

@@ -22,7 +22,8 @@ from protrain.planning import Plan
 
 _OF_THE_HOST = "host_adam_gparams", "host_adam_p20_gparams", "host_adam_threads"  # what plans expect of it
 
-Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]  # token ids [batch, sequence] -> loss, gradient norm
+# Token ids [accumulation x batch, sequence] -> the mean of the losses, gradient norm.
+Step = Callable[[Tensor], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +63,8 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     chosen: dict[str, Any] = {
         "device_memory": task.device_memory,
         "host_memory": task.host_memory,
-        "step_during_backward": not contestant.clip,
+        "step_during_backward": not contestant.clip and task.accumulation == 1,
+        "accumulation": task.accumulation,
         "moment_dtype": "bfloat16" if contestant.narrow else "float32",
         "compile": contestant.compile,
         "chunked_loss": task.chunked_loss,
@@ -76,12 +78,11 @@ def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     )
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = wrapped(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = backward(wrapped, ids, task)
         norm = optimizer.clip_grad_norm_(task.clip_norm) if contestant.clip else None
         optimizer.step()
         optimizer.zero_grad()
-        return loss.detach(), norm
+        return loss, norm
 
     return Trainer(
         step=step,
@@ -131,9 +132,7 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss.detach(), None
+        return backward(model, ids, task), None
 
     return Trainer(
         step=step,
@@ -147,6 +146,16 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
             "optimizer": None,
         },
     )
+
+
+def backward(model: nn.Module, ids: Tensor, task: Task) -> Tensor:
+    """The forwards and backwards of a step. Returns the mean of their losses."""
+    losses = []
+    for batch in ids.split(task.batch):
+        loss = model(input_ids=batch, labels=batch).loss / task.accumulation
+        loss.backward()
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def _drop_gradient(parameter: Tensor) -> None:
@@ -201,11 +210,10 @@ def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer
     shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        loss = backward(model, ids, task)
         norm = nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm) if contestant.clip else None
         optimizer.step()
-        return loss.detach(), norm
+        return loss, norm
 
     return Trainer(
         step=step,

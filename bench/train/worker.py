@@ -90,7 +90,7 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
     torch.manual_seed(0)
     batches = torch.load(job.tokens)[:, local_rank()].to(device)
     start = time.perf_counter()
-    trainer = BUILDERS[job.contestant.kind](job, device, batches[0])
+    trainer = BUILDERS[job.contestant.kind](job, device, batches[0, : job.task.batch])
     finish(device)
     setup_s = time.perf_counter() - start
     if device.type == "cuda":

@@ -47,14 +47,16 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         torch.distributed.destroy_process_group()
 
 
-def _train(name: str, task: Task, planned_by: str | None) -> tuple[list[float], list[float], dict[str, Any]]:
+def _train(
+    name: str, task: Task, planned_by: str | None, steps: torch.Tensor = IDS
+) -> tuple[list[float], list[float], dict[str, Any]]:
     """(losses, gradient norms, configuration) of three steps."""
     job = Job(task=task, contestant=parse(name), tokens="", planned_by=planned_by, until=0.0)
     torch.manual_seed(0)
-    trainer = BUILDERS[job.contestant.kind](job, CPU, IDS[0])
+    trainer = BUILDERS[job.contestant.kind](job, CPU, steps[0, : task.batch])
     if trainer.plan is not None and planned_by is not None:
         Outcome(contestant=job.contestant, plan=trainer.plan).save(planned_by)
-    results = [trainer.step(ids) for ids in IDS]
+    results = [trainer.step(ids) for ids in steps]
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return [loss.item() for loss, _ in results], [float(n) for _, n in results if n is not None], trainer.config
@@ -72,6 +74,16 @@ def test_every_contestant_has_the_chunked_loss_and_trains_the_same(tmp_path: Pat
         chunks.clear()
         assert ours[:2] == (pytest.approx(usual[0], rel=1e-5), pytest.approx(usual[1], rel=1e-3)), name
         assert (usual[2]["chunked_loss"], ours[2]["chunked_loss"]) == (False, True)
+
+
+@pytest.mark.slow
+def test_a_step_of_several_batches_is_the_same_of_every_contestant(tmp_path: Path) -> None:
+    steps = torch.randint(256, (3, 2, 24), generator=torch.Generator().manual_seed(1))
+    once = _train("resident-eager", replace(TASK, batch=2), None, steps)
+    for name in ("protrain-eager", "resident-eager", "fsdp2-eager"):
+        losses, norms, _ = _train(name, replace(TASK, accumulation=2), str(tmp_path / "plan.json"), steps)
+        assert losses == pytest.approx(once[0], rel=1e-5), name
+        assert norms == pytest.approx(once[1], rel=1e-4), name
 
 
 def test_a_head_whose_hooks_replace_its_output_still_hands_on_the_loss(chunks: list[int]) -> None:
