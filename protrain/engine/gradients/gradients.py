@@ -96,7 +96,7 @@ class Gradients:
             for member, _ in items:
                 self.present[member.index] = True
                 self.delivered.add(member.index)
-            if self.is_last:
+            if self.is_last and self.has_all(chunk):
                 self.host_gradients.send(chunk)
         return touched
 
