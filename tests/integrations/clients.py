@@ -213,7 +213,7 @@ def sentences(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
 
 # By client: how its trainer is made, and a device memory in which not all of its states fit, for one rank and for two.
 CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
-    "Trainer": (causal, "0.4MiB", "1MiB"),
+    "Trainer": (causal, "0.45MiB", "1MiB"),
     "SFT": (sft, "5.4MiB", "6MiB"),
     "SFT with LoRA": (lambda *args: sft(*args, adapters=True), "5.1MiB", "6MiB"),
     "DPO": (dpo, "11.5MiB", "13MiB"),
