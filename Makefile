@@ -11,16 +11,19 @@ PIP_ARGS ?= $(shell command -v nvidia-smi >/dev/null || $(VENV)/bin/python -m pi
 RUN = $(VENV)/bin
 DEMO_FOLDER ?= runs/demo
 DEMO_STEPS ?= 400
+CLIENTS = accelerate|lightning|peft|transformers|trl
 # One more than cores, as some tests wait for other processes; more than eight wait for memory.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 7 ? 8 : n + 1)))
 
-.PHONY: help demo test lint format types unit slow float8 kernels bench docs clean
+.PHONY: help demo test lint format types unit slow float8 clients newest lowest kernels bench docs clean
 
 help:
 	@echo 'make demo     train a tiny model with offloading on this machine (about two minutes)'
 	@echo 'make test     lint, format check, sizes, types, tests, but for the slow ones'
 	@echo 'make slow     the tests that take seconds each: killed runs, commands, several processes'
 	@echo 'make float8   the tests that need torchao, which every process would import in the others'
+	@echo 'make newest   the tests of the clients with the newest releases of transformers, TRL, Accelerate and Lightning'
+	@echo 'make lowest   the same tests with the oldest ones that pyproject.toml allows'
 	@echo 'make kernels  compile every kernel for every target, no GPU needed'
 	@echo 'make bench    run the kernel benchmarks; without a GPU they check results and time nothing'
 	@echo 'make docs     build the pages of docs/ as a site in build/site'
@@ -56,6 +59,19 @@ float8: $(VENV)/.dev $(VENV)/.float8
 	$(RUN)/python -m pytest -n $(TEST_WORKERS) tests/engine/test_low_precision.py \
 		tests/engine/test_quantised.py tests/bench/test_train_models.py
 
+clients: $(VENV)/.dev
+	$(RUN)/python -m pip list | grep -E '^($(CLIENTS)|torch) '
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup tests/integrations
+
+# What is newest is asked for anew each time.
+newest:
+	rm -f build/newest/.dev
+	$(MAKE) clients VENV=build/newest VERSIONS='--upgrade --upgrade-strategy eager'
+
+# TRL 1.0 imports requests, and does not ask for it.
+lowest:
+	$(MAKE) clients VENV=build/lowest VERSIONS="requests $$(sed -nE 's/^ *"($(CLIENTS))>=([0-9.]+).*/\1==\2/p' pyproject.toml | xargs)"
+
 kernels: $(VENV)/.dev
 	$(RUN)/python -m tools.compile_kernels
 
@@ -71,7 +87,7 @@ $(VENV)/bin/python:
 
 # pyproject.toml decides what is installed, so a change to it installs again.
 $(VENV)/.%: $(VENV)/bin/python pyproject.toml
-	$(RUN)/python -m pip install $(PIP_ARGS) --editable '.[$*]'
+	$(RUN)/python -m pip install $(PIP_ARGS) $(VERSIONS) --editable '.[$*]'
 	@touch $@
 
 clean:

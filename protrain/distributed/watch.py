@@ -305,6 +305,9 @@ class Watch:
         while True:
             asked = self._asked
             wait_s = 0.0 if asked != self._answered else max(0.0, next_tick - monotonic())
+            if any(peer.ended for peer in self._peers.values()):  # so a launcher may end this process soon
+                wait_s = min(wait_s, _TURN.total_seconds())
+                self._judge(compares=False)
             for rank, message in self._links.receive(wait_s):
                 self._hear(rank, message)
             with self._at_work:
@@ -353,17 +356,15 @@ class Watch:
             return
         raised, peer.stand = message["raised"], None
         peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and Raised(*raised)
-        peer.notes = by_number(message["notes"])
-        peer.heard = monotonic()
-        self._news = True
+        peer.notes, peer.heard, self._news = by_number(message["notes"]), monotonic(), True
         if message["decided"] is not None:
             self._decide(message["decided"])
 
-    def _judge(self) -> None:
+    def _judge(self, *, compares: bool = True) -> None:
         """Decide who is to blame, if anyone is."""
         if self._decided is not None:
             return
-        if self._news:
+        if self._news and compares:
             known = {rank: peer.notes for rank, peer in self._peers.items()} | {self._rank: by_number(self.notes)}
             difference = first_difference(known)
             if difference is not None and difference == self._suspected:  # all ranks had a tick to tell their notes

@@ -57,8 +57,23 @@ def wrap(
     }
     with warned_at_user():
         wrapped = protrain.wrapping.wrap(model, optimizer, **(found | arguments))
+    leave_model(accelerator, model)
     _save_apart(accelerator, *wrapped)
     return wrapped
+
+
+def leave_model(accelerator: Any, model: nn.Module) -> None:
+    """Let ``accelerator`` leave a wrapped ``model`` as it is, whose mark it does not ask for before 1.14."""
+    prepare = accelerator.prepare_model
+
+    def prepare_model(given: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        if given is not model:
+            return prepare(given, *args, **kwargs)
+        if model not in accelerator._models:
+            accelerator._models.append(model)
+        return model
+
+    accelerator.prepare_model = prepare_model
 
 
 def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer) -> None:

@@ -26,5 +26,5 @@ def smaller_if_it_fits(*modules: nn.Module) -> Iterator[None]:
             vars(module).pop("forward", None)
             if forward is not None:
                 module.forward = forward
-        # Accelerate looks for "out of memory." in a RuntimeError, and tries nine tenths of the batch.
-        raise RuntimeError(f"The batch is out of memory. {error}") from None
+        # For these words in a RuntimeError all versions of Accelerate try a smaller batch.
+        raise RuntimeError(f"As with CUDA out of memory. {error}") from None

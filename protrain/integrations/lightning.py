@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricDDPStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
@@ -288,19 +289,26 @@ class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Leave the model where it is: ProTrain moves what the plan has on the device."""
 
+    def module_init_context(self, empty_init: bool | None = None) -> Any:
+        """The context of ``fabric.init_module()``, but on the CPU, as a model need not fit the device."""
+        context = ExitStack()
+        context.enter_context(super().module_init_context(empty_init))
+        context.enter_context(torch.device("cpu"))
+        return context
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """A model without an optimizer is not trained, and moves to the device."""
         return module.to(self.root_device)
 
-    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], scheduler: Any = None) -> Any:
-        """Wrap the model with its optimizer."""
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Any], *schedulers: Any) -> Any:
+        """Wrap the model with its optimizer. Lightning before 2.6 passes no scheduler, and expects none."""
         if len(optimizers) != 1:
             raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
         found = {"device": self.root_device, "dtype": dtype_of(self.precision.precision)}
         with warned_at_user(), self.precision.forward_context():
             model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
         self._pair = model, optimizer
-        return model, [optimizer], scheduler
+        return model, [optimizer], *schedulers
 
     def setup_optimizer(self, optimizer: Any) -> Any:
         """Refuse an optimizer without its model."""

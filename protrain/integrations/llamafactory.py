@@ -1,6 +1,8 @@
 """LLaMA-Factory on ProTrain.
 
 python -m protrain.integrations.llamafactory train config.yaml
+
+LLaMA-Factory loads the model on the GPU, which may be too small for all of it, unless ``low_cpu_mem_usage`` is false.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ def main() -> None:
     """Train as ``llamafactory-cli train`` does, on ProTrain."""
     if sys.argv[1:2] != ["train"] or len(sys.argv) < 3:
         raise SystemExit("usage: python -m protrain.integrations.llamafactory train CONFIG [NAME=VALUE ...]")
-    del sys.argv[1]
+    sys.argv[1:3] = [sys.argv[2], "low_cpu_mem_usage=false"]
+    if sys.argv[1].startswith("--"):  # all options stand in the command, and there is no file
+        sys.argv[1:3] = ["--low_cpu_mem_usage", "false", sys.argv[1]]
     for kind, name in _TRAINERS.items():
         for part in ("trainer", "workflow"):
             module = importlib.import_module(f"llamafactory.train.{kind}.{part}")

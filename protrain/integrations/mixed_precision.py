@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from accelerate.utils import convert_outputs_to_fp32
+from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
 from torch import nn
 
 from protrain.common.parameters import DTYPES
@@ -66,7 +66,8 @@ def _under_autocast(accelerator: Any, module: nn.Module) -> Any:
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with accelerator.autocast():
+        # The context of accelerator.autocast() is not left after an error in early versions.
+        with get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler):
             return forward(*args, **kwargs)
 
     return run

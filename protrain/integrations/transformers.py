@@ -28,6 +28,7 @@ from protrain.common.trees import named_tensors
 from protrain.common.warned import warn_user, warned_at_user
 from protrain.distributed.processes import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
+from protrain.integrations.accelerate import leave_model
 from protrain.integrations.found_batch import smaller_if_it_fits
 from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
 from protrain.integrations.mixed_precision import (
@@ -91,6 +92,7 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
         """The Trainer's optimizer, wrapped together with its model."""
         super().create_optimizer(*args, **kwargs)
         if not isinstance(self._own_optimizer, ProTrainOptimizer):
+            _refuse_losses_of_liger(self)
             whole = self._whole()
             self._cast_reference()
             found = {
@@ -119,10 +121,8 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
             self.model.__dict__.update(
                 {name: vars(whole)[name] for name in ("no_sync", "zero_grad", "_is_accelerate_prepared")}
             )
-            # Accelerate before 1.14 does not ask a model for that last mark, by which later ones leave it as it is.
-            self.accelerator.prepare_model = lambda model, *args, prepare=self.accelerator.prepare_model, **kwargs: (
-                model if model is self.model else prepare(model, *args, **kwargs)
-            )
+            leave_model(self.accelerator, self.model)
+            self.accelerator.clip_grad_norm_ = self._clip_grad_norm  # which early versions of transformers do not call
         return self.optimizer
 
     def _trained_dtype(self) -> torch.dtype:
@@ -339,6 +339,15 @@ def _check(args: Any) -> None:
     if ignored and args.process_index == 0:
         warn_user(
             "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default"
+        )
+
+
+def _refuse_losses_of_liger(trainer: Any) -> None:
+    """ValueError if TRL computes the loss by a module of Liger, for which it reads weights outside of the model."""
+    if any(type(each).__module__.startswith("liger_kernel.") for each in vars(trainer).values()):
+        raise ValueError(
+            "use_liger_kernel=True: before 1.14 TRL computes this loss outside of the model, of weights that ProTrain "
+            "has elsewhere: use TRL 1.14 or newer, or leave the option out"
         )
 
 

@@ -157,7 +157,8 @@ def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value:
     elif what == "full_parameters":
         with protrain.full_parameters(model):
             pass
-    elif what == "end":
+    elif what.endswith("end"):
+        time.sleep(2 if what == "late end" else 0)
         raise SystemExit
     elif what == "slow":
         time.sleep(3)

@@ -51,6 +51,13 @@ def test_one_rank_raises_or_ends(tmp_path: Path, size: int, odd: int, what: str,
         assert error.endswith(own), error
 
 
+def test_an_end_is_judged_as_soon_as_it_is_told(tmp_path: Path) -> None:
+    """A launcher ends the others as soon as the process is gone that an error has ended, which takes a second."""
+    with Group(2, do, 1, "late end", {"TICK_S": 100.0}, 8, folder=tmp_path) as group:
+        (ending,) = group.endings([0], timeout_s=30).values()
+    assert ending.errors[0].startswith(ERROR + "rank 1 has ended, while rank 0 went on to "), ending.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "odd", "what", "said"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,30 @@ def texts(*columns: str, count: int = 24) -> Any:
         return " ".join(f"w{index}" for index in torch.randint(0, 90, (length,), generator=generator).tolist())
 
     return datasets.Dataset.from_list([{column: sentence() for column in columns} for _ in range(count)])
+
+
+def is_before(library: str, version: str) -> bool:
+    """Whether ``library`` is an earlier one than that of ``version``."""
+    found = [int(part) for part in metadata.version(library).split(".")[:2]]
+    return found < [int(part) for part in version.split(".")]
+
+
+def forget_precision() -> None:
+    """Forget the precision of the last training, which Accelerate and early versions of transformers keep."""
+    import accelerate
+
+    accelerate.state.AcceleratorState._reset_state(True)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+
+
+def in_order(base: Any) -> Any:
+    """The Trainer ``base`` with the rows in their order. Early versions of transformers have no argument for it."""
+
+    class InOrder(base):
+        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
+
+    return InOrder
 
 
 def llama() -> Any:
@@ -225,9 +251,7 @@ CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
 
 def make(client: str, folder: Path, *, on_protrain: bool, memory: str | None = None, **arguments: Any) -> Any:
     """The trainer of ``client``, plain or on ProTrain, within ``memory`` or one in which not all states fit."""
-    import accelerate
-
-    accelerate.state.AcceleratorState._reset_state(True)
+    forget_precision()
     build, least, least_of_two = CLIENTS[client]
     if dist.is_initialized():
         least = least_of_two

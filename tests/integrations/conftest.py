@@ -20,3 +20,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def imported_libraries() -> None:
     import_in_pools("transformers.trainer", "accelerate", "datasets", "trl", "peft", "lightning")
+
+
+@pytest.fixture(autouse=True)
+def no_precision_of_another_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Early versions of transformers leave it in the environment."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)

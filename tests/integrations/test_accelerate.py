@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.distributed.pool import on_ranks
+from tests.integrations.clients import forget_precision
 from tests.integrations.lightning_runs import loader, network
 
 accelerate = pytest.importorskip("accelerate")
@@ -31,7 +32,7 @@ def run(folder: Path, on_protrain: bool, resume: Path | None = None) -> Run:
     """Accumulation over two batches, clipping, a scheduler, and a state that is saved half way."""
     from protrain.integrations.accelerate import wrap
 
-    accelerate.state.AcceleratorState._reset_state(True)
+    forget_precision()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model: Any = network()
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.distributed.pool import on_ranks
+from tests.integrations.clients import forget_precision
 from tests.integrations.lightning_runs import loader, network
 from tests.integrations.test_lightning_checkpoints import refuse_gathering
 
@@ -29,7 +30,7 @@ class Loop:
     def __init__(self, example: bool = False) -> None:
         from protrain.integrations.accelerate import wrap
 
-        accelerate.state.AcceleratorState._reset_state(True)
+        forget_precision()
         self.accelerator = accelerate.Accelerator(cpu=True)
         model = network()
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)

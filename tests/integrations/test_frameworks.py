@@ -79,7 +79,10 @@ def test_llamafactory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["llamafactory", "train", "config.yaml", "max_steps=3"])
     main = importlib.import_module("protrain.integrations.llamafactory").main
     main()
-    assert found == [["config.yaml", "max_steps=3"]]
+    assert found == [["config.yaml", "low_cpu_mem_usage=false", "max_steps=3"]]
+    monkeypatch.setattr(sys, "argv", ["llamafactory", "train", "--stage", "sft"])
+    main()
+    assert found[1] == ["--low_cpu_mem_usage", "false", "--stage", "sft"]
     assert issubclass(modules["sft.workflow"].CustomSeq2SeqTrainer, ProTrainMixin)
     assert issubclass(modules["dpo"].CustomDPOTrainer, ProTrainMixin)
     monkeypatch.setattr(sys, "argv", ["llamafactory", "export", "config.yaml"])

@@ -120,6 +120,13 @@ def test_fabric(tmp_path: Path) -> None:
     assert resumed.losses == pytest.approx(plain.losses[4:], rel=1e-4)
 
 
+def test_fabric_makes_modules_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = protrain_fabric()
+    monkeypatch.setattr(type(strategy), "root_device", torch.device("meta"))
+    with strategy.module_init_context(empty_init=True):  # of fabric.init_module()
+        assert torch.nn.Linear(2, 2).weight.device.type == "cpu"
+
+
 @pytest.mark.slow
 def test_fabric_on_two_processes(tmp_path: Path) -> None:
     plain = on_ranks(2, run_fabric_on_rank, tmp_path / "plain", False)

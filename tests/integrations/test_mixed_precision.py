@@ -76,10 +76,11 @@ def trainer(
 ) -> list[Tensor]:
     transformers = pytest.importorskip("transformers")
     from protrain.integrations.transformers import ProTrainMixin
+    from tests.integrations.clients import in_order
 
     losses: list[Tensor] = []
 
-    base: Any = transformers.Trainer
+    base: Any = in_order(transformers.Trainer)
 
     class Own(base):
         def compute_loss(self, model: nn.Module, inputs: Any, *others: Any, **more: Any) -> Tensor:
@@ -99,7 +100,6 @@ def trainer(
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         weight_decay=0.01,
-        train_sampling_strategy="sequential",
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,

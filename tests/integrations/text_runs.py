@@ -6,7 +6,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.integrations.clients import llama, tokenizer
+from tests.integrations.clients import forget_precision, in_order, llama, tokenizer
 
 FEW, MANY = "unheardofunheardofunheardofunheardofunheardof w1", "w1 w2 w3 w4 w5 w6 w7 w8 w9"
 
@@ -55,13 +55,12 @@ def trainer(
         tensors: whether the collator of "Trainer" makes tensors, and not the trainer itself.
         more: arguments of the training.
     """
-    import accelerate
     import datasets
     import transformers
 
     from protrain.integrations.transformers import ProTrainMixin
 
-    accelerate.state.AcceleratorState._reset_state(True)
+    forget_precision()
     words = tokenizer()
     given: dict[str, Any] = {
         "output_dir": str(folder),
@@ -69,7 +68,6 @@ def trainer(
         "max_steps": 6,
         "logging_steps": 1,
         "save_strategy": "no",
-        "train_sampling_strategy": "sequential",
         "use_cpu": True,
         "report_to": [],
         "disable_tqdm": True,
@@ -96,6 +94,7 @@ def trainer(
             given |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
             base, args = trl.SFTTrainer, trl.SFTConfig(**given)
             others["data_collator"] = TokenizingCollator(words)
+    base = in_order(base)
     if on_protrain:
         base = type("Ours", (ProTrainMixin, base), {})
         others["protrain"] = {"device_memory": "64MiB"}
@@ -139,7 +138,6 @@ def distilled(folder: Path, *, on_protrain: bool, new_tokens: int, **more: Any) 
     """
     import random
 
-    import accelerate
     import datasets
     import torch
     from transformers import LlamaForCausalLM
@@ -150,7 +148,7 @@ def distilled(folder: Path, *, on_protrain: bool, new_tokens: int, **more: Any) 
     def talk(question: str, answer: str) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
-    accelerate.state.AcceleratorState._reset_state(True)
+    forget_precision()
     random.seed(1)
     words, student = tokenizer(), llama()
     words.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
