@@ -25,7 +25,8 @@ _TRAINING = """
         batch = (torch.randn(4, 16),)
         model, optimizer = protrain.wrap(
             model, torch.optim.AdamW(model.parameters(), lr=1e-2), example_batch=batch, device="cpu",
-            dtype="float32", device_memory="16KiB", host_memory="1GiB", progress=False,
+            dtype="float32", device_memory="18KiB", host_memory="1GiB", progress=False,
+            accumulation=2,
         )
         print("at wrap:", sum("Falling back" in str(warning.message) for warning in caught))
         for _ in range(3):

@@ -244,7 +244,7 @@ CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "SFT with LoRA": (lambda *args: sft(*args, adapters=True), "5.1MiB", "6MiB"),
     "DPO": (dpo, "11.5MiB", "13MiB"),
     "DPO with LoRA": (lambda *args: dpo(*args, adapters=True), "11.1MiB", "13MiB"),
-    "GRPO": (grpo, "4.9MiB", "5.4MiB"),
+    "GRPO": (grpo, "5MiB", "5.4MiB"),
     "sentences": (sentences, "0.6MiB", "1MiB"),
 }
 
