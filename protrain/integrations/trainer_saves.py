@@ -1,7 +1,8 @@
 """Checkpoints of the Trainer: what of them is ProTrain's, and which of them are whole.
 
 ``checkpoint-N/protrain`` holds weights, masters and moments, as ``protrain.save_checkpoint`` writes them: each rank its
-own, and nothing is gathered. The other files are the Trainer's.
+own, and nothing is gathered. The other files are the Trainer's. The model's weights among them are written by
+``protrain.export``, one parameter after the other, where transformers would write the same tensors.
 
 [Note: whole checkpoints] The Trainer fills ``checkpoint-N`` in place, and writes its own state last. So a checkpoint is
 whole if that state can be read and all files of ProTrain's save are there. What an earlier run has left under the same
@@ -15,18 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, TrainerState, __version__
 
-from protrain.checkpoint.adapters import Base, has_adapter
+from protrain.checkpoint.adapters import Base, has_adapter, is_peft_model
 from protrain.checkpoint.manifest import check_files, find_save, read_manifest
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common.warned import warn_user
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import join
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import first_rank_saves
-from protrain.public import CheckpointError, load_checkpoint, save_checkpoint
+from protrain.public import CheckpointError, export, load_checkpoint, save_checkpoint
 
 STATES = "protrain"  # the folder in a checkpoint
+_EXPORTED = "exported"  # a folder in it while the model's weights are written
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
 _Base: Any = Trainer if TYPE_CHECKING else object
@@ -68,14 +73,31 @@ class TrainerSaves(_Base):
             self._save(output_dir)
         super().save_model(output_dir, *args, **kwargs)
 
-    def _save(self, *args: Any, **kwargs: Any) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the model. All ranks come here, and the first one writes."""
+        if state_dict is None and self._whole() is self.model and _is_saved_as_it_is(self.model):
+            self._save_by_export(Path(output_dir or self.args.output_dir))
+            return
         card = getattr(self.model, "model_card_data", None)
         if card is not None and self.args.world_size > 1:
             card.generate_widget_examples = False  # of which sentence-transformers computes embeddings on one rank
         with first_rank_saves(self.model, what="save_model()"):
             if self.args.should_save:
-                super()._save(*args, **kwargs)
+                super()._save(output_dir, state_dict)
+
+    def _save_by_export(self, folder: Path) -> None:
+        """Save the model, of which no rank holds more than one parameter and a file of about 1 GiB."""
+        if self.args.should_save:
+            super()._save(str(folder), {})  # everything but the weights, for which it writes an empty file
+            shutil.rmtree(folder / _EXPORTED, ignore_errors=True)  # of a killed process
+        export(self.model, folder / _EXPORTED)
+        if self.args.should_save:
+            weights = f"{'adapter_model' if has_adapter(self.model) else 'model'}*.safetensors*"
+            for path in folder.glob(weights):  # the empty file, and what an earlier save has left
+                path.unlink()
+            for path in (folder / _EXPORTED).glob(weights):
+                path.replace(folder / path.name)
+            shutil.rmtree(folder / _EXPORTED)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Save what ProTrain has, and the Trainer's scheduler in the Trainer's file."""
@@ -119,6 +141,25 @@ class TrainerSaves(_Base):
         """What an adapter was added to, by its name: as with peft's own files, nobody checks that it is the same."""
         name = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         return Base(folder=str(name), files={}) if has_adapter(self.model) else None
+
+
+def _is_saved_as_it_is(model: torch.nn.Module) -> bool:
+    """Whether ``model`` is wrapped, and ``protrain.export`` writes the same tensors of it as ``save_pretrained``.
+
+    That is so for an adapter of peft, and for a model of transformers whose weights are saved under their names in it.
+    """
+    parameters = dict(model.named_parameters())
+    if not any(isinstance(each, PresentParameter) for each in parameters.values()):
+        return False
+    if is_peft_model(model):
+        return [*getattr(model, "peft_config", {})] == ["default"]
+    if not isinstance(model, PreTrainedModel) or has_adapter(model) or getattr(model, "hf_quantizer", None):
+        return False
+    if model._keys_to_ignore_on_save:
+        return False
+    here: Any = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
+    there = revert_weight_conversion(model, dict(here))
+    return {name: each.shape for name, each in there.items()} == {name: each.shape for name, each in here.items()}
 
 
 def _newest(folder: Path) -> str | None:

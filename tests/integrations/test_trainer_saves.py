@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from protrain.checkpoint.tensor_files import TensorWriter
 from protrain.common.errors import CheckpointError
 from tests.distributed.pool import on_ranks
 from tests.integrations.clients import Run, error_on_rank, make, prepare, train, train_on_rank
@@ -150,3 +152,33 @@ def test_a_loader_is_given_what_the_caller_gives(tmp_path: Path) -> None:
     trainer = make("Trainer", tmp_path, on_protrain=True)
     with pytest.raises(TypeError, match="skip_batches"):  # of the Trainer, which has no such argument
         trainer.get_train_dataloader(skip_batches=1)
+
+
+@pytest.mark.parametrize("client", ["Trainer", "SFT", "SFT with LoRA"])
+def test_a_saved_model_has_the_files_of_a_plain_save_without_a_copy_of_the_model(
+    client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in one file, after several of an earlier save. Adapters are in one."""
+    trainer = make(client, tmp_path / "run", on_protrain=True, save_strategy="no", max_steps=2)
+    trainer.train()
+    weights = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    trainer.model.save_pretrained(tmp_path / "plain", state_dict=dict(weights))
+    saved, small = tmp_path / "ours", (1 << 12, *(TensorWriter.__init__.__defaults__ or ())[1:])
+    for defaults in (small, TensorWriter.__init__.__defaults__):
+        with monkeypatch.context() as patched:
+            patched.setattr(type(trainer.model), "state_dict", None)
+            patched.setattr(TensorWriter.__init__, "__defaults__", defaults)
+            trainer.save_model(str(saved))
+        several = [*saved.glob("model-*.safetensors")]
+        assert (len(several) > 2) == (defaults is small and "LoRA" not in client)
+        if several:
+            again = type(trainer.model).from_pretrained(saved).state_dict()
+            assert_same_weights({name: value.to(weights[name].dtype) for name, value in again.items()}, weights)
+    plain, ours = ({path.name: path for path in (tmp_path / name).iterdir()} for name in ("plain", "ours"))
+    assert plain.keys() <= ours.keys()
+    assert not [name for name in ours if "model" in name and name not in plain]
+    for name in plain:
+        if name.endswith(".safetensors"):
+            assert_same_weights(load_file(ours[name]), load_file(plain[name]))
+        if name.endswith(".json"):
+            assert json.loads(ours[name].read_text()) == json.loads(plain[name].read_text()), name
