@@ -25,7 +25,7 @@ from protrain.checkpoint.adapters import (
 )
 from protrain.checkpoint.manifest import verify_bytes
 from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
-from protrain.checkpoint.tensor_files import TensorWriter, complete_folder, open_tensors
+from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, complete_folder, open_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
 from protrain.common.adapters import within_peft
 from protrain.common.errors import CheckpointError
@@ -44,7 +44,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, tokenizer: Any =
 
     The folder has the configuration, if ``model`` is one of transformers, and the weights that training uses, in
     safetensors with an index. The folder is there when all of it is on the disk, and otherwise not at all. No rank
-    holds more than one parameter and a file of about 1 GiB.
+    holds more than one parameter and a file of about 256 MiB.
 
     If peft has added an adapter to the model, only the adapter is written, as the folder that
     ``PeftModel.from_pretrained`` loads.
@@ -166,7 +166,7 @@ def _write(
             if first:
                 scratch = unfinished.enter_context(complete_folder(folder, "exported model"))
                 _write_configs(scratch, model, dtype, tokenizer, alone)
-        writer = TensorWriter(scratch, stem)
+        writer = TensorWriter(scratch, stem, FILE_BYTES // 4)  # whose tensors the first rank holds
         if alone:
             writer.file_bytes = sys.maxsize  # peft reads one file, and adapters are small
         for name, weight in weights:

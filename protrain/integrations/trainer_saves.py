@@ -86,7 +86,7 @@ class TrainerSaves(_Base):
                 super()._save(output_dir, state_dict)
 
     def _save_by_export(self, folder: Path) -> None:
-        """Save the model, of which no rank holds more than one parameter and a file of about 1 GiB."""
+        """Save the model, of which no rank holds more than one parameter and a file of about 256 MiB."""
         if self.args.should_save:
             super()._save(str(folder), {})  # everything but the weights, for which it writes an empty file
             shutil.rmtree(folder / _EXPORTED, ignore_errors=True)  # of a killed process
