@@ -87,6 +87,7 @@ class TrainerSaves(_Base):
 
     def _save_by_export(self, folder: Path) -> None:
         """Save the model, of which no rank holds more than one parameter and a file of about 256 MiB."""
+        self._own_optimizer.ranks.meet("save_model()")
         if self.args.should_save:
             super()._save(str(folder), {})  # everything but the weights, for which it writes an empty file
             shutil.rmtree(folder / _EXPORTED, ignore_errors=True)  # of a killed process
