@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 import protrain
 import protrain.checkpoint.export as exporting
-from protrain.checkpoint.tensor_files import TensorWriter
 from tests.distributed.test_bits import SPECS, batches, make
 from tests.engine.harness import adamw, wrap_under
 
@@ -45,7 +43,7 @@ def export_and_save(rank: int, size: int, folder: str) -> tuple[dict[str, Tensor
     model, optimizer = _trained(rank, size)
     errors = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exporting, "TensorWriter", partial(TensorWriter, file_bytes=FILE_BYTES))
+        patch.setattr(exporting, "FILE_BYTES", 4 * FILE_BYTES)
         protrain.export(model, Path(folder, "exported"))
         for target in ("exported", "file/below"):
             try:
