@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.clients import make, prepare
+from tests.integrations.clients import is_before, make, prepare
 from tests.integrations.rank_runs import Trained, Training
 
 # Device memory in which there is a plan for any number of ranks.
@@ -40,6 +40,9 @@ def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> Non
         assert torch.equal(other[name], value), name
 
 
+@pytest.mark.skipif(
+    is_before("accelerate", "1.7"), reason="on several ranks it orders the rows of all epochs as those of the first"
+)
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_training_that_changes_its_ranks_has_the_bits_of_one_rank(client: str, tmp_path: Path) -> None:
     """It is saved in the middle of an epoch. Of the evaluation's losses the largest is best: that of the first step."""
