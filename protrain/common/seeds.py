@@ -8,6 +8,6 @@ import numpy as np
 def seed_of(*key: int) -> int:
     """A seed for ``key``, such as the seed of a run, a step and the number of a micro-batch.
 
-    What is drawn with it depends neither on the rank nor on what was drawn before.
+    Numbers that are drawn with this seed depend neither on the rank nor on earlier draws.
     """
     return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])

@@ -31,7 +31,8 @@ from protrain_kernels import linear_cross_entropy
 
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")
 _CASTS = {"to", "float", "bfloat16", "half", "contiguous", "detach"}
-# What is asked of the tensor without elements itself, as the logits have the same or it is about memory.
+# These attributes of later logits are those of the tensor without elements that stands for them: whole logits have the
+# same values of them, or they are about memory.
 _OWN = (
     {"dtype", "device", "layout", "requires_grad", "grad_fn", "is_leaf"}
     | {"is_cuda", "is_meta", "is_sparse", "is_nested", "is_inference"}

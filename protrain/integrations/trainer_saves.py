@@ -147,7 +147,8 @@ class TrainerSaves(_Base):
 def _is_saved_as_it_is(model: torch.nn.Module) -> bool:
     """Whether ``model`` is wrapped, and ``protrain.export`` writes the same tensors of it as ``save_pretrained``.
 
-    That is so for an adapter of peft, and for a model of transformers whose weights are saved under their names in it.
+    Both write the same tensors of an adapter of peft, and of a model of transformers whose weights have the names in a
+    saved folder that they have in the model.
     """
     parameters = dict(model.named_parameters())
     if not any(isinstance(each, PresentParameter) for each in parameters.values()):

@@ -124,7 +124,7 @@ class Layout(Record):
 
         The last ``n_kept`` chunks are left out.
         """
-        away = self.chunks[n_persist : max(n_persist, len(self.chunks) - n_kept)]
+        away = self.chunks[n_persist : len(self.chunks) - n_kept]
         usual, large = _largest(self, [chunk for chunk in away if chunk.trainable])
         return usual // self.world_size, large // self.world_size
 

@@ -138,7 +138,7 @@ class Plan(Record):
 
     def sums_on_device(self, chunk: int) -> bool:
         """Whether ``chunk`` is in host memory, and its gradients of several backwards are summed on the device."""
-        return chunk >= max(self.n_persist, self.n_chunks - self.n_device_sum)
+        return chunk >= self.n_chunks - self.n_device_sum
 
     @property
     def tokens_per_s(self) -> float:

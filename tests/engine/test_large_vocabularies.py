@@ -231,7 +231,7 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int, monkeypatc
 def test_sums_of_gradients_take_what_is_planned(
     family: str, n_persist: int, n_device_sum: int, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of large chunks too, in host memory and on the device."""
+    """Sums of large chunks pass through the device in parts as well, or lie on it."""
     data = [BATCH] * 4
     loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
     expected, final = plain(family, loop, device)

@@ -55,7 +55,7 @@ def test_one_checkpoint_is_saved_and_resumed(
     assert_same(train("Trainer", tmp_path, on_protrain=True, resume=True, **ACCUMULATED), whole)
 
 
-# Of the first rank alone, of the other one, and of both, as torchrun and terminals send them.
+# The signal comes to the first rank alone, to the other one, or to both, as torchrun and terminals send it.
 @pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
 def test_two_ranks_save_the_same_step(ranks: tuple[int, ...], tmp_path: Path) -> None:
     stop = Stop(signal.SIGTERM, ranks=ranks)

@@ -214,7 +214,7 @@ def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
 )
 def test_what_is_refused(arguments: dict[str, Any], words: str, tmp_path: Path) -> None:
     if "fsdp" in arguments and is_before("accelerate", "1.6"):
-        pytest.skip("transformers cannot switch fsdp on with this version of accelerate")
+        pytest.skip("transformers cannot switch fsdp on with Accelerate before 1.6, so nothing is there to refuse")
     with pytest.raises(ValueError, match=words):
         make("Trainer", tmp_path, on_protrain=True, **arguments).train()
 

@@ -1,7 +1,6 @@
 """Sums of squares of gradients, from which norms are made.
 
-Every tile of a parameter has a partial sum. Gradients that are flattened on the device leave theirs in the same pass.
-The partial sums of gradients that are summed in host memory are computed there when a norm is asked for. All partial
+Every tile of a parameter has a partial sum, which the pass that flattens or adds up its gradients leaves. All partial
 sums are added in one fixed order, so a norm has the same bits under every plan. An fp32 sum of several gradients is
 rounded to the type of the weights before it is squared, as the update rounds it.
 
@@ -33,7 +32,6 @@ class SquareSums:
     """
 
     def __init__(self, memory: EngineMemory, members: list[Member], cut_tiles: Sequence[tuple[int, int]]) -> None:
-        self._memory = memory
         self._members = [member for member in members if member.group >= 0]
         self.offsets: dict[int, int] = {}  # where the partial sums of a parameter begin, by its index
         n_tiles = 0
@@ -41,9 +39,6 @@ class SquareSums:
             self.offsets[member.index] = n_tiles
             n_tiles += tiles(member.numel)
         self.partials = memory.zeros(n_tiles, dtype=torch.float32)
-        self._computed = memory.streams.mark()
-        self._uploaded = memory.streams.mark()
-        self._host_partials: Tensor | None = None
         self._ranks = memory.ranks
         cut = [self.offsets[parameter] + tile for parameter, tile in cut_tiles]
         self._row_of_cut = {partial: row for row, partial in enumerate(cut)}
@@ -87,11 +82,11 @@ class SquareSums:
             sum_of_squares(self._all_cut.view(-1), self._cut_sums)
             self._all[self._cut_partials_on_device] = self._cut_sums
 
-    def total(self, present: list[bool]) -> Tensor:
-        """The sum of squares of all gradients: fp64, 0-d, on the device. ``present`` tells who has a gradient."""
+    def total(self) -> Tensor:
+        """The sum of squares of all gradients: fp64, 0-d, on the device."""
         return self._all.double().sum()
 
-    def by_parameter(self, present: list[bool]) -> tuple[list[int], Tensor]:
+    def by_parameter(self) -> tuple[list[int], Tensor]:
         """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
         parts = self._all.double().split([tiles(member.numel) for member in self._members])
         # The 1-norm of squares is their sum, as they are positive.

@@ -1,4 +1,4 @@
-"""Work on the host beside the main thread: optimizer updates and gradient accumulation, first in, first out.
+"""Work on the host beside the main thread: optimizer updates, first in, first out.
 
 A worker thread takes jobs from a queue. Updates are queued in the order in which the next forward needs their chunks.
 The kernels that a job calls are multi-threaded and release the GIL, so the main thread goes on launching. A second

@@ -139,10 +139,6 @@ class Durations:
             found[index] = Reduction(sent[chunk.index], reduce_ms if last[chunk.index] == index else 0.0)
         return found
 
-    def _first_summed(self, n_persist: int, n_device_sum: int) -> int:
-        """The first chunk in host memory whose sum is on the device. In a step of one batch there is none."""
-        return max(n_persist, len(self._layout.chunks) - n_device_sum)
-
     def _staging(self, n_persist: int, n_device_sum: int) -> dict[int, int]:
         """By gradient, the staging buffer that it is offloaded from; -1 if it is not offloaded.
 
@@ -150,7 +146,7 @@ class Durations:
         chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks that reduce the
         gradients of a chunk offload one shard, with the last of them.
         """
-        stays = self._first_summed(n_persist, n_device_sum) if self._only_adds else len(self._layout.chunks)
+        stays = len(self._layout.chunks) - (n_device_sum if self._only_adds else 0)
         usual, found = cycle(range(STAGING_BUFFERS)), {}
         for index in chain.from_iterable(self._gradients_of_visit):
             chunk = self._layout.chunks[self._gradients[index][0]]
@@ -165,7 +161,7 @@ class Durations:
             return {}
         n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
         share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
-        last, found = self._first_summed(n_persist, n_device_sum), {}
+        last, found = len(self._layout.chunks) - n_device_sum, {}
         for index, staging in self._staging(n_persist, n_device_sum).items():
             chunk, _, offload_ms = self._gradients[index]
             if staging >= 0 and chunk < last:
@@ -191,7 +187,7 @@ class Durations:
     def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
         """The visits of forward and backward under these placements."""
         n_visits, staging = len(self._profile.calls), self._staging(n_persist, n_device_sum)
-        last = self._first_summed(n_persist, n_device_sum)
+        last = len(self._layout.chunks) - n_device_sum
         first = self._layout.first_buffered(n_persist)
         return [
             Visit(

@@ -102,7 +102,7 @@ class RuntimeModel(Durations):
             work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
         host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
         if self._n_before:
-            first_summed = self._first_summed(n_persist, counts.n_device_sum)
+            first_summed = len(self._layout.chunks) - counts.n_device_sum
             host = [(c, t * self._from_sum if c < first_summed else t) for c, t in host]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
