@@ -20,6 +20,7 @@ class Case(Record):
     layers: int
     batch: int
     sequence: int
+    accumulation: int = 1  # micro-batches in a step
     n_plans: int = 4  # the number of plans drawn at random
     held_out: bool = False  # whether the models were tuned without its points
     compile: bool = False
@@ -32,7 +33,8 @@ class Case(Record):
         """Unique among cases."""
         marks = ("-compiled" if self.compile else "") + ("" if self.clip else "-inside")
         limit = f"-{self.device_memory}" if self.device_memory else ""
-        return f"{self.shape}-{self.layers}x{self.batch}x{self.sequence}{marks}{limit}"
+        batches = f"x{self.accumulation}" if self.accumulation > 1 else ""
+        return f"{self.shape}-{self.layers}x{self.batch}x{self.sequence}{batches}{marks}{limit}"
 
     def with_host_memory(self, host_memory: str) -> Case:
         """This case with a limit of host memory."""

@@ -43,10 +43,13 @@ def draw(
         n_buffer = generator.randint(least, max(least, memory.all_buffers(n_persist)))
         n_ckpt_swap = generator.choice([0, generator.randint(0, n_ckpt)])
         counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap)
+        if memory.accumulates:
+            most = models.n_chunks - n_persist
+            counts = counts._replace(n_device_sum=generator.choice([0, most, generator.randint(0, most)]))
         if runtime.speculates:
             swapped_bytes = memory.swapped_bytes(models.modes(counts))
             wanted = generator.choice([0, models.n_chunks, generator.randint(0, models.n_chunks)])
-            n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes)
+            n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes, counts.n_device_sum)
             n_weight_only = generator.choice([least, generator.randint(least, n_speculate)])
             counts = counts._replace(n_speculate=n_speculate, n_weight_only=n_weight_only)
         modes = models.modes(counts)

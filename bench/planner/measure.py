@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from protrain.profiler.model_profile import ModelProfile
 
 _CLIP_NORM = 1e6  # larger than any gradient's norm, as predictions are for steps that are not clipped
 WARM_UP = 2  # steps; the first step has nothing to overlap with
+_ACCUMULATED_WARM_UP = 1  # of steps that are long, in which the first micro-batch is one of several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +67,8 @@ def profiled(case: Case, device: torch.device) -> ModelProfile:
         model, optimizer, batch = build(case)
         change_forwards(model, batch, compile=case.compile, chunked_loss=False, on_meta=on_meta)
         traced = torch.device("meta") if on_meta else device
-        return cached_profile(model, batch, optimizer=optimizer, device=traced, dtype=dtype)
+        found = cached_profile(model, batch, optimizer=optimizer, device=traced, dtype=dtype)
+        return replace(found, accumulation=case.accumulation)
 
     with suppress(torch.OutOfMemoryError):
         return taken(on_meta=False)
@@ -81,7 +83,7 @@ class Training:
         model, optimizer, self._batch = build(case)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self._device, self._clips = device, case.clip
+        self._device, self._clips, self._accumulation = device, case.clip, case.accumulation
         self.model, self.optimizer = protrain.wrap(
             model,
             optimizer,
@@ -93,6 +95,7 @@ class Training:
             compile=case.compile,
             chunked_loss=False,
             step_during_backward=not case.clip,
+            accumulation=case.accumulation,
             progress=False,
         )
 
@@ -100,8 +103,9 @@ class Training:
         """Milliseconds from the begin of each step to the begin of the next, by the device's own clock."""
         starts: list[Any] = [now(self._device)]
         for _ in range(steps):
-            output = self.model(**self._batch)  # held until the next output, as plans assume
-            output.loss.backward()
+            for _ in range(self._accumulation):
+                output = self.model(**self._batch)  # held until the next output, as plans assume
+                (output.loss / self._accumulation).backward()
             if self._clips:
                 self.optimizer.clip_grad_norm_(_CLIP_NORM)
             self.optimizer.step()
@@ -118,12 +122,13 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
     start = time.perf_counter()
     training = Training(case, plan, device)
     wrap_s, trainer = time.perf_counter() - start, training.optimizer
+    warm_up = WARM_UP if case.accumulation == 1 else _ACCUMULATED_WARM_UP
     error = ""
     step_ms: tuple[float, ...] = ()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        step_ms = training.run(WARM_UP + steps)[WARM_UP:]
+        step_ms = training.run(warm_up + steps)[warm_up:]
         if traced is not None:
             with protrain.trace(trainer, traced, kernels=False):
                 training.run(2)

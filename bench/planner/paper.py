@@ -53,4 +53,5 @@ def paper_step_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, 
         second_upload = 0.0 if at >= n_chunks - plan.n_buffer else upload
         total_forward += max(forward[at], upload + out[at])
         total_backward += max(backward[at], second_upload + back[at] + offload)
-    return total_forward + max(total_backward + device_update, host_update)
+    before = (profile.accumulation - 1) * (total_forward + total_backward)  # micro-batches without an update
+    return before + total_forward + max(total_backward + device_update, host_update)

@@ -20,9 +20,10 @@ from bench.planner.beside import beside_each_other
 from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.descent import again, descend
 from bench.planner.draw import draw
-from bench.planner.measure import Point, build, measure
+from bench.planner.measure import Point, Training, build, measure, profiled
 from bench.planner.results import CaseResult, Results
 from protrain.engine.updates.host_updates import Window
+from protrain.hardware.detection import detect
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import load
 from protrain.planning import MemoryModel, Plan, evaluate, pack
@@ -69,6 +70,16 @@ def test_plans_are_drawn_from_all_that_fit(profile: ModelProfile) -> None:
     assert len({plan.n_ckpt_swap for plan in plans}) > 1
     assert len({plan.n_speculate for plan in plans}) > 1
     assert draw(profile, machine(2**20), 2, seed=0) == [], "nothing fits"
+
+
+def test_plans_of_accumulated_steps_have_sums_on_the_device_too(profile: ModelProfile) -> None:
+    plans = draw(replace(profile, accumulation=4), machine(2**28), 12, seed=0)
+    assert {plan.accumulation for plan in plans} == {4}
+    assert all(0 <= plan.n_device_sum <= plan.n_chunks - plan.n_persist for plan in plans)
+    offloaded = [plan for plan in plans if plan.n_persist < plan.n_chunks]
+    assert {bool(plan.n_device_sum) for plan in offloaded} == {True, False}
+    assert any(plan.n_device_sum == plan.n_chunks - plan.n_persist for plan in offloaded)
+    assert {plan.n_device_sum for plan in draw(profile, machine(2**28), 12, seed=0)} == {0}
 
 
 def test_errors_are_relative_to_what_was_measured(profile: ModelProfile) -> None:
@@ -178,6 +189,7 @@ def test_cases_have_names_of_their_own() -> None:
         assert len({case.name for case in cases}) >= len(cases) - 2
     assert {case.held_out for case in CASES} == {True, False}
     assert sum(case.n_plans + 1 for case in CASES) >= 40
+    assert replace(SMOKE[0], accumulation=16, compile=True).name == "tiny-4x2x64x16-compiled-64MiB"
 
 
 def test_a_folder_without_measurements_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +217,24 @@ def test_a_run_is_recorded_and_read_again(
     printed = capsys.readouterr().out
     assert "time_within_5" in printed
     assert results.cases[0].case.name in printed
+
+
+def test_accumulated_steps_are_predicted_as_wrap_plans_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, case = torch.device("cpu"), replace(SMALLEST, accumulation=3, host_memory="64MiB")
+    profile = profiled(case, device)
+    alone = replace(profile, accumulation=1)
+    monkeypatch.setattr("protrain.beginning.cached_profile", lambda *_, **__: alone)  # a CPU's are measured anew
+    training = Training(case, None, device)
+    forwards: list[object] = []
+    training.model.register_forward_hook(lambda *_: forwards.append(None))
+    training.run(2)
+    assert len(forwards) == 2 * 3
+    plan = training.optimizer.plan
+    hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
+    result = CaseResult(case=case, hardware=hardware, profile=profile, points=())
+    found = result.predict(plan)
+    assert (found.step_ms, found.device_bytes, found.host_bytes) == (plan.step_ms, plan.device_bytes, plan.host_bytes)
+    assert found.paper_ms > 2 * replace(result, profile=alone).predict(plan).paper_ms
 
 
 def test_cases_run_beside_each_other_as_far_as_their_limits_fit() -> None:
