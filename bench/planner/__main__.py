@@ -1,6 +1,7 @@
 """Compares predictions of the planner with measurements on the machine.
 
 python -m bench.planner --out bench/results/h100      predicted against measured, for plans drawn at random
+python -m bench.planner --kind accumulated --out ...  predicted against measured, for steps of several micro-batches
 python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
 python -m bench.planner --kind limits --out ...       chosen plans under random limits: none may run out of memory
 python -m bench.planner --gpus 2 --out ...            the same for training on several GPUs together
@@ -26,15 +27,20 @@ from bench.link_load import add_link_rate, beside_copies
 from bench.loaders import LoadError
 from bench.planner import accuracy
 from bench.planner.beside import beside_each_other
-from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
+from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.picture import draw_scatter
 from bench.planner.results import CaseResult, Results
 from bench.train.ranks import run_ranks
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 
-FILES = {"accuracy": "planner.json", "regret": "planner-regret.json", "limits": "planner-limits.json"}
-_TABLES = {"accuracy": accuracy.table, "regret": accuracy.regret_table, "limits": accuracy.limits_table}
+_TABLES = {
+    "accuracy": accuracy.table,
+    "accumulated": accuracy.table,
+    "regret": accuracy.regret_table,
+    "limits": accuracy.limits_table,
+}
+FILES = {kind: "planner.json" if kind == "accuracy" else f"planner-{kind}.json" for kind in _TABLES}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -66,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
         except LoadError as error:
             parser.error(str(error))
     print(_TABLES[args.kind](results.cases) + (f"\n\n{results.slow_link}" if results.slow_link else ""))
-    if args.out is not None and args.kind == "accuracy":
+    if args.out is not None and args.kind in ("accuracy", "accumulated"):
         try:
             draw_scatter(results.cases, (args.out / _file(args)).with_suffix(".png"))
         except ImportError:
@@ -161,11 +167,13 @@ def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tu
 def _chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
     every: dict[str, list[Case]] = {
         "accuracy": list(CASES),
+        "accumulated": list(ACCUMULATED),
         "regret": list(REGRET),
         "limits": random_limits(100, seed=args.seed),
     }
     chosen = []
-    for case in SMOKE if device.type == "cpu" else every[args.kind]:
+    small = [replace(case, accumulation=2) for case in SMOKE] if args.kind == "accumulated" else SMOKE
+    for case in small if device.type == "cpu" else every[args.kind]:
         part = args.part == "both" or (args.part == "held-out") is case.held_out
         if part and re.search(args.only, case.name):
             chosen.append(case if args.host_memory is None else case.with_host_memory(args.host_memory))

@@ -19,7 +19,8 @@ class Errors(Record):
     """Signed relative errors of predictions. 0.05 means that 5% too much was predicted."""
 
     points: int
-    time_within_5: float  # share of points
+    time_within_3: float  # share of points
+    time_within_5: float
     time_within_10: float
     time_worst: float
     paper_within_5: float
@@ -48,6 +49,7 @@ def errors_of(results: Iterable[CaseResult]) -> Errors | None:
         return None
     return Errors(
         points=len(time),
+        time_within_3=_within(time, 0.03),
         time_within_5=_within(time, 0.05),
         time_within_10=_within(time, 0.10),
         time_worst=max(time, key=abs),

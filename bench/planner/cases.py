@@ -78,6 +78,22 @@ CASES = (
     _held("opt-13b", 40, 4, 2048, 2),
     _held("llama2-13b", 40, 4, 1024, 2),
 )
+_LLAMA = Case(shape="llama-7b", layers=10, batch=2, sequence=2048, n_plans=1, held_out=True)
+_MISTRAL = Case(shape="mistral-7b", layers=8, batch=1, sequence=4096, n_plans=1, held_out=True, compile=True)
+_GPT2 = Case(shape="gpt2-10b", layers=8, batch=4, sequence=1024, n_plans=1, held_out=True)
+# Steps of several micro-batches, of 4,096 tokens each. On an H200 the chosen plans keep few chunks on the device, about
+# half of them, and all.
+ACCUMULATED = (
+    replace(_LLAMA, accumulation=2, n_plans=2, device_memory="12GiB"),
+    replace(_MISTRAL, accumulation=2, n_plans=2, device_memory="20GiB"),
+    replace(_GPT2, accumulation=2, n_plans=2),
+    replace(_MISTRAL, accumulation=8, device_memory="12GiB"),
+    replace(_GPT2, accumulation=8, device_memory="26GiB"),
+    replace(_LLAMA, accumulation=8),
+    replace(_GPT2, accumulation=32, device_memory="16GiB"),
+    replace(_LLAMA, accumulation=32, device_memory="36GiB"),
+    replace(_MISTRAL, accumulation=32),
+)
 # Small models under limits from tight to roomy, of which many can be measured in a short time.
 REGRET = (
     Case(shape="llama-7b", layers=4, batch=4, sequence=2048, n_plans=20, device_memory="12GiB"),

@@ -40,7 +40,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kind", choices=("accuracy", "regret", "limits"), default="accuracy")
+    parser.add_argument("--kind", choices=("accuracy", "accumulated", "regret", "limits"), default="accuracy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--traces", type=Path, help="folder for a trace of every plan")
@@ -121,8 +121,9 @@ def _points(
         yield from again(points, run, in_time)
         return
     yield run(None)
-    if args.kind == "accuracy":
-        for plan in draw(profile, hardware, case.n_plans, seed=args.seed, step_during_backward=step_during_backward):
+    if args.kind != "limits":
+        seed = args.seed + case.accumulation - 1  # other plans for other steps of one model
+        for plan in draw(profile, hardware, case.n_plans, seed=seed, step_during_backward=step_during_backward):
             if in_time():
                 yield run(plan)
 

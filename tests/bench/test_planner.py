@@ -17,7 +17,7 @@ from bench.allocator import forbid_more
 from bench.planner.__main__ import FILES, main
 from bench.planner.accuracy import errors_of, limits_table, regret, regret_table
 from bench.planner.beside import beside_each_other
-from bench.planner.cases import CASES, REGRET, SMOKE, Case, random_limits
+from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case, random_limits
 from bench.planner.descent import again, descend
 from bench.planner.draw import draw
 from bench.planner.measure import Point, Training, build, measure, profiled
@@ -87,12 +87,13 @@ def test_errors_are_relative_to_what_was_measured(profile: ModelProfile) -> None
     plans = draw(profile, hardware, 4, seed=0)
     result = CaseResult(case=SMOKE[0], hardware=hardware, profile=profile, points=())
     predicted = [result.predict(plan) for plan in plans]
-    for plan, found, ratio in zip(plans, predicted, (1.0, 1.03, 0.93, 1.25), strict=True):
+    for plan, found, ratio in zip(plans, predicted, (1.0, 1.04, 0.93, 1.25), strict=True):
         result = result.with_point(point(plan, found.step_ms / ratio, device=1.02))
     result = result.with_point(point(plans[0], 1.0, error="OutOfMemoryError: no"))
     errors = errors_of([result])
     assert errors is not None
     assert errors.points == 4
+    assert errors.time_within_3 == 0.25
     assert errors.time_within_5 == 0.5
     assert errors.time_within_10 == 0.75
     assert errors.time_worst == pytest.approx(0.25)
@@ -185,11 +186,12 @@ def test_neighbours_give_way_where_they_do_not_fit(profile: ModelProfile) -> Non
 
 
 def test_cases_have_names_of_their_own() -> None:
-    for cases in (CASES, REGRET, random_limits(100, seed=0)):
+    for cases in (CASES, ACCUMULATED, REGRET, random_limits(100, seed=0)):
         assert len({case.name for case in cases}) >= len(cases) - 2
     assert {case.held_out for case in CASES} == {True, False}
     assert sum(case.n_plans + 1 for case in CASES) >= 40
     assert replace(SMOKE[0], accumulation=16, compile=True).name == "tiny-4x2x64x16-compiled-64MiB"
+    assert sorted({case.accumulation for case in ACCUMULATED}) == [2, 8, 32]
 
 
 def test_a_folder_without_measurements_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -217,6 +219,20 @@ def test_a_run_is_recorded_and_read_again(
     printed = capsys.readouterr().out
     assert "time_within_5" in printed
     assert results.cases[0].case.name in printed
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_accumulated_steps_are_recorded_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bench.planner.__main__.SMOKE", (SMALLEST,))
+    monkeypatch.setattr("bench.train.ranks.subprocess", ForkedWorkers())
+    assert main(["--kind", "accumulated", "--steps", "1", "--out", str(tmp_path)]) == 0
+    assert "time_within_3" in capsys.readouterr().out
+    result = Results.load(tmp_path / "planner-accumulated.json").cases[0]
+    assert [point.plan.accumulation for point in result.points] == [2, 2]
+    assert [point.error for point in result.points] == ["", ""]
 
 
 def test_accumulated_steps_are_predicted_as_wrap_plans_them(monkeypatch: pytest.MonkeyPatch) -> None:
