@@ -104,12 +104,13 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
         plan=trainer.plan,
     )
     begun.save(out)
-    step_ms, losses, norms = train(
+    step_ms, losses, norms, first_ended = train(
         job, trainer, batches, device, lambda taken, losses: replace(begun, step_ms=taken, losses=losses).save(out)
     )
     return replace(
         begun,
         error="",
+        first_step_s=first_ended - start,
         step_ms=tuple(step_ms),
         first_loss=losses[job.task.warm_up],
         last_loss=losses[-1],
@@ -147,8 +148,10 @@ def train(
     batches: Tensor,
     device: torch.device,
     keep: Callable[[tuple[float, ...], tuple[float, ...]], None],
-) -> tuple[list[float], list[float], list[float]]:
-    """Milliseconds of every timed step, and loss and gradient norm of every step; there are no norms without clipping.
+) -> tuple[list[float], list[float], list[float], float]:
+    """Milliseconds of every timed step, loss and gradient norm of every step, and when the first step ended.
+
+    There are no norms without clipping, and the time is one of ``time.perf_counter``.
 
     A step ends when the compute stream is done with it. What a system still does then beside it (ProTrain's deferred
     updates) the next step waits for, so in the steady state nothing is left out. ``keep`` is given times and losses now
@@ -157,13 +160,15 @@ def train(
     """
     step_ms, losses, norms = [], [], []
     finish(device)
-    before = kept = time.perf_counter()
+    before = kept = first_ended = time.perf_counter()
     for index, ids in enumerate(batches):
         if any_rank(time.time() > job.until):  # ranks wait for each other in a step, so all do it or none
             break
         loss, norm = trainer.step(ids)
         finish(device)
         now = time.perf_counter()
+        if index == 0:
+            first_ended = now
         if index >= job.task.warm_up:
             step_ms.append((now - before) * 1e3)
         losses.append(loss.item())
@@ -177,7 +182,7 @@ def train(
         raise RuntimeError(f"the loss is not finite: {losses}")
     if len(step_ms) < min(3, job.task.steps):
         raise RuntimeError(f"only {len(step_ms)} steps were timed before the time was up")
-    return step_ms, losses, norms
+    return step_ms, losses, norms, first_ended
 
 
 def finish(device: torch.device) -> None:
