@@ -19,21 +19,24 @@ class Kind:
     several_gpus: bool = False  # whether it runs with more than one here
 
 
+# What only one system has, as tables say it.
+OWN = {"summed": "gradients summed on the GPU", "superoffload": "SuperOffload"}
+_FSDP2 = ("gathered", "prefetched", "prefetchedN", "resident", "residentN", "checkpointedN")
 # N stands for a number.
-VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered", "prefetched", "resident", "residentN", "checkpointedN")
+VARIANTS = ("eager", "kept", "unclipped", "narrow", *_FSDP2, *OWN)
 KINDS = {
     "protrain": Kind(title="ProTrain", variants=("eager", "unclipped", "narrow"), several_gpus=True),
     "floor": Kind(title="forward and backward alone", variants=("eager", "unclipped"), several_gpus=True),
     "resident": Kind(title="resident weights, fused AdamW", variants=("eager", "kept", "unclipped")),
     "fsdp2": Kind(
         title="FSDP2, CPU offload",
-        variants=tuple(variant for variant in VARIANTS if variant != "narrow"),
+        variants=("eager", "kept", "unclipped", *_FSDP2, "summed"),
         several_gpus=True,
     ),
     # Their hooks on modules inside a block are Python that a graph cannot hold, so they are never compiled.
     "zero3": Kind(
         title="DeepSpeed ZeRO-3, optimizer offload",
-        variants=("kept", "unclipped"),
+        variants=("kept", "unclipped", "superoffload"),
         package="deepspeed",
         needs_gpu=True,
         several_gpus=True,
@@ -73,10 +76,12 @@ class Contestant(Record):
     clip: bool = True
     narrow: bool = False  # moments in bf16
     gathered: bool = False  # weights are gathered once, and stay on the GPU from forward to backward
-    prefetched: bool = False  # the weights of the next block are gathered before this one computes
+    prefetched: bool = False  # the weights of the next blocks are gathered before this one computes
+    ahead: int = 1  # of how many blocks, where ``prefetched``
     everything_resident: bool = False  # nothing is offloaded
     resident: int = 0  # blocks that stay on the GPU with all their states, where the rest is offloaded
     checkpointed: int = 0  # how many of the first blocks are checkpointed; 0: all or none, as ``checkpoint`` says
+    own: tuple[str, ...] = ()  # of OWN
 
     @property
     def name(self) -> str:
@@ -88,10 +93,11 @@ class Contestant(Record):
             "-unclipped" if "unclipped" in variants and not self.clip else "",
             "-narrow" if self.narrow else "",
             "-gathered" if self.gathered else "",
-            "-prefetched" if self.prefetched else "",
+            f"-prefetched{self.ahead if self.ahead > 1 else ''}" if self.prefetched else "",
             "-resident" if self.everything_resident else "",
             f"-resident{self.resident}" if self.resident else "",
             f"-checkpointed{self.checkpointed}" if self.checkpointed else "",
+            *(f"-{mark}" for mark in self.own),
         )
         return self.kind + "".join(marks)
 
@@ -113,9 +119,10 @@ class Contestant(Record):
         if self.gathered:
             parts.append("weights gathered once")
         if self.prefetched:
-            parts.append("prefetched by one block")
+            parts.append("prefetched by one block" if self.ahead == 1 else f"prefetched by {self.ahead} blocks")
         if self.resident:
             parts.append(f"{self.resident} blocks resident")
+        parts.extend(OWN[mark] for mark in self.own)
         title = "FSDP2, everything resident" if self.everything_resident else kind.title
         return f"{title} ({', '.join(parts)})"
 
@@ -158,9 +165,11 @@ def parse(text: str) -> Contestant:
         narrow="narrow" in numbers,
         gathered="gathered" in numbers,
         prefetched="prefetched" in numbers,
+        ahead=numbers.get("prefetched") or 1,
         everything_resident=numbers.get("resident") == 0,
         resident=numbers.get("resident", 0),
         checkpointed=numbers.get("checkpointed", 0),
+        own=tuple(mark for mark in OWN if mark in numbers),
     )
 
 
@@ -181,8 +190,8 @@ def parse_all(text: str) -> tuple[Contestant, ...]:
 
 
 _DEFAULT = (
-    "protrain,floor,fsdp2,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,protrain-eager,"
-    "floor-eager,zero2,zero3,torchao,resident,resident-kept"
+    "protrain,floor,fsdp2,fsdp2-prefetched,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,"
+    "protrain-eager,floor-eager,zero2,zero3,torchao,resident,resident-kept"
 )
 _DEFAULT_ON_SEVERAL = "protrain,floor,fsdp2-resident,fsdp2-gathered-resident,fsdp2,protrain-unclipped,fsdp2-unclipped"
 _DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"
