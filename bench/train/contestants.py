@@ -20,7 +20,14 @@ class Kind:
 
 
 # What only one system has, as tables say it.
-OWN = {"summed": "gradients summed on the GPU", "superoffload": "SuperOffload"}
+_LLMQ = {
+    "normsrecomputed": "norms and SwiGLU recomputed",
+    "offloadedvariances": "second moments offloaded",
+    "offloadedmoments": "moments offloaded",
+    "offloadedmasters": "masters offloaded",
+    "zerocopied": "read in place",
+}
+OWN = {"summed": "gradients summed on the GPU", "superoffload": "SuperOffload", **_LLMQ}
 _FSDP2 = ("gathered", "prefetched", "prefetchedN", "resident", "residentN", "checkpointedN")
 # N stands for a number.
 VARIANTS = ("eager", "kept", "unclipped", "narrow", *_FSDP2, *OWN)
@@ -57,6 +64,12 @@ KINDS = {
     ),
     # Gradients leave for the host one by one inside backward, before a norm is known, so nothing is clipped.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),
+    "llmq": Kind(
+        title="LLM.Q",
+        variants=("kept", "unclipped", "narrow", *_LLMQ),
+        package="pyllmq",
+        needs_gpu=True,
+    ),
 }
 WITH_LORA = ("protrain", "floor", "resident")  # the kinds that also train an adapter
 WITH_FLOAT8 = (*WITH_LORA, "fsdp2")  # the kinds whose layers also multiply in float8
@@ -107,7 +120,7 @@ class Contestant(Record):
         kind = KINDS[self.kind]
         if self.planned_by is not None:
             return f"{kind.title} (as {self.planned_by.name})"
-        parts = ["compiled" if self.compile else "eager"]
+        parts = ["C++" if self.kind == "llmq" else "compiled" if self.compile else "eager"]
         if "kept" in kind.variants and not self.checkpoint:
             parts.append("nothing checkpointed")
         if self.checkpointed:
@@ -155,7 +168,7 @@ def parse(text: str) -> Contestant:
         if word in numbers:
             raise ValueError(f"--contestants: {text.strip()} says {word} twice")
         numbers[word] = number
-    if "kept" in numbers and "checkpointed" in numbers:
+    if "kept" in numbers and ("checkpointed" in numbers or "normsrecomputed" in numbers):
         raise ValueError(f"--contestants: {text.strip()} checkpoints blocks and keeps them all: leave one of both out")
     return Contestant(
         kind=name,

@@ -35,6 +35,7 @@ class Trainer:
     config: dict[str, Any]  # everything that was chosen for it
     plan: Plan | None = None
     pinned_bytes: Callable[[], int] = field(default=lambda: 0)  # beside what torch's own allocator pins
+    device_bytes: Callable[[], int] = field(default=lambda: 0)  # beside what torch's own allocator has
     said_afterwards: Callable[[], dict[str, Any]] = field(default=dict)  # what the steps showed, beside their times
 
 

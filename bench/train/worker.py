@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.allocator import forbid_more
 from bench.train.fsdp2 import fsdp2_trainer
+from bench.train.llmq import llmq_trainer
 from bench.train.peers import deepspeed_trainer, torchao_trainer
 from bench.train.ranks import any_rank, file_of
 from bench.train.results import UNFINISHED, Outcome
@@ -48,6 +49,7 @@ BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
     "zero3": deepspeed_trainer,
     "zero3params": deepspeed_trainer,
     "torchao": torchao_trainer,
+    "llmq": llmq_trainer,
 }
 
 
@@ -117,7 +119,7 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
         losses=tuple(losses),
         gradient_norms=tuple(norms),
         clipped_steps=sum(norm > job.task.clip_norm for norm in norms[job.task.warm_up :]),
-        **peaks(device),
+        **peaks(device, beside_torch=trainer.device_bytes()),
         host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
         config={
             **trainer.config,
@@ -130,14 +132,17 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
     )
 
 
-def peaks(device: torch.device) -> dict[str, Any]:
-    """The most memory of this process: of the device since its statistics were reset, of the host since it began."""
+def peaks(device: torch.device, beside_torch: int = 0) -> dict[str, Any]:
+    """The most memory of this process: of the device since its statistics were reset, of the host since it began.
+
+    ``beside_torch`` are bytes of the device that the contestant has from an allocator of its own.
+    """
     on_gpu = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     return {
-        "device_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else 0,
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
-        "device_other_bytes": total - free - torch.cuda.memory_reserved(device) if on_gpu else 0,
+        "device_allocated_bytes": torch.cuda.max_memory_allocated(device) + beside_torch if on_gpu else 0,
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(device) + beside_torch if on_gpu else 0,
+        "device_other_bytes": total - free - torch.cuda.memory_reserved(device) - beside_torch if on_gpu else 0,
         "host_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 

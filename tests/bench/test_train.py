@@ -246,6 +246,8 @@ def test_what_needs_a_gpu_or_a_failed_plan_is_skipped_with_the_reason(
     monkeypatch.setattr("bench.train.launch.find_spec", lambda name: None)
     skipped = take_part(parse("zero2"), TASK, tmp_path, limit_s=9.0)
     assert skipped.error == "skipped: deepspeed is not installed (pip install deepspeed)"
+    skipped = take_part(parse("llmq-kept"), TASK, tmp_path, limit_s=9.0)
+    assert skipped.error == "skipped: pyllmq is not installed (pip install pyllmq)"
     Outcome(contestant=parse("protrain"), error="PlanError: no").save(tmp_path / "protrain.json")
     assert take_part(parse("floor"), TASK, tmp_path, limit_s=9.0).error == "skipped: protrain has no plan to follow"
 

@@ -28,6 +28,16 @@ from bench.train.contestants import KINDS, VARIANTS, Contestant, default, parse,
         ("fsdp2-prefetched3-summed", Contestant(kind="fsdp2", prefetched=True, ahead=3, own=("summed",))),
         ("zero3", Contestant(kind="zero3", compile=False)),
         ("zero3-superoffload", Contestant(kind="zero3", compile=False, own=("superoffload",))),
+        (
+            "llmq-kept-narrow-offloadedmoments-offloadedmasters",
+            Contestant(
+                kind="llmq",
+                compile=False,
+                checkpoint=False,
+                narrow=True,
+                own=("offloadedmoments", "offloadedmasters"),
+            ),
+        ),
         ("torchao", Contestant(kind="torchao", clip=False)),
     ],
 )
@@ -56,7 +66,8 @@ def test_titles_tell_rows_apart() -> None:
     more = (
         "floor-unclipped,protrain-eager-unclipped,floor-eager-unclipped,zero3params,fsdp2-resident2,fsdp2-resident,"
         "fsdp2-resident-kept,fsdp2-resident-checkpointed2,fsdp2-resident-prefetched,fsdp2-resident-gathered,"
-        "fsdp2-prefetched2,fsdp2-summed,zero3-superoffload"
+        "fsdp2-prefetched2,fsdp2-summed,zero3-superoffload,llmq,llmq-kept,llmq-narrow,llmq-normsrecomputed,"
+        "llmq-offloadedvariances,llmq-offloadedmoments,llmq-offloadedmasters,llmq-offloadedmoments-zerocopied"
     )
     rows = parse_all(f"{default(on_gpu=True, gpus=1)},{more}")
     assert len({contestant.title for contestant in rows}) == len(rows)
@@ -75,6 +86,7 @@ def test_titles_tell_rows_apart() -> None:
         ("fsdp2-resident0", "fsdp2 has no variant 'resident0'"),
         ("fsdp2-resident2-resident", "fsdp2-resident2-resident says resident twice"),
         ("fsdp2-kept-checkpointed2", "fsdp2-kept-checkpointed2 checkpoints blocks and keeps them all"),
+        ("llmq-kept-normsrecomputed", "llmq-kept-normsrecomputed checkpoints blocks and keeps them all"),
         ("fsdp2-prefetched,fsdp2-prefetched1", "fsdp2-prefetched is there twice"),
         ("zero2-superoffload", "zero2 has no variant 'superoffload'; it has eager, kept, unclipped"),
         ("protrain-resident2", "protrain has no variant 'resident2'; it has eager, unclipped, narrow"),
