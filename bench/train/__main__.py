@@ -1,11 +1,17 @@
-"""ProTrain beside FSDP2, DeepSpeed, torchao and the compute-only floor: one task, one machine, one run.
+"""ProTrain beside FSDP2, DeepSpeed, torchao, LLM.Q and the compute-only floor: one task, one machine, one run.
 
 Names of contestants may carry -eager (blocks not compiled), -kept (nothing checkpointed), -unclipped (ProTrain then
-updates inside backward) and -narrow (ProTrain alone: Adam's moments in bf16). FSDP2 alone has -gathered (weights are
-gathered once, and stay on the GPU from forward to backward), -prefetched (weights are gathered one block ahead, in
-forward too), -resident (nothing is offloaded), -residentN (N blocks are not offloaded) and -checkpointedN (of the
-blocks only the first N are checkpointed). A floor checkpoints what the plan of the ProTrain row with the same variants
-does.
+updates inside backward) and -narrow (ProTrain and LLM.Q: Adam's moments in bf16). FSDP2 alone has -gathered (weights
+are gathered once, and stay on the GPU from forward to backward), -prefetched (weights are gathered one block ahead, in
+forward too), -prefetchedN (N blocks ahead), -resident (nothing is offloaded), -residentN (N blocks are not offloaded),
+-checkpointedN (of the blocks only the first N are checkpointed) and -summed (with --accumulation, gradients are added
+up on the GPU, and leave it once in a step). DeepSpeed's zero3 has -superoffload (its SuperOffload). A floor checkpoints
+what the plan of the ProTrain row with the same variants does.
+
+LLM.Q trains models like Qwen2 and Llama, with masters in bf16. It recomputes whole blocks, or else nothing (-kept) or
+-normsrecomputed (of blocks only norms and SwiGLU). Host memory has -offloadedvariances (the second moments),
+-offloadedmoments (both) or -offloadedmasters (the weights, of which the GPU then has two blocks). It copies them to
+where they are updated, or else they are -zerocopied (read and written where they are).
 
 With --gpus N the contestants that can do it train on N GPUs of this machine, each GPU with a batch of its own. Losses
 and times are those of the first GPU. A sweep finds what FSDP2 does at its best without offloading: fsdp2-resident, then

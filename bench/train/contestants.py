@@ -19,21 +19,31 @@ class Kind:
     several_gpus: bool = False  # whether it runs with more than one here
 
 
+# What only one system has, as tables say it.
+_LLMQ = {
+    "normsrecomputed": "norms and SwiGLU recomputed",
+    "offloadedvariances": "second moments offloaded",
+    "offloadedmoments": "moments offloaded",
+    "offloadedmasters": "masters offloaded",
+    "zerocopied": "read in place",
+}
+OWN = {"summed": "gradients summed on the GPU", "superoffload": "SuperOffload", **_LLMQ}
+_FSDP2 = ("gathered", "prefetched", "prefetchedN", "resident", "residentN", "checkpointedN")
 # N stands for a number.
-VARIANTS = ("eager", "kept", "unclipped", "narrow", "gathered", "prefetched", "resident", "residentN", "checkpointedN")
+VARIANTS = ("eager", "kept", "unclipped", "narrow", *_FSDP2, *OWN)
 KINDS = {
     "protrain": Kind(title="ProTrain", variants=("eager", "unclipped", "narrow"), several_gpus=True),
     "floor": Kind(title="forward and backward alone", variants=("eager", "unclipped"), several_gpus=True),
     "resident": Kind(title="resident weights, fused AdamW", variants=("eager", "kept", "unclipped")),
     "fsdp2": Kind(
         title="FSDP2, CPU offload",
-        variants=tuple(variant for variant in VARIANTS if variant != "narrow"),
+        variants=("eager", "kept", "unclipped", *_FSDP2, "summed"),
         several_gpus=True,
     ),
     # Their hooks on modules inside a block are Python that a graph cannot hold, so they are never compiled.
     "zero3": Kind(
         title="DeepSpeed ZeRO-3, optimizer offload",
-        variants=("kept", "unclipped"),
+        variants=("kept", "unclipped", "superoffload"),
         package="deepspeed",
         needs_gpu=True,
         several_gpus=True,
@@ -54,6 +64,12 @@ KINDS = {
     ),
     # Gradients leave for the host one by one inside backward, before a norm is known, so nothing is clipped.
     "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),
+    "llmq": Kind(
+        title="LLM.Q",
+        variants=("kept", "unclipped", "narrow", *_LLMQ),
+        package="pyllmq",
+        needs_gpu=True,
+    ),
 }
 WITH_LORA = ("protrain", "floor", "resident")  # the kinds that also train an adapter
 WITH_FLOAT8 = (*WITH_LORA, "fsdp2")  # the kinds whose layers also multiply in float8
@@ -73,10 +89,12 @@ class Contestant(Record):
     clip: bool = True
     narrow: bool = False  # moments in bf16
     gathered: bool = False  # weights are gathered once, and stay on the GPU from forward to backward
-    prefetched: bool = False  # the weights of the next block are gathered before this one computes
+    prefetched: bool = False  # the weights of the next blocks are gathered before this one computes
+    ahead: int = 1  # of how many blocks, where ``prefetched``
     everything_resident: bool = False  # nothing is offloaded
     resident: int = 0  # blocks that stay on the GPU with all their states, where the rest is offloaded
     checkpointed: int = 0  # how many of the first blocks are checkpointed; 0: all or none, as ``checkpoint`` says
+    own: tuple[str, ...] = ()  # of OWN
 
     @property
     def name(self) -> str:
@@ -88,10 +106,11 @@ class Contestant(Record):
             "-unclipped" if "unclipped" in variants and not self.clip else "",
             "-narrow" if self.narrow else "",
             "-gathered" if self.gathered else "",
-            "-prefetched" if self.prefetched else "",
+            f"-prefetched{self.ahead if self.ahead > 1 else ''}" if self.prefetched else "",
             "-resident" if self.everything_resident else "",
             f"-resident{self.resident}" if self.resident else "",
             f"-checkpointed{self.checkpointed}" if self.checkpointed else "",
+            *(f"-{mark}" for mark in self.own),
         )
         return self.kind + "".join(marks)
 
@@ -101,7 +120,7 @@ class Contestant(Record):
         kind = KINDS[self.kind]
         if self.planned_by is not None:
             return f"{kind.title} (as {self.planned_by.name})"
-        parts = ["compiled" if self.compile else "eager"]
+        parts = ["C++" if self.kind == "llmq" else "compiled" if self.compile else "eager"]
         if "kept" in kind.variants and not self.checkpoint:
             parts.append("nothing checkpointed")
         if self.checkpointed:
@@ -113,9 +132,10 @@ class Contestant(Record):
         if self.gathered:
             parts.append("weights gathered once")
         if self.prefetched:
-            parts.append("prefetched by one block")
+            parts.append("prefetched by one block" if self.ahead == 1 else f"prefetched by {self.ahead} blocks")
         if self.resident:
             parts.append(f"{self.resident} blocks resident")
+        parts.extend(OWN[mark] for mark in self.own)
         title = "FSDP2, everything resident" if self.everything_resident else kind.title
         return f"{title} ({', '.join(parts)})"
 
@@ -148,7 +168,7 @@ def parse(text: str) -> Contestant:
         if word in numbers:
             raise ValueError(f"--contestants: {text.strip()} says {word} twice")
         numbers[word] = number
-    if "kept" in numbers and "checkpointed" in numbers:
+    if "kept" in numbers and ("checkpointed" in numbers or "normsrecomputed" in numbers):
         raise ValueError(f"--contestants: {text.strip()} checkpoints blocks and keeps them all: leave one of both out")
     return Contestant(
         kind=name,
@@ -158,9 +178,11 @@ def parse(text: str) -> Contestant:
         narrow="narrow" in numbers,
         gathered="gathered" in numbers,
         prefetched="prefetched" in numbers,
+        ahead=numbers.get("prefetched") or 1,
         everything_resident=numbers.get("resident") == 0,
         resident=numbers.get("resident", 0),
         checkpointed=numbers.get("checkpointed", 0),
+        own=tuple(mark for mark in OWN if mark in numbers),
     )
 
 
@@ -181,8 +203,8 @@ def parse_all(text: str) -> tuple[Contestant, ...]:
 
 
 _DEFAULT = (
-    "protrain,floor,fsdp2,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,protrain-eager,"
-    "floor-eager,zero2,zero3,torchao,resident,resident-kept"
+    "protrain,floor,fsdp2,fsdp2-prefetched,protrain-unclipped,fsdp2-unclipped,fsdp2-gathered,fsdp2-eager,fsdp2-kept,"
+    "protrain-eager,floor-eager,zero2,zero3,torchao,resident,resident-kept"
 )
 _DEFAULT_ON_SEVERAL = "protrain,floor,fsdp2-resident,fsdp2-gathered-resident,fsdp2,protrain-unclipped,fsdp2-unclipped"
 _DEFAULT_ON_CPU = "protrain-eager,floor-eager,resident-eager,fsdp2-eager"

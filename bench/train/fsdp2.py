@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -32,14 +31,15 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     task, contestant = job.task, job.contestant
-    on_gpu, several = device.type == "cuda", task.gpus > 1
+    on_gpu, several, summed = device.type == "cuda", task.gpus > 1, "summed" in contestant.own
     start_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")  # norms of offloaded gradients are reduced on the CPU
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (task.gpus,))}
     if on_gpu:
         if not contestant.everything_resident:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        # As torchtitan. Nothing is reduced in a world of one, so bf16 until the cast to fp32 loses no bit there.
-        reduced = torch.float32 if several else None
+        # As torchtitan. Nothing is reduced in a world of one, so bf16 until the cast to fp32 loses no bit there, unless
+        # it is there that gradients are added up.
+        reduced = torch.float32 if several or summed else None
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     model = build_model(task)
     replace_loss(model, task)
@@ -55,9 +55,9 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         fill(block, device=device, dtype=torch.float32)
         fully_shard(block, **own)
     fill(model, device=device, dtype=torch.float32)
-    fully_shard(model, **options)
+    sharded = fully_shard(model, **options)
     if contestant.prefetched:
-        _prefetch_neighbours(blocks)
+        _prefetch_neighbours(blocks, contestant.ahead)
     optimizers = [  # one for each kind of device: fused kernels are of one
         torch.optim.AdamW(groups, fused=True, **adamw_options(task))
         for groups in _by_device(parameter_groups(model, weight_decay=WEIGHT_DECAY))
@@ -65,7 +65,8 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     clip_ms: list[float] = []
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        loss = backward(model, ids, task)  # which returns when the gradients have reached the host
+        # It returns when the gradients have reached the host.
+        loss = backward(model, ids, task, sharded.set_requires_gradient_sync) if summed else backward(model, ids, task)
         norm: Any = None
         if contestant.clip:
             begin = time.perf_counter()
@@ -86,7 +87,8 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
             **block_config(contestant),
             "fully_shard": "every block, then the rest; parameters float32",
             "reshard_after_forward": not contestant.gathered,
-            "prefetch": "one block ahead" if contestant.prefetched else "torch's own",
+            "prefetch": f"{contestant.ahead} blocks ahead" if contestant.prefetched else "torch's own",
+            "gradients_of_batches_summed": "on the GPU, in float32" if summed else "where they are updated",
             "blocks_not_offloaded": len(blocks) if contestant.everything_resident else contestant.resident,
             "norm": f"{norm}, then torch.nn.utils.clip_grads_with_norm_",
             "offload_policy": repr(options.get("offload_policy")),
@@ -98,14 +100,14 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     )
 
 
-def _prefetch_neighbours(blocks: Sequence[Any]) -> None:
-    """Gather the weights of the next block before one computes, in forward and in backward.
+def _prefetch_neighbours(blocks: Sequence[Any], ahead: int) -> None:
+    """Gather the weights of the next blocks before one computes, ``ahead`` of them, in forward and in backward.
 
-    By itself torch gathers them in forward when the next block is called, and in backward as here.
+    By itself torch gathers them in forward when the next block is called, and in backward one block ahead.
     """
-    for earlier, later in pairwise(blocks):
-        earlier.set_modules_to_forward_prefetch([later])
-        later.set_modules_to_backward_prefetch([earlier])
+    for index, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(list(blocks[index + 1 : index + 1 + ahead]))
+        block.set_modules_to_backward_prefetch(list(blocks[max(0, index - ahead) : index][::-1]))
 
 
 def _by_device(groups: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -36,6 +36,7 @@ class Outcome(Record):
     device: str = ""  # what it ran on
     clipped_steps: int = 0  # timed steps whose gradient norm was above the limit
     setup_s: float = 0.0  # until the first step: weights, planning, states
+    first_step_s: float = 0.0  # until the first step was done, compilation included; 0: it is not known
     device_allocated_bytes: int = 0  # peak of tensors in all steps
     device_reserved_bytes: int = 0  # peak of the caching allocator
     device_other_bytes: int = 0  # of the GPU beside the allocator: CUDA's context, kernels, NCCL's buffers, loaders
@@ -134,6 +135,7 @@ class Comparison(Record):
             f"{self._per_parameter}NT TFLOP/s{' a GPU' if several else ''}",
             "GPU GiB (reserved)",
             "host GiB",
+            "first step after, s",
             "clipped",
             "last loss of rank 0" if several else "last loss",
         ]
@@ -153,6 +155,7 @@ class Comparison(Record):
                     f"{self.tflops(outcome):.3g}",
                     f"{outcome.device_allocated_bytes / GIB:.1f} ({outcome.device_reserved_bytes / GIB:.1f})",
                     f"{max(outcome.host_used_bytes, outcome.host_resident_bytes) / GIB:.1f}",
+                    f"{outcome.first_step_s:.1f}" if outcome.first_step_s else "-",
                     f"{outcome.clipped_steps}/{len(outcome.step_ms)}"
                     if outcome.contestant.clip and outcome.contestant.kind != "floor"
                     else "-",

@@ -35,6 +35,7 @@ class Trainer:
     config: dict[str, Any]  # everything that was chosen for it
     plan: Plan | None = None
     pinned_bytes: Callable[[], int] = field(default=lambda: 0)  # beside what torch's own allocator pins
+    device_bytes: Callable[[], int] = field(default=lambda: 0)  # beside what torch's own allocator has
     said_afterwards: Callable[[], dict[str, Any]] = field(default=dict)  # what the steps showed, beside their times
 
 
@@ -148,10 +149,14 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
     )
 
 
-def backward(model: nn.Module, ids: Tensor, task: Task) -> Tensor:
-    """The forwards and backwards of a step. Returns the mean of their losses."""
+def backward(model: nn.Module, ids: Tensor, task: Task, last: Callable[[bool], None] = lambda is_last: None) -> Tensor:
+    """The forwards and backwards of a step. Returns the mean of their losses.
+
+    ``last`` is told before each of them whether it is the last of the step.
+    """
     losses = []
-    for batch in ids.split(task.batch):
+    for index, batch in enumerate(ids.split(task.batch), start=1):
+        last(index == task.accumulation)
         loss = model(input_ids=batch, labels=batch).loss / task.accumulation
         loss.backward()
         losses.append(loss.detach())

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from bench.allocator import forbid_more
 from bench.train.fsdp2 import fsdp2_trainer
+from bench.train.llmq import llmq_trainer
 from bench.train.peers import deepspeed_trainer, torchao_trainer
 from bench.train.ranks import any_rank, file_of
 from bench.train.results import UNFINISHED, Outcome
@@ -48,6 +49,7 @@ BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
     "zero3": deepspeed_trainer,
     "zero3params": deepspeed_trainer,
     "torchao": torchao_trainer,
+    "llmq": llmq_trainer,
 }
 
 
@@ -104,19 +106,20 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
         plan=trainer.plan,
     )
     begun.save(out)
-    step_ms, losses, norms = train(
+    step_ms, losses, norms, first_ended = train(
         job, trainer, batches, device, lambda taken, losses: replace(begun, step_ms=taken, losses=losses).save(out)
     )
     return replace(
         begun,
         error="",
+        first_step_s=first_ended - start,
         step_ms=tuple(step_ms),
         first_loss=losses[job.task.warm_up],
         last_loss=losses[-1],
         losses=tuple(losses),
         gradient_norms=tuple(norms),
         clipped_steps=sum(norm > job.task.clip_norm for norm in norms[job.task.warm_up :]),
-        **peaks(device),
+        **peaks(device, beside_torch=trainer.device_bytes()),
         host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
         config={
             **trainer.config,
@@ -129,14 +132,17 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
     )
 
 
-def peaks(device: torch.device) -> dict[str, Any]:
-    """The most memory of this process: of the device since its statistics were reset, of the host since it began."""
+def peaks(device: torch.device, beside_torch: int = 0) -> dict[str, Any]:
+    """The most memory of this process: of the device since its statistics were reset, of the host since it began.
+
+    ``beside_torch`` are bytes of the device that the contestant has from an allocator of its own.
+    """
     on_gpu = device.type == "cuda"
     free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
     return {
-        "device_allocated_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else 0,
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(device) if on_gpu else 0,
-        "device_other_bytes": total - free - torch.cuda.memory_reserved(device) if on_gpu else 0,
+        "device_allocated_bytes": torch.cuda.max_memory_allocated(device) + beside_torch if on_gpu else 0,
+        "device_reserved_bytes": torch.cuda.max_memory_reserved(device) + beside_torch if on_gpu else 0,
+        "device_other_bytes": total - free - torch.cuda.memory_reserved(device) - beside_torch if on_gpu else 0,
         "host_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
 
@@ -147,8 +153,10 @@ def train(
     batches: Tensor,
     device: torch.device,
     keep: Callable[[tuple[float, ...], tuple[float, ...]], None],
-) -> tuple[list[float], list[float], list[float]]:
-    """Milliseconds of every timed step, and loss and gradient norm of every step; there are no norms without clipping.
+) -> tuple[list[float], list[float], list[float], float]:
+    """Milliseconds of every timed step, loss and gradient norm of every step, and when the first step ended.
+
+    There are no norms without clipping, and the time is one of ``time.perf_counter``.
 
     A step ends when the compute stream is done with it. What a system still does then beside it (ProTrain's deferred
     updates) the next step waits for, so in the steady state nothing is left out. ``keep`` is given times and losses now
@@ -157,13 +165,15 @@ def train(
     """
     step_ms, losses, norms = [], [], []
     finish(device)
-    before = kept = time.perf_counter()
+    before = kept = first_ended = time.perf_counter()
     for index, ids in enumerate(batches):
         if any_rank(time.time() > job.until):  # ranks wait for each other in a step, so all do it or none
             break
         loss, norm = trainer.step(ids)
         finish(device)
         now = time.perf_counter()
+        if index == 0:
+            first_ended = now
         if index >= job.task.warm_up:
             step_ms.append((now - before) * 1e3)
         losses.append(loss.item())
@@ -177,7 +187,7 @@ def train(
         raise RuntimeError(f"the loss is not finite: {losses}")
     if len(step_ms) < min(3, job.task.steps):
         raise RuntimeError(f"only {len(step_ms)} steps were timed before the time was up")
-    return step_ms, losses, norms
+    return step_ms, losses, norms, first_ended
 
 
 def finish(device: torch.device) -> None:

@@ -2,8 +2,8 @@
 
 Dropout is off and there are no special tokens, as in pre-training on plain text. The shapes come from the model cards
 of OPT (arXiv 2205.01068), LLaMA-2 (2307.09288; 34B as released in Code Llama, 2308.12950), Llama 3 (2407.21783; 1B as
-released in Llama 3.2) and Mistral 7B (2310.06825). The large GPT-2 shapes are no released models: offloading papers use
-these hidden sizes and depths, with heads of 128.
+released in Llama 3.2), Mistral 7B (2310.06825) and Qwen2.5 (2412.15115). The large GPT-2 shapes are no released models:
+offloading papers use these hidden sizes and depths, with heads of 128.
 """
 
 from __future__ import annotations
@@ -70,6 +70,9 @@ SHAPES: dict[str, Shape] = {
     "mistral-7b": Shape(
         family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocabulary=32000, positions=32768
     ),
+    "qwen2.5-7b": Shape(
+        family="qwen2", hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944, vocabulary=152064, positions=32768
+    ),
 }
 
 
@@ -100,6 +103,7 @@ def shape_config(shape: Shape) -> Any:
         "llama": llama,
         # A window of 4096 would make attention build a mask. Later releases dropped the window.
         "mistral": {**llama, "sliding_window": None},
+        "qwen2": {**llama, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     }
     return transformers.AutoConfig.for_model(
         shape.family,

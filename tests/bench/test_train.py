@@ -246,6 +246,8 @@ def test_what_needs_a_gpu_or_a_failed_plan_is_skipped_with_the_reason(
     monkeypatch.setattr("bench.train.launch.find_spec", lambda name: None)
     skipped = take_part(parse("zero2"), TASK, tmp_path, limit_s=9.0)
     assert skipped.error == "skipped: deepspeed is not installed (pip install deepspeed)"
+    skipped = take_part(parse("llmq-kept"), TASK, tmp_path, limit_s=9.0)
+    assert skipped.error == "skipped: pyllmq is not installed (pip install pyllmq)"
     Outcome(contestant=parse("protrain"), error="PlanError: no").save(tmp_path / "protrain.json")
     assert take_part(parse("floor"), TASK, tmp_path, limit_s=9.0).error == "skipped: protrain has no plan to follow"
 
@@ -255,7 +257,8 @@ def _outcome(name: str, *step_ms: float) -> Outcome:
 
 
 def test_ratios_are_of_medians_within_the_run() -> None:
-    own, inside = _outcome("protrain", 100.0, 90.0, 400.0), _outcome("protrain-unclipped", 80.0)
+    own = replace(_outcome("protrain", 100.0, 90.0, 400.0), first_step_s=12.34)
+    inside = _outcome("protrain-unclipped", 80.0)
     peer, failed = _outcome("fsdp2", 300.0, 200.0), Outcome(contestant=parse("zero2"), error="no memory")
     comparison = Comparison(
         command="",
@@ -275,6 +278,8 @@ def test_ratios_are_of_medians_within_the_run() -> None:
     table = comparison.table()
     assert "100.0 (94.0 to 280.0)" in table
     heading = next(line for line in table.splitlines() if "protrain is faster" in line)
+    after = heading.index("first step after, s")
+    assert [line[after:].split()[0] for line in table.splitlines()[3:5]] == ["12.3", "-"]
     assert heading.endswith("protrain is faster  protrain-unclipped is faster")
     assert next(line for line in table.splitlines() if line.startswith("FSDP2")).split("  ")[-1] == "3.12 times"
     # Floors train nothing.
@@ -323,6 +328,7 @@ def test_everything_that_a_cpu_can_do_runs(
         assert outcome.losses[comparison.task.warm_up] == outcome.first_loss
         assert 4.0 < outcome.first_loss < 7.0  # the entropy of 256 equal bytes is 5.5
         assert outcome.host_resident_bytes > 50 * 1024**2
+        assert outcome.first_step_s > outcome.setup_s > 0
     floor = rows.pop("floor-eager")
     for outcome in rows.values():
         assert outcome.last_loss < outcome.first_loss, outcome.contestant.name

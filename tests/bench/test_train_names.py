@@ -25,7 +25,19 @@ from bench.train.contestants import KINDS, VARIANTS, Contestant, default, parse,
             "fsdp2-gathered-prefetched-resident-checkpointed12",
             Contestant(kind="fsdp2", gathered=True, prefetched=True, everything_resident=True, checkpointed=12),
         ),
+        ("fsdp2-prefetched3-summed", Contestant(kind="fsdp2", prefetched=True, ahead=3, own=("summed",))),
         ("zero3", Contestant(kind="zero3", compile=False)),
+        ("zero3-superoffload", Contestant(kind="zero3", compile=False, own=("superoffload",))),
+        (
+            "llmq-kept-narrow-offloadedmoments-offloadedmasters",
+            Contestant(
+                kind="llmq",
+                compile=False,
+                checkpoint=False,
+                narrow=True,
+                own=("offloadedmoments", "offloadedmasters"),
+            ),
+        ),
         ("torchao", Contestant(kind="torchao", clip=False)),
     ],
 )
@@ -53,7 +65,9 @@ def test_defaults_are_valid(on_gpu: bool, gpus: int) -> None:
 def test_titles_tell_rows_apart() -> None:
     more = (
         "floor-unclipped,protrain-eager-unclipped,floor-eager-unclipped,zero3params,fsdp2-resident2,fsdp2-resident,"
-        "fsdp2-resident-kept,fsdp2-resident-checkpointed2,fsdp2-resident-prefetched,fsdp2-resident-gathered"
+        "fsdp2-resident-kept,fsdp2-resident-checkpointed2,fsdp2-resident-prefetched,fsdp2-resident-gathered,"
+        "fsdp2-prefetched2,fsdp2-summed,zero3-superoffload,llmq,llmq-kept,llmq-narrow,llmq-normsrecomputed,"
+        "llmq-offloadedvariances,llmq-offloadedmoments,llmq-offloadedmasters,llmq-offloadedmoments-zerocopied"
     )
     rows = parse_all(f"{default(on_gpu=True, gpus=1)},{more}")
     assert len({contestant.title for contestant in rows}) == len(rows)
@@ -66,12 +80,15 @@ def test_titles_tell_rows_apart() -> None:
         ("protrain-kept", "protrain has no variant 'kept'; it has eager, unclipped, narrow"),
         (
             "fsdp2-narrow",
-            "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped, gathered, prefetched, resident",
+            "fsdp2 has no variant 'narrow'; it has eager, kept, unclipped, gathered, prefetched, prefetchedN, resident",
         ),
         ("fsdp2-checkpointed", "fsdp2 has no variant 'checkpointed'; it has eager, kept, unclipped, gathered"),
         ("fsdp2-resident0", "fsdp2 has no variant 'resident0'"),
         ("fsdp2-resident2-resident", "fsdp2-resident2-resident says resident twice"),
         ("fsdp2-kept-checkpointed2", "fsdp2-kept-checkpointed2 checkpoints blocks and keeps them all"),
+        ("llmq-kept-normsrecomputed", "llmq-kept-normsrecomputed checkpoints blocks and keeps them all"),
+        ("fsdp2-prefetched,fsdp2-prefetched1", "fsdp2-prefetched is there twice"),
+        ("zero2-superoffload", "zero2 has no variant 'superoffload'; it has eager, kept, unclipped"),
         ("protrain-resident2", "protrain has no variant 'resident2'; it has eager, unclipped, narrow"),
         ("torchao-unclipped", "torchao has no variant 'unclipped'; it has eager, kept"),
         ("fsdp2,fsdp2", "fsdp2 is there twice"),

@@ -80,7 +80,7 @@ def test_every_contestant_has_the_chunked_loss_and_trains_the_same(tmp_path: Pat
 def test_a_step_of_several_batches_is_the_same_of_every_contestant(tmp_path: Path) -> None:
     steps = torch.randint(256, (3, 2, 24), generator=torch.Generator().manual_seed(1))
     once = _train("resident-eager", replace(TASK, batch=2), None, steps)
-    for name in ("protrain-eager", "resident-eager", "fsdp2-eager"):
+    for name in ("protrain-eager", "resident-eager", "fsdp2-eager", "fsdp2-eager-prefetched2-summed"):
         losses, norms, _ = _train(name, replace(TASK, accumulation=2), str(tmp_path / "plan.json"), steps)
         assert losses == pytest.approx(once[0], rel=1e-5), name
         assert norms == pytest.approx(once[1], rel=1e-4), name

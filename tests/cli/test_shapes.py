@@ -29,6 +29,7 @@ BILLIONS = {
     "llama3-70b": 70.554,
     "llama3.2-1b": 1.2358,
     "mistral-7b": 7.2417,
+    "qwen2.5-7b": 7.6156,
 }
 
 

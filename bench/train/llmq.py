@@ -1,0 +1,188 @@
+"""LLM.Q, a trainer in C++ and CUDA (github.com/IST-DASLab/llmq), as its own script uses it, with what is fastest here.
+
+It differs from the other contestants: its masters are the bf16 weights themselves, which an update rounds
+stochastically, and it adds up the gradients of a step in bf16. Its start values are its own. It ignores the last
+position of each row, as transformers does, but divides the loss by all positions. Its clipping, of version 0.3,
+multiplies by limit / norm² where norm² is above the limit. The contestant's name says what is recomputed and offloaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import itertools
+import math
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.train.contestants import Contestant
+from bench.train.models import build_model
+from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
+from bench.train.trainers import Trainer, count
+from protrain.common.quantities import format_bytes, parse_memory
+
+_NO_TARGET = -100  # what its loss, like torch's, ignores
+_TOKENS_OF_LOGITS = 4096  # whose logits are whole at a time: 1.2 GiB with a vocabulary of 152,064
+_CUBLAS = "libcublasLt.so.12"
+# What LLM.Q 0.3.1 calls of it.
+_FUNCTIONS = (
+    *("Create", "Destroy", "Matmul", "MatmulAlgoGetHeuristic"),
+    *("MatmulDescCreate", "MatmulDescDestroy", "MatmulDescSetAttribute"),
+    *("MatmulPreferenceCreate", "MatmulPreferenceDestroy", "MatmulPreferenceSetAttribute"),
+    *("MatrixLayoutCreate", "MatrixLayoutDestroy"),
+)
+
+
+def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
+    """LLM.Q's trainer of one GPU. ValueError for models that it does not have, MemoryError beyond the task's memory."""
+    task, contestant = job.task, job.contestant
+    model = build_model(task)
+    config = model.config
+    rotary = config.rope_parameters if config.model_type in ("qwen2", "llama") else {}
+    if rotary.get("rope_type") != "default":
+        raise ValueError(
+            f"LLM.Q trains models like Qwen2 and Llama with plain rotary positions, not {config.model_type}"
+        )
+    load_libraries()
+    pyllmq = importlib.import_module("pyllmq")
+    chosen = options_of(contestant, tokens=task.batch * task.sequence)
+    options = pyllmq.LLamaOptions()
+    for name, value in chosen.items():
+        setattr(options, name, value)
+    trainer = pyllmq.LLMQTrainer(
+        ngpu=1,
+        config=pyllmq.LLamaConfig(
+            architecture="qwen2",
+            use_qkv_bias=config.model_type == "qwen2",  # without it, it is Llama
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_theta=rotary["rope_theta"],
+            rms_norm_eps=config.rms_norm_eps,
+            tie_word_embeddings=config.tie_word_embeddings,
+            dtype="bfloat16",
+        ),
+        options=options,
+        batch_size=task.batch,
+        seq_len=task.sequence,
+        grad_accum=task.accumulation,
+    )
+    trainer.init_weights()
+    taken = _allocated(trainer, "device")
+    if task.device_memory is not None and taken > parse_memory(task.device_memory, name="device_memory"):
+        raise MemoryError(f"LLM.Q takes {format_bytes(taken)} of the GPU, where there are to be {task.device_memory}")
+    limit = task.clip_norm if contestant.clip else math.inf
+    steps = itertools.count()  # LLM.Q adds 1 for its corrections of the moments
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        for batch in ids.to("cpu", torch.int32).split(task.batch):
+            targets = nn.functional.pad(batch[:, 1:], (0, 1), value=_NO_TARGET)
+            trainer.step(batch.numpy(), targets.numpy())
+        done = trainer.update(task.learning_rate, *BETAS, next(steps), WEIGHT_DECAY, limit)
+        return torch.tensor(done["loss"]), torch.tensor(done["norm"]) if contestant.clip else None
+
+    return Trainer(
+        step=step,
+        parameters=count(model),
+        config={
+            "pyllmq": version("pyllmq"),
+            "options": chosen,
+            "masters": "bfloat16, rounded stochastically",
+            "gradients": "added up in bfloat16",
+            "start_values": "LLM.Q's own, so that losses are not those of the other rows",
+            "epsilon": EPSILON,  # LLM.Q has no other
+        },
+        pinned_bytes=lambda: _allocated(trainer, "pinned"),
+        device_bytes=lambda: _allocated(trainer, "device"),
+    )
+
+
+def options_of(contestant: Contestant, *, tokens: int) -> dict[str, Any]:
+    """LLM.Q's options for ``contestant``, with so many ``tokens`` in a batch.
+
+    Masters in bf16 are the weights that compute, unless those are sharded: sharded, the masters can be on the host, and
+    a block's weights are fetched when it computes.
+    """
+    moments, masters = "offloadedmoments" in contestant.own, "offloadedmasters" in contestant.own
+    norms, whole = "normsrecomputed" in contestant.own, contestant.checkpoint
+    blocks = whole and not norms
+    moment_type = "bf16" if contestant.narrow else "fp32"
+    return {
+        **dict.fromkeys(("recompute_swiglu", "recompute_rms_norm"), whole),
+        **dict.fromkeys(("recompute_ffn", "recompute_qkv", "recompute_att", "recompute_block"), blocks),
+        "offload_opt_m": moments,
+        "offload_opt_v": moments or "offloadedvariances" in contestant.own,
+        **dict.fromkeys(("offload_master", "shard_weights"), masters),
+        "use_zero_copy": "zerocopied" in contestant.own,
+        "use_cuda_graphs": True,
+        "momentum_type": moment_type,
+        "variance_type": moment_type,
+        "lmhead_chunks": next(n for n in range(1, tokens + 1) if tokens % n == 0 and tokens // n <= _TOKENS_OF_LOGITS),
+    }
+
+
+def _allocated(trainer: Any, where: str) -> int:
+    """Bytes that LLM.Q has allocated on the "device" or as "pinned" host memory, all before the first step."""
+    return sum(segment.get(where, 0) for segment in trainer.get_allocator_info(0).values())
+
+
+def load_libraries() -> None:
+    """Load what LLM.Q's wheel, which is built for CUDA 12, links and this environment may not have where it looks.
+
+    The loader takes a library that the process has already, so cuDNN and NCCL are torch's. With a torch for CUDA 13
+    there is no cuBLAS of version 12. A small library of its name then forwards LLM.Q's calls to version 13.
+    """
+    _load("libcudart.so.12")
+    try:
+        _load(_CUBLAS)
+    except OSError:
+        newer = "libcublasLt.so.13"
+        _load(newer)
+        with tempfile.TemporaryDirectory() as folder:
+            ctypes.CDLL(str(build_forwarder(Path(folder), newer)), ctypes.RTLD_GLOBAL)
+
+
+def _load(name: str) -> None:
+    """Load the library ``name`` from where the loader looks, or from NVIDIA's packages. OSError if it is nowhere."""
+    try:
+        ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
+    except OSError:
+        packages = [path for entry in sys.path for path in Path(entry).glob(f"nvidia/*/lib/{name}")]
+        if not packages:
+            raise
+        ctypes.CDLL(str(packages[0]), ctypes.RTLD_GLOBAL)
+
+
+def build_forwarder(folder: Path, newer: str) -> Path:
+    """A library in ``folder`` that is cuBLASLt 12 to who links it, and jumps into ``newer``, which is loaded already.
+
+    Jumps leave all arguments where they are. The functions have the same in both versions.
+    """
+    source, versions, library = folder / "forward.c", folder / "forward.map", folder / _CUBLAS
+    jumps = "\n".join(
+        f'__attribute__((used, visibility("hidden"))) void *to_{name};\n'
+        f'__attribute__((naked)) void cublasLt{name}(void) {{ __asm__("jmp *to_{name}(%rip)"); }}'
+        for name in _FUNCTIONS
+    )
+    found = "\n".join(f'    to_{name} = dlsym(library, "cublasLt{name}");' for name in _FUNCTIONS)
+    source.write_text(
+        f"#include <dlfcn.h>\n{jumps}\n__attribute__((constructor)) static void find(void) {{\n"
+        f'    void *library = dlopen("{newer}", RTLD_NOW);\n{found}\n}}\n'
+    )
+    exported = " ".join(f"cublasLt{name};" for name in _FUNCTIONS)
+    versions.write_text(f"{_CUBLAS} {{ global: {exported} local: *; }};\n")
+    linker = f"-Wl,-soname,{_CUBLAS},--version-script={versions}"
+    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), linker, "-ldl"]
+    subprocess.run(command, check=True)
+    return library
