@@ -133,8 +133,12 @@ def options_of(contestant: Contestant, *, tokens: int) -> dict[str, Any]:
 
 
 def _allocated(trainer: Any, where: str) -> int:
-    """Bytes that LLM.Q has allocated on the "device" or as "pinned" host memory, all before the first step."""
-    return sum(segment.get(where, 0) for segment in trainer.get_allocator_info(0).values())
+    """Bytes that LLM.Q has allocated on the "device" or as "pinned" host memory, all before the first step.
+
+    Its list has two entries that are not its own: what is free, and what CUDA's context and libraries take.
+    """
+    segments = trainer.get_allocator_info(0)
+    return sum(segments[name].get(where, 0) for name in segments if name not in ("Free", "Other"))
 
 
 def load_libraries() -> None:

@@ -68,9 +68,6 @@ _DIRECTIONS = [
         {"n_persist": 1, "n_ckpt": 1, "n_speculate": -1},
         {"n_swap": 1, "n_ckpt": -1},
         {"n_speculate": 1, "n_weight_only": 1},
-        {"n_persist": 1, "n_device_sum": -1},
-        {"n_persist": 1, "n_device_sum": -3},  # all states of a chunk take as much memory as about four sums
-        {"n_ckpt": 1, "n_device_sum": 1},
     )
     for sign in (1, -1)
 ]

@@ -31,7 +31,8 @@ class FakeTrainer:
     def init_weights(self) -> None: ...
 
     def get_allocator_info(self, gpu: int) -> dict[str, dict[str, int]]:
-        return {"Weights": {"device": 3 * 2**20, "pinned": 5}, "Stack": {"device": 2**20, "pinned": 0}}
+        own = {"Weights": {"device": 3 * 2**20, "pinned": 5}, "Stack": {"device": 2**20, "pinned": 0}}
+        return own | {"Free": {"device": 2**40}, "Other": {"device": 2**40}}
 
     def step(self, inputs: Any, targets: Any) -> None:
         self.calls.append((inputs.dtype.name, inputs.tolist(), targets.tolist()))
