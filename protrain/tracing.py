@@ -67,7 +67,7 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     try:
         with _profiler(engine.memory.device) if kernels else nullcontext() as profiler, recorder.installed():
             yield
-            engine.wait_for_updates()
+            engine.updates.wait()
             engine.streams.synchronize()
     finally:
         _tracing.clear()
@@ -144,7 +144,7 @@ class _Recorder:
             patches[engine.memory.ranks, "exchange"] = partial(self._collective, REDUCE)
         for (owner, name), function in patches.items():
             vars(owner)[name] = partial(function, getattr(owner, name))
-        workers = dict(zip(self._jobs, engine.step.updates.workers, strict=False))
+        workers = dict(zip(self._jobs, engine.updates.workers, strict=False))
         for lane, worker in workers.items():
             worker.times = self._jobs[lane]
         try:

@@ -228,7 +228,7 @@ def _in_turns(
     for _ in range(rounds):
         for training in trainings:
             training.run(steps, untimed=1)  # the first step of a turn finds no update to wait for
-            training.optimizer._engine.wait_for_updates()
+            training.optimizer._engine.updates.wait()
     # The plan is the given one. That of the optimizer has predictions from another profile if there is no GPU.
     return [
         (way, replace(Measured.of(training), plan=plan)) for (way, plan), training in zip(ways, trainings, strict=True)

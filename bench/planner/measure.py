@@ -135,7 +135,7 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
     except (torch.OutOfMemoryError, BudgetError) as failure:
         error = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
     if not error:
-        trainer._engine.wait_for_updates()  # otherwise the report may lack the last step's speculative updates
+        trainer._engine.updates.wait()  # otherwise the report may lack the last step's speculative updates
     report = trainer.report()
     return Point(
         plan=trainer.plan,

@@ -162,7 +162,7 @@ class _Runner:
     def _row(self, training: Training, index: int, host: Host, steps: int, untimed: int) -> Row:
         case, optimizer = self.record.case, training.optimizer
         # so that the rate in the report is that of these steps
-        optimizer._engine.step.updates.host.rate.updates.clear()
+        optimizer._engine.updates.host.rate.updates.clear()
         before = optimizer.report()
         with self._beside(host.share):
             step_ms = training.run(steps)

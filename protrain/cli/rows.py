@@ -48,7 +48,7 @@ def read_rows(path: Path) -> Iterator[Row]:
 def _json(path: Path) -> Iterator[Row]:
     with open(path, "rb") as file:
         is_list = re.match(rb"(\xef\xbb\xbf)?\s*\[", file.read(4096))
-    return _json_list(path) if is_list else _json_lines(path)
+    return (_json_list if is_list else _json_lines)(path)
 
 
 def _json_lines(path: Path) -> Iterator[Row]:

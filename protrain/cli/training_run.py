@@ -107,7 +107,7 @@ class Run:
 
     def wait_for_updates(self) -> None:
         """Wait until the last step's updates are done. ``optimizer.step()`` does not wait for those on the host."""
-        self.optimizer._engine.wait_for_updates()
+        self.optimizer._engine.updates.wait()
 
     def save(self) -> Path:
         """Write a checkpoint and return its folder."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from protrain.common.quantities import format_bytes
 
 _TOUCHED_BYTES = 64 * 1024**2  # one thread touches this many bytes at a time
-_THREADS = 8
+_THREADS = os.cpu_count() or 8
 
 
 class HostMapping(mmap.mmap):
@@ -64,15 +64,15 @@ class HostMapping(mmap.mmap):
         """All of the memory as a 1-d uint8 tensor. The tensor, and every view of it, keeps the memory alive."""
         return torch.frombuffer(self, dtype=torch.uint8)[: self._size_bytes]
 
-    def pin(self, piece: Tensor, device: torch.device) -> None:
-        """Register ``piece``, a tensor on this memory, with the CUDA driver for copies to and from ``device``."""
-        status = register(piece, device)
-        if status != 0:
-            raise MemoryError(
-                f"cannot pin {format_bytes(piece.numel())} of host memory (CUDA error {status}); "
-                "pass a smaller host_memory"
-            )
-        self._pinned.append((piece.data_ptr(), device))
+    def pin(self, piece: Tensor, device: torch.device) -> bool:
+        """Register ``piece``, a tensor on this memory, with the CUDA driver for copies to and from ``device``.
+
+        Returns False if the driver refuses. It then takes every copy through pinned memory of its own.
+        """
+        accepted = register(piece, device) == 0
+        if accepted:
+            self._pinned.append((piece.data_ptr(), device))
+        return accepted
 
     def __del__(self) -> None:
         """Unpin. The callback of a weak reference would come too late, after the pages are gone."""

@@ -29,13 +29,11 @@ from protrain.engine.states.allocation import (
 from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, whole_pages
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
-from protrain.engine.step import Step
 from protrain.engine.streams import streams_for
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
-from protrain.engine.visits import Lockstep, Visits
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
@@ -141,24 +139,16 @@ def build_engine(
     arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
     updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, worker=worker, streamer=streamer)
-    step = Step(
+    engine = Engine(
         managed,
         groups=groups,
         gradients=gradients,
         updates=updates,
         buffers=buffers,
         bindings=bindings,
-        step_during_backward=step_during_backward,
-    )
-    engine = Engine(
-        managed,
-        step=step,
-        visits=(Lockstep if ranks.several else Visits)(managed, buffers=buffers, step=step),
-        buffers=buffers,
-        bindings=bindings,
-        gradients=gradients,
         swap_slots=HostSlots(arena, memory.streams, limit_bytes=max(host_bytes, arena.total_bytes)),
         ledger=ledger,
+        step_during_backward=step_during_backward,
     )
     install(engine)
     StateHooks(engine)
@@ -167,9 +157,10 @@ def build_engine(
 
 def _streamer(managed: ManagedModel, sharing: Sharing) -> Streamer | None:
     """What updates chunks in host memory on the device, if the plan lets it and there are any."""
-    if not managed.plan.stream or all(chunk.persistent for chunk in managed.chunks if chunk.trainable):
-        return None
     memory = managed.memory
+    idle = all(chunk.persistent for chunk in managed.chunks if chunk.trainable)
+    if idle or not managed.plan.stream or not memory.arena.all_pinned:  # a kernel reads pinned memory alone
+        return None
     worker = HostWorker(threads=1, device=memory.device, name="protrain-stream-worker")
     return Streamer(memory.streams, sharing, worker)
 

@@ -12,6 +12,18 @@ A step, in the order in which things happen:
     step            The device updates persistent chunks. The host worker updates the others, in the order in which the
                     next forward needs them; the device may update some of these, too. step() issues the first fetches
                     of the next forward and returns before the updates are done. A fetch waits for its own chunk only.
+
+[Note: phases] A step goes through these phases and no others:
+
+    EMPTY      no gradient is there
+    BACKWARD   a backward brings gradients
+    READY      gradients are there: another backward may add to them, and a factor or the update may use them
+    SCALED     the gradients have a factor, so that no backward may add to them
+    UPDATED    the last backward has made the updates: step() comes next
+    CUT_SHORT  a backward raised an exception after it had made some updates: step() or zero_grad() comes next
+
+Updates are made inside backward only with ``step_during_backward=True``; the last two phases exist only there. As in
+torch, step() leaves gradients where they are, and zero_grad() forgets them.
 """
 
 from __future__ import annotations
@@ -34,12 +46,17 @@ from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.modes import Frames
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
-from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.clipping import Clipping
+from protrain.engine.gradients.gradients import Gradients, Settings
+from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.step import Phase, Step
+from protrain.engine.states.groups import Groups
+from protrain.engine.states.state import State
 from protrain.engine.units import ManagedModel, Unit
-from protrain.engine.visits import Visits
+from protrain.engine.updates.host_updates import Scale
+from protrain.engine.updates.updates import Updates
+from protrain.engine.visits import Lockstep, Visits
 from protrain.engine.weights.added import AddedParameters
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
@@ -52,6 +69,17 @@ from protrain.engine.weights.parameter import (
 )
 
 
+class Phase(State):
+    """What has happened in a step so far. See [Note: phases]."""
+
+    EMPTY = "empty", "backward", "empty"
+    BACKWARD = "backward", "ready", "scaled", "updated", "cut short", "empty"  # scaled: by a hook; empty: it has failed
+    READY = "ready", "backward", "scaled", "empty"
+    SCALED = "scaled", "scaled", "empty"
+    UPDATED = "updated", "empty"
+    CUT_SHORT = "cut short", "empty"
+
+
 class Engine:
     """Everything that a step touches. ``protrain.engine.build.build_engine`` makes it."""
 
@@ -59,20 +87,29 @@ class Engine:
         self,
         managed: ManagedModel,
         *,
-        step: Step,
-        visits: Visits,
+        groups: Groups,
+        gradients: Gradients,
+        updates: Updates,
         buffers: BufferPool,
         bindings: Bindings,
-        gradients: Gradients,
         swap_slots: HostSlots,
         ledger: Ledger,
+        step_during_backward: bool,
     ) -> None:
         profile, memory, units = managed.profile, managed.memory, managed.units
         self.model, self.profile, self.plan = managed.model, profile, managed.plan
         self.memory = memory
         self.streams = memory.streams
         self.inputs = Inputs(memory.device, memory.streams)
-        self.step = step
+        self.updates = updates
+        self._groups = groups
+        self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
+        self._clipping = Clipping(gradients, self.loss_scale)
+        self.phase = Phase.EMPTY
+        self._scale: Scale | None = None  # on the gradients of the last step
+        self._inside = step_during_backward  # updates are made inside backward, not by step()
+        self._zeroed = set[int]()  # parameters to whose gradients zero_grad(set_to_none=False) leaves zeros in torch
+        self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.chunks = managed.chunks
         self.members = managed.members
         self.units = units
@@ -85,12 +122,12 @@ class Engine:
         self._added = AddedParameters(managed.model)
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
-        self.updated_inside = step.updated_inside
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         self._process = os.getpid()
         self._ranks = memory.ranks
-        self._visits = visits
+        visits = Lockstep if memory.ranks.several else Visits
+        self._visits = visits(managed, buffers=buffers, take_gradients=self._take_gradients)
         # By unit, the one that forward calls just before the first call of it: backward reaches that next.
         self._unit_before = {unit: before for before, unit in reversed([*pairwise(profile.calls)])}
         self.frames = Frames(managed)
@@ -179,7 +216,7 @@ class Engine:
                 return
             self._forget_backward()
             self._visits.go_on_after_error()
-        self.step.abandon_backward()
+        self._leave_backward_phase()
         self.bindings.begin_use("backward()")
         refuse_hooks_on_sums(self.members, self.gradients.indices())
         end = partial(self._end_backward)
@@ -224,9 +261,87 @@ class Engine:
         member = self.members[index]
         gradient = take_gradient(member.parameter)  # now, as a backward that is refused must leave nothing behind
         self.begin_backward()
-        if self.step.phase is not Phase.BACKWARD:
-            self.step.begin_backward()
+        if self.phase is not Phase.BACKWARD:
+            self._begin_gradients()
         self.gradients.collect(member, gradient)
+
+    def _go_to(self, new: Phase) -> None:
+        self.phase = self.phase.become(new)
+
+    def _begin_gradients(self) -> None:
+        """The first gradient of a backward has arrived. MisuseError if no backward may come now."""
+        # This is not called for autograd.grad, which computes no gradients of a step.
+        if self.phase is Phase.SCALED:
+            raise MisuseError(
+                "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
+            )
+        if self.gradients.forgotten:
+            self._refuse_missing_gradients("backward()")
+        if self.loss_scale is not None and not self.loss_scale.is_used:
+            raise MisuseError(
+                "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
+                "torch.amp.GradScaler"
+            )
+        if self.phase in (Phase.UPDATED, Phase.CUT_SHORT):
+            raise MisuseError(
+                "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
+                "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
+            )
+        self.gradients.count_backward()
+        if self._inside:
+            self._groups.check()
+            self.bindings.refuse_lent("backward() with step_during_backward=True")
+            self.bindings.refuse_edits()  # step() would be too late
+        if not self.gradients.no_sync:
+            self._groups.check_members()
+            self.updates.begin_backward()
+        self._go_to(Phase.BACKWARD)
+
+    def _settings(self) -> Settings:
+        """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
+        try:
+            scalars = self._groups.all_scalars()
+        except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
+            scalars = None
+        return Settings(scalars, self._groups.texts(), None if self._scale is None else self._scale.value)
+
+    def _take_gradients(self, visit: int) -> None:
+        """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
+        arrived = self.gradients.flush(visit)
+        if arrived:
+            self._clipping.forget_norms()
+        if self.gradients.no_sync:
+            return
+        for chunk in arrived:
+            if self._inside:
+                # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
+                if self.gradients.agree(chunk) and not self.buffers.in_use(chunk):
+                    self._update_inside(chunk)
+            elif chunk.speculates and self.gradients.has_all(chunk):
+                self.updates.speculate(chunk, self._unscaling())
+
+    def _end_gradients(self) -> None:
+        """The backward is over."""
+        if not self._inside or self.gradients.no_sync:
+            self._go_to(Phase.SCALED if self._clipping.has_begun else Phase.READY)
+            return
+        for chunk in self.chunks:
+            if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
+                self._update_inside(chunk)
+        self.updates.end_backward()
+        self._forget()
+        self._go_to(Phase.UPDATED if self.updated_inside else Phase.EMPTY)
+
+    def _leave_backward_phase(self) -> None:
+        """The backward has raised an exception. Gradients that it has brought into chunks stay."""
+        if self.phase is Phase.BACKWARD:
+            left = Phase.READY if any(self.gradients.present) else Phase.EMPTY
+            self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
+
+    def _update_inside(self, chunk: Chunk) -> None:
+        self.gradients.host_gradients.send(chunk)
+        self.updates.update_inside(chunk)
+        self.updated_inside.add(chunk.index)
 
     def _leave_unit(self) -> None:
         self._unbind_current()
@@ -236,15 +351,15 @@ class Engine:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
             self._visits.end_backward()
-            self.gradients.combine(self.step.settings)
+            self.gradients.combine(self._settings)
             self._backward = None
-            if self.step.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
-                self.step.end_backward()
+            if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
+                self._end_gradients()
 
     def abandon_backward(self) -> bool:
         """Clean up after a backward that raised. Returns whether there was one."""
         if self._backward is None:
-            self.step.abandon_backward()  # an interrupt may have come while it ended
+            self._leave_backward_phase()  # an interrupt may have come while it ended
             return False
         failed = self._backward() is None or torch._C._current_graph_task_id() == -1
         if failed:
@@ -284,7 +399,7 @@ class Engine:
         """No backward runs any more, as the last one has raised an error."""
         self._backward = None
         self._unbind_current()
-        self.step.abandon_backward()
+        self._leave_backward_phase()
 
     def _unbind_current(self) -> None:
         self._current_frame = _no_frame
@@ -300,24 +415,57 @@ class Engine:
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Scale all gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
-        self._refuse_another_stream()
+        """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
         self._added.refuse()
-        return self.step.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        self._use_gradients("clip_grad_norm_()")
+        norm = self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        self._note_factor()
+        return norm
 
     def gradient_norm(self, index: int) -> Tensor:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
-        self._refuse_another_stream()
-        return self.step.gradient_norm(index)
+        self._use_gradients("the norm of a gradient", index)
+        return self._clipping.gradient_norm(index)
 
     def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
         """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
-        self._refuse_another_stream()
-        self.step.multiply_gradient(index, factor)
+        self._use_gradients("to multiply a gradient", index)
+        self._clipping.multiply_gradient(index, factor)
+        self._note_factor()
 
-    def _refuse_another_stream(self) -> None:
+    def _note_factor(self) -> None:
+        """The gradients have a factor now, so that no backward may add to them."""
+        if self.phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
+            self._go_to(Phase.SCALED)
+
+    def _use_gradients(self, what: str, index: int | None = None) -> None:
+        """``what`` reads or scales gradients. MisuseError where updates have used them up, or there are none."""
         self.streams.refuse_another()
         self.abandon_backward()
+        if self._inside:
+            raise MisuseError(
+                f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
+                "step_during_backward=False, which overlaps updates too"
+            )
+        self._refuse_missing_gradients(what, index)
+
+    def _refuse_missing_gradients(self, what: str, index: int | None = None) -> None:
+        """Raise a MisuseError if the gradients that ``what`` needs are missing.
+
+        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
+        None and others were not.
+        """
+        members, present = self.gradients.members, self.gradients.present
+        forgotten = self.gradients.forgotten
+        if not (any(present) if index is None else present[index]):
+            name = "gradients" if index is None else f"the gradient of {members[index].name}"
+            raise MisuseError(f"{what} without {name}: call loss.backward() first")
+        if forgotten:
+            raise MisuseError(
+                f"{what} after .grad of {len(forgotten)} parameters was set to None, of "
+                f"{members[min(forgotten)].name} among them, and that of others was not: clear all of them "
+                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
+            )
 
     def forget_gradient(self, index: int) -> None:
         """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
@@ -327,12 +475,22 @@ class Engine:
     def forget_gradients(self, *, zeros: bool = False) -> bool:
         """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short.
 
-        With ``zeros`` the script expects zeros in their place (``set_to_none=False``).
+        With ``zeros`` the script expects zeros in their place. MisuseError if backward has used the gradients up.
         """
         self.abandon_backward()
+        if zeros and self._inside:
+            raise MisuseError(
+                "zero_grad(set_to_none=False) with step_during_backward=True, where backward uses gradients up and "
+                "none is left to be zero: call zero_grad() without set_to_none=False"
+            )
+        self._zeroed = self._zeroed | self.gradients.indices() if zeros else set()
         with self.streams.computing():
-            ends = self.step.forget(zeros=zeros)
+            self._forget()
+        ends = self.phase is Phase.CUT_SHORT
+        if self.phase not in (Phase.BACKWARD, Phase.UPDATED):
+            self._go_to(Phase.EMPTY)
         if ends:
+            self.updated_inside.clear()
             self._end_step()
         return ends
 
@@ -355,10 +513,61 @@ class Engine:
         refuse_foreign_gradients(self.members)
         self._added.refuse()
         with self._ranks.reporting("step()"):
-            changed = self.step.update()
+            changed = self._end_updated_inside() if self._inside else self._update()
             if changed:
                 self._end_step()
         return changed
+
+    def _update(self) -> bool:
+        """Update every parameter that has a gradient. Returns whether the gradients were finite."""
+        self._refuse_missing_gradients("step()")
+        self._refuse_zeros()
+        self._groups.check()
+        factor, unscaling = self._clipping.factor(), self._unscaling()
+        self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
+        if self.loss_scale is not None:
+            if not self.loss_scale.update(self._clipping.is_finite()):
+                return False
+            inverse = torch.full((), unscaling, dtype=torch.float32, device=self.memory.device)
+            factor = inverse if factor is None else factor * inverse
+        self._scale = None if factor is None else self.updates.publish(factor)
+        self.gradients.host_gradients.send_all()
+        self.updates.step(self._scale, assumed_factor=unscaling)
+        return True
+
+    def _end_updated_inside(self) -> bool:
+        """End a step whose updates backward has made, and return True. MisuseError if it has made none."""
+        if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
+            self._refuse_missing_gradients("step()")
+            raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
+        self._ranks.note("step()")
+        self.gradients.backwards = 0
+        self.updated_inside.clear()
+        self._go_to(Phase.EMPTY)
+        return True
+
+    def _refuse_zeros(self) -> None:
+        """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
+
+        Adam moves such a parameter on by its momentum and its weight decay, and no zeros are kept here.
+        """
+        for index in sorted(self._zeroed):
+            if not self.gradients.present[index]:
+                raise MisuseError(
+                    f"no backward() has reached {self.gradients.members[index].name} in this step, and "
+                    "zero_grad(set_to_none=False) would leave it a gradient of zeros, by which Adam moves it on. "
+                    "ProTrain keeps no such gradients: call zero_grad() without set_to_none=False, so that parameters "
+                    "without a gradient stay as they are"
+                )
+
+    def _forget(self) -> None:
+        self.gradients.reset()
+        self.updates.forget()
+        self._clipping.reset()
+
+    def _unscaling(self) -> float:
+        """The factor on gradients that undoes the loss scale."""
+        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.used
 
     def _end_step(self) -> None:
         self.weights_version += 1
@@ -366,15 +575,17 @@ class Engine:
 
     # -- between steps -------------------------------------------------------------------------------------------------
 
-    def wait_for_updates(self) -> None:
-        """Block until every update of the last step is done and visible to the host."""
-        self.step.updates.wait()
-
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """A context in which nothing of the engine runs, so that the host may read and write states."""
         self.end_interrupted()
-        self.step.settle()
+        if self.phase is Phase.BACKWARD and self.updated_inside:  # neither the old model is there nor the new one
+            raise MisuseError(
+                "with step_during_backward=True this backward has updated a part of the weights, so the model cannot "
+                "be read, saved or written now: do it between steps, and let a signal handler only set a flag for the "
+                "training loop"
+            )
+        self.updates.wait()
         self.streams.synchronize()
         self.bindings.refuse_edits()
         yield

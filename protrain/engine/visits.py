@@ -17,11 +17,12 @@ to its end, as autograd goes to and fro between the enclosing unit and those ins
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from typing_extensions import override
 
 from protrain.common.errors import MisuseError
-from protrain.engine.step import Step
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.schedule import Schedule
@@ -30,7 +31,7 @@ from protrain.planning.schedule import Schedule
 class Visits:
     """The visits of one rank."""
 
-    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
+    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, take_gradients: Callable[[int], None]) -> None:
         units, calls = managed.units, managed.profile.calls
         fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training = Schedule([*calls, *reversed(calls)], fetched)
@@ -38,7 +39,7 @@ class Visits:
         self._units = units
         self._chunks = managed.chunks
         self._buffers = buffers
-        self._step = step
+        self._take_gradients = take_gradients  # called with each visit of backward that is over
         self.schedule = self._training  # the one that is followed now
         self.backward_start = len(calls)  # the first visit of backward
 
@@ -73,7 +74,7 @@ class Visits:
 
     def leave_backward(self) -> None:
         """Backward has left a unit: bring the gradients that have arrived into chunks."""
-        self._step.take_gradients(self.schedule.position)
+        self._take_gradients(self.schedule.position)
 
     def enter_inside_backward(self, unit: Unit) -> None:
         """The forward of ``unit`` begins inside backward, in a checkpoint of the user's own."""
@@ -92,8 +93,8 @@ class Visits:
 class Lockstep(Visits):
     """The visits of one of several ranks. See [Note: one order]."""
 
-    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, step: Step) -> None:
-        super().__init__(managed, buffers=buffers, step=step)
+    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, take_gradients: Callable[[int], None]) -> None:
+        super().__init__(managed, buffers=buffers, take_gradients=take_gradients)
         self._ranks = managed.memory.ranks
         self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
         self._enclosing = managed.profile.enclosing

@@ -122,7 +122,7 @@ class ProTrainOptimizer(ParameterStates):
 
     def backward(self, loss: Tensor) -> None:
         """Run ``loss.backward()``, with the loss scaled in float16 so that small gradients don't vanish."""
-        loss_scale = self._engine.step.loss_scale
+        loss_scale = self._engine.loss_scale
         if loss_scale is None:
             loss.backward()
             return
@@ -354,7 +354,7 @@ class ProTrainOptimizer(ParameterStates):
 
     def scalar_state(self) -> dict[str, Any]:
         """The rest of the state as JSON values: the groups' hyperparameters and parameter names, and the loss scale."""
-        loss_scale = self._engine.step.loss_scale
+        loss_scale = self._engine.loss_scale
         return {**self.groups.state(), "loss_scale": None if loss_scale is None else loss_scale.state()}
 
     def check_scalar_state(self, state: dict[str, Any]) -> None:
@@ -378,7 +378,7 @@ class ProTrainOptimizer(ParameterStates):
 
     @property
     def _loss_scale(self) -> LossScale | None:
-        return None if self._running is None else self._running.step.loss_scale
+        return None if self._running is None else self._running.loss_scale
 
     def _through(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
         for hook in hooks.values():

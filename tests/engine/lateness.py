@@ -139,8 +139,8 @@ class Lateness:
 
         def begun(optimizer: ProTrainOptimizer, engine: Any, **options: Any) -> None:
             begin(optimizer, engine, **options)
-            workers = [weakref.ref(worker) for worker in engine.step.updates.workers]
-            for worker in engine.step.updates.workers:
+            workers = [weakref.ref(worker) for worker in engine.updates.workers]
+            for worker in engine.updates.workers:
                 worker.pool = weakref.ref(engine.buffers)
             engine.streams.between = lambda: _come_in(worker() for worker in workers)
 

@@ -330,7 +330,7 @@ def test_backward_after_a_factor_is_refused(device: torch.device) -> None:
     norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
     with pytest.raises(MisuseError, match=r"clip once, after the last backward\(\)"):
         default_loss(model, batches()[1]).backward()
-    optimizer._engine.step.clipping.forget_norms()  # what is remembered of them
+    optimizer._engine._clipping.forget_norms()  # what is remembered of them
     assert [float(p.grad.norm()) for p in model.parameters() if p.grad is not None] == norms
     optimizer.zero_grad()
     default_loss(model, batches()[1]).backward()

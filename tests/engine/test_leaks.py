@@ -37,7 +37,7 @@ def no_collector() -> Iterator[None]:
 def engine_state(optimizer: ProTrainOptimizer) -> dict[str, Any]:
     """Everything of the engine that could grow."""
     engine = optimizer._engine
-    optimizer._engine.wait_for_updates()
+    optimizer._engine.updates.wait()
     ledger: Any = engine.ledger
     return {
         "arena": engine.memory.arena.total_bytes,
@@ -162,16 +162,16 @@ def test_dropping_model_and_optimizer_frees_everything(
     engine = optimizer._engine
     going_on = threading.Event()
     if failed:
-        engine.wait_for_updates()
-        job = engine.step.updates.worker.submit(functools.partial(_fail, engine))
+        engine.updates.wait()
+        job = engine.updates.worker.submit(functools.partial(_fail, engine))
         with pytest.raises(ArithmeticError):
             job.wait()
         del job
-    threads: list[threading.Thread] = [engine.step.updates.worker._thread]
+    threads: list[threading.Thread] = [engine.updates.worker._thread]
     things = (engine, engine.memory.arena._segments[0], model, *engine.buffers.buffers, *engine.chunks)
     gone = [weakref.ref(thing) for thing in things]
     chunk = next(chunk for chunk in engine.chunks if not chunk.persistent)
-    engine.step.updates.worker.submit(functools.partial(_wait, going_on))
+    engine.updates.worker.submit(functools.partial(_wait, going_on))
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
     assert chunk.update is not None

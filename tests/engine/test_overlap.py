@@ -218,7 +218,7 @@ def test_updates_inside_backward_start_before_it_ends(gates: Gates) -> None:
     assert begun[0][0] == BLOCKS - 1
     optimizer.step()
     gates.open_all()
-    optimizer._engine.wait_for_updates()
+    optimizer._engine.updates.wait()
     assert sorted(gates.finished) == list(range(BLOCKS))
 
 

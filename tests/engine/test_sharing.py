@@ -78,12 +78,12 @@ def trained_beside_a_late_host(
     """
     data, model = residual.batches(4), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    streamer = optimizer._engine.step.updates.streamer
+    streamer = optimizer._engine.updates.streamer
     assert streamer is not None
     monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
     streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, device_gparams
     Loop(max_norm=1e9).run(wrapped, optimizer, data)
-    optimizer._engine.wait_for_updates()
+    optimizer._engine.updates.wait()
     return optimizer.report()
 
 

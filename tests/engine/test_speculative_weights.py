@@ -35,7 +35,7 @@ def test_states_follow_their_weight_when_nothing_else_waits(
     monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", lambda *_: None)
     data, model = residual.batches(3), residual.make()
     wrapped, optimizer = wrap_under(HALF, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    worker, n_speculate = optimizer._engine.step.updates.worker, optimizer.plan.n_speculate
+    worker, n_speculate = optimizer._engine.updates.worker, optimizer.plan.n_speculate
     late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= n_speculate]
     assert n_speculate
     assert late
@@ -43,7 +43,7 @@ def test_states_follow_their_weight_when_nothing_else_waits(
         worker.times = []
         default_loss(wrapped, batch).backward()
         optimizer.step()
-        optimizer._engine.wait_for_updates()
+        optimizer._engine.updates.wait()
         optimizer.zero_grad()
         names = [name for name, _, _ in worker.times if name.startswith(("update", "deferred"))]
         assert names == [

@@ -215,7 +215,7 @@ def test_what_can_be_committed_is_not_streamed(
             loss = default_loss(model, batch)
             loss.backward()
             if isinstance(optimizer, ProTrainOptimizer):
-                optimizer._engine.wait_for_updates()  # the speculative ones
+                optimizer._engine.updates.wait()  # the speculative ones
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
@@ -270,9 +270,9 @@ def test_the_scale_of_a_step_outlives_its_updates(device: torch.device, monkeypa
     optimizer.clip_grad_norm_(0.5)
     optimizer.step()
     threading.Timer(0.2, go.set).start()
-    optimizer._engine.step.updates.publish(torch.zeros((), device=device))
+    optimizer._engine.updates.publish(torch.zeros((), device=device))
     assert go.is_set()
-    optimizer._engine.wait_for_updates()
+    optimizer._engine.updates.wait()
     assert all(chunk.version == 1 for chunk in optimizer._engine.chunks)
 
 
@@ -284,7 +284,7 @@ def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: 
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
     ways: dict[str, Callable[[], Any]] = {
-        "wait_for_updates": optimizer._engine.wait_for_updates,
+        "wait_for_updates": optimizer._engine.updates.wait,
         "forward": lambda: wrapped(*data[0]),
         "state_dict": optimizer.state_dict,
     }
@@ -299,7 +299,7 @@ def _fail(*_: Any, **__: Any) -> None:
 def test_threads_end_with_the_model(device: torch.device) -> None:
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    threads = [worker._thread for worker in optimizer._engine.step.updates.workers]
+    threads = [worker._thread for worker in optimizer._engine.updates.workers]
     assert [thread.name for thread in threads] == ["protrain-host-worker", "protrain-stream-worker"]
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
@@ -348,4 +348,4 @@ def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: P
     for row, streamed in (("host optimizer", False), ("streamed updates", True)):
         names = Counter(event["name"] for event in rows.get(("ProTrain, measured", row), []))
         assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if streamed})
-    assert all(worker.times is None for worker in optimizer._engine.step.updates.workers)
+    assert all(worker.times is None for worker in optimizer._engine.updates.workers)

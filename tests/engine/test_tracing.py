@@ -55,7 +55,7 @@ def test_a_trace_has_every_unit_copy_and_update(
     engine = optimizer._engine
     assert not {"run_unit", "enter_backward", "_leave_unit", "begin_forward"} & set(vars(engine))
     assert "_copy" not in vars(engine.streams)
-    assert engine.step.updates.worker.times is None
+    assert engine.updates.worker.times is None
 
     rows = read(tmp_path / "new" / "trace.json")
     spans = Counter(event["name"] for event in rows["ProTrain, measured", "GPU"])
@@ -107,7 +107,7 @@ def test_an_error_inside_leaves_the_engine_as_it_was(
     with pytest.raises(ArithmeticError):
         fail()
     assert "run_unit" not in vars(optimizer._engine)
-    assert optimizer._engine.step.updates.worker.times is None
+    assert optimizer._engine.updates.worker.times is None
     assert len(LOOP.run(wrapped, optimizer, [tiny_batch()])) == 2
 
 

@@ -161,13 +161,13 @@ def true_peak_bytes(
     """Most device memory during a step: what lies there, the batch, and whatever operations allocate."""
     engine = optimizer._engine
     train(model, optimizer, batch, backwards=backwards, inside=inside)
-    engine.wait_for_updates()
+    engine.updates.wait()
     meter = DeviceMeter(engine)
     meter.count(resident(engine))
     meter.count(batch.values())
     with meter:
         train(model, optimizer, batch, steps=2, backwards=backwards, inside=inside)
-    engine.wait_for_updates()
+    engine.updates.wait()
     return meter.peak_bytes
 
 
@@ -183,7 +183,7 @@ def peak_of_second_step(
     output: Any = None
     for measured in (False, True):
         if measured:
-            optimizer._engine.wait_for_updates()
+            optimizer._engine.updates.wait()
             meter.count(resident(optimizer._engine))
             meter.count([*inputs, *tensors_in(output)])
         with meter if measured else nullcontext():

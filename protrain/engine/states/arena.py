@@ -9,6 +9,7 @@ powers of two and takes several times longer.
 from __future__ import annotations
 
 import mmap
+import warnings
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +19,12 @@ from torch import Tensor
 from protrain.common.host_memory import HostMapping
 from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
+
+UNPINNED = (
+    "the driver refuses to pin host memory, so that copies to and from the GPU take several times as long and overlap "
+    "with nothing: raise the limit of locked memory (ulimit -l, --ulimit memlock=-1 of a container, memory= in WSL's "
+    ".wslconfig), or pass a smaller host_memory"
+)
 
 
 def whole_pages(size_bytes: int) -> int:
@@ -32,11 +39,15 @@ class Arena:
         device: the device that the memory is copied to and from. Memory for a GPU is pinned, and stays pinned as long
             as there are tensors on it, with the arena or without ([Note: who unpins] in
             protrain/common/host_memory.py).
+
+    The driver may refuse to pin memory, in WSL and in containers above all. Training then goes on with a warning: a
+    copy of such memory is right, but it is slow, and the thread that asks for it waits.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.total_bytes = 0
+        self.all_pinned = True  # all that was to be pinned
         self._segments: list[_Segment] = []
 
     @property
@@ -65,8 +76,10 @@ class Arena:
             self.reserve(occupied_bytes)
             segment = self._segments[-1]
         piece = segment.take(occupied_bytes)
-        if transferred and self._device.type == "cuda":
-            segment.mapping.pin(piece, self._device)
+        if transferred and self._device.type == "cuda" and not segment.mapping.pin(piece, self._device):
+            if self.all_pinned:
+                warnings.warn(UNPINNED, stacklevel=2)
+            self.all_pinned = False
         return piece[:size_bytes].view(dtype)
 
 

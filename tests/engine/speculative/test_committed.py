@@ -102,7 +102,7 @@ def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
         for batch in data:
             go = threading.Event()
             if isinstance(optimizer, ProTrainOptimizer):
-                optimizer._engine.step.updates.worker.submit(functools.partial(_hold, go))
+                optimizer._engine.updates.worker.submit(functools.partial(_hold, go))
             default_loss(model, batch).backward()
             optimizer.step()
             if device.type == "cuda":
@@ -122,14 +122,14 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
     times: list[tuple[str, int, int]] = []
-    optimizer._engine.step.updates.worker.times = times
+    optimizer._engine.updates.worker.times = times
 
     def link_is_idle() -> bool:
         return sum(name.startswith("update") for name, _, _ in times) % n_chunks < idle
 
     # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
     monkeypatch.setattr(Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
-    monkeypatch.setattr(optimizer._engine.step.updates.host, "_link_is_idle", link_is_idle)
+    monkeypatch.setattr(optimizer._engine.updates.host, "_link_is_idle", link_is_idle)
     losses = Loop().run(wrapped, optimizer, data)
     found = states(wrapped, optimizer)
     order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]

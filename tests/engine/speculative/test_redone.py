@@ -123,7 +123,7 @@ def test_copies_of_a_weight_are_traced_under_its_name(spec: Spec, device: torch.
     names = _Recorder(optimizer._engine)._names
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
-    optimizer._engine.wait_for_updates()
+    optimizer._engine.updates.wait()
     assert counts(optimizer)[0] > 0
     for chunk in optimizer._engine.chunks:  # the copies have changed places
         assert names[chunk.weight.data_ptr()] == f"weights {chunk.index}"
@@ -192,7 +192,7 @@ def test_a_step_redoes_a_speculative_update_that_failed(
                 torch.manual_seed(index)
                 default_loss(wrapped, batch).backward()
                 optimizer.step()
-                optimizer._engine.wait_for_updates()
+                optimizer._engine.updates.wait()
             optimizer.zero_grad()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
@@ -210,7 +210,7 @@ def test_an_error_in_a_speculative_update_that_no_step_redoes_is_raised_once(
             with monkeypatch.context() as patch:
                 patch.setattr(Chunk, "step_speculatively", _fail)
                 default_loss(wrapped, data[0]).backward()
-                optimizer._engine.wait_for_updates()
+                optimizer._engine.updates.wait()
             optimizer.zero_grad()
             for _ in optimizer._engine.chunks:  # of each
                 with pytest.raises(ArithmeticError, match="the speculative update failed"):
@@ -235,7 +235,7 @@ def test_the_end_of_a_backward_is_placed_before_the_host_asks_for_it(
     monkeypatch.undo()
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    compute, rounds = optimizer._engine.streams.compute, [optimizer._engine.step.updates._window]
+    compute, rounds = optimizer._engine.streams.compute, [optimizer._engine.updates._window]
     place, seen = compute.place, []
 
     def placed(mark: Mark) -> None:  # an event that was never recorded counts as reached

@@ -55,8 +55,8 @@ def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
 
 def updated_on_host(optimizer: ProTrainOptimizer) -> float:
     """How often the report's rate counts the states in host memory."""
-    optimizer._engine.wait_for_updates()
-    updates = optimizer._engine.step.updates.host.rate.updates
+    optimizer._engine.updates.wait()
+    updates = optimizer._engine.updates.host.rate.updates
     elements, seconds = (sum(part) for part in zip(*updates, strict=True))
     assert optimizer.report().host_gparams == elements / seconds / 1e9
     return elements / sum(chunk.elements for chunk in optimizer._engine.chunks if not chunk.persistent)
