@@ -23,7 +23,7 @@ from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
-from protrain.engine.updates.host_updates import ChunkUpdate, HostUpdates
+from protrain.engine.updates.host_updates import HostUpdate, HostUpdates
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain_kernels import adam_scalars
@@ -108,7 +108,7 @@ def _commits(count: int, link: list[bool]) -> tuple[HostUpdates, list[Job], list
     worker: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     jobs = [Job(functools.partial(taken.append, index), worker) for index in range(count)]
     host = HostUpdates(threads=1, rate=Rate(0.0), link_is_idle=lambda: link.pop(0))
-    host.find_commits([cast(ChunkUpdate, SimpleNamespace(job=job, can_commit=lambda: True)) for job in jobs])
+    host.begin_step([cast(HostUpdate, SimpleNamespace(job=job, can_commit=lambda: True)) for job in jobs], None, 1.0)
     return host, jobs, taken
 
 

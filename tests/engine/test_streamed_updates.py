@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,7 @@ from torch import nn
 
 import protrain
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.streams import Mark
-from protrain.engine.updates.host_updates import ChunkUpdate, Window
+from protrain.engine.updates.host_updates import Window
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -82,11 +81,11 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
     queue = Updates._queue
 
-    def device_first(updates: Updates, made: Iterable[ChunkUpdate], norm: Mark) -> None:
+    def device_first(updates: Updates, *arguments: Any) -> None:
         done = threading.Event()
         if updates.streamer is not None:
             updates.worker.submit(functools.partial(_wait_for, done))
-        queue(updates, made, norm)
+        queue(updates, *arguments)
         if updates.streamer is not None:
             updates.streamer.worker.submit(done.set)
 

@@ -276,11 +276,6 @@ class Chunk:
         self.current_weight = self.weight
         self.version += 1
 
-    @property
-    def is_behind(self) -> bool:
-        """Whether a step has committed the weight only, so that the other states are not those of the step."""
-        return self.current_weight is not self.weight
-
     def catch_up(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """Update all states, after a commit of the weight only."""
         self.step(pieces, gradient, scale, threads=threads)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
+from protrain.engine.states.state import State
 from protrain.engine.streams import Mark
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import Job
@@ -65,8 +66,12 @@ class HostUpdates:
             between = functools.partial(untimed, self.run_commits)
             chunk.step(pieces, gradient, on_host, threads=self.threads, between=between)
 
-    def find_commits(self, updates: Iterable[ChunkUpdate]) -> None:
-        """Collect the updates that were already done speculatively, so that they upload first."""
+    def begin_step(self, updates: Iterable[HostUpdate], scale: Scale | None, assumed_factor: float | None) -> None:
+        """The step has asked for ``updates``. Those that were already done speculatively upload first.
+
+        ``assumed_factor`` on the gradients is what they had assumed; None: they had assumed other hyperparameters.
+        """
+        self.as_assumed = factor_of(scale) == assumed_factor
         self._commits = deque(update.job for update in updates if update.can_commit())
 
     def run_commits(self) -> bool:
@@ -116,23 +121,53 @@ class Window:
         return self.end is not None and self.end.reached()
 
 
+class UpdateState(State):
+    """What has become of an update of one chunk. See [Note: states of an update]."""
+
+    PENDING = "pending", "speculated", "updated"
+    SPECULATED = "speculated", "committed", "redone"
+    COMMITTED = "committed", "caught up"
+    UPDATED = ("updated",)
+    REDONE = ("redone",)
+    CAUGHT_UP = ("caught up",)
+
+
 @dataclass(eq=False, kw_only=True)
-class Speculation:
-    """A speculative update of ``chunk``, and what it assumes."""
+class HostUpdate:
+    """The update of ``chunk`` in one step, by the host or by the device.
+
+    [Note: states of an update] An update goes through these states and no others. Whoever does the work changes them:
+
+        PENDING     nothing is done
+        SPECULATED  the result is in the chunk's second copy. The step has not asked for it, or was not looked at yet
+        COMMITTED   the step has asked for what was done, and the copies are exchanged
+        UPDATED     it was done at the step's request
+        REDONE      the same, as the step has asked for something else than was done speculatively
+        CAUGHT_UP   the copy had the weight only, and the other states have followed
+    """
 
     chunk: Chunk
     pieces: list[Piece]
-    factor: float  # on the gradient
     gradient: Tensor  # in host memory
-    window: Window
+    window: Window  # of the backward that brings the gradient
     host: HostUpdates
-    job: Job = field(init=False)  # in which the host worker does it
-    done: bool = False
+    factor: float = 1.0  # on the gradient, which a speculative update takes for that of the step
+    scale: Scale | None = None  # the factor for which the step asks
+    state: UpdateState = UpdateState.PENDING
+    as_asked: bool = True  # the step has asked for the pieces with which it was begun
     dropped: bool = False  # its gradient was forgotten
-    version: int = -1  # of the weight from which it was computed
+    version: int = -1  # of the weight from which it was computed speculatively
+    early: Job | None = None  # in which the host begins it while backward runs
+    job: Job = field(init=False)  # after which the weight is that of the step
+    deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
 
-    def run(self) -> None:
-        """Do the update, if there is still time for it."""
+    def run_in_backward(self) -> None:
+        """Do the update inside backward, if there is still time for it."""
+        if not self.window.is_closed():
+            self.job.run()
+
+    def speculate(self) -> None:
+        """Do the update speculatively, if there is still time for it."""
         if self.dropped or self.window.is_closed():
             return
         chunk = self.chunk
@@ -141,66 +176,54 @@ class Speculation:
         scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")
         with nullcontext() if chunk.speculates_weight_only else self.host.timing(self.pieces):
             chunk.step_speculatively(self.pieces, self.gradient, scale, threads=self.host.threads)
-        self.done = True
+        self._go_to(UpdateState.SPECULATED)
 
-    def holds(self, pieces: list[Piece], factor: float) -> bool:
-        """Whether it did what a step now asks for."""
-        return self.done and self.factor == factor and self.version == self.chunk.version and self.pieces == pieces
-
-
-@dataclass(eq=False, kw_only=True)
-class ChunkUpdate:
-    """The update of ``chunk`` in one step. The host does it, or the device."""
-
-    chunk: Chunk
-    pieces: list[Piece]
-    gradient: Tensor  # in host memory
-    scale: Scale | None
-    foreseen_factor: float | None  # with which the step is as assumed; None: it has other hyperparameters than assumed
-    speculation: Speculation | None  # that may have done the work already
-    host: HostUpdates
-    job: Job = field(init=False)  # after which the weight is that of the step
-    deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
+    def ask(self, pieces: list[Piece], scale: Scale | None) -> None:
+        """The step asks for this update, which may differ from what was begun."""
+        self.as_asked = pieces == self.pieces
+        self.pieces, self.scale = pieces, scale
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""
-        jobs = [self.job] if self.speculation is None else [self.speculation.job, self.job]
-        return next((job for job in jobs if job.begun and not job.done), None)
+        return next((job for job in (self.early, self.job) if job is not None and job.begun and not job.done), None)
 
     def can_commit(self) -> bool:
         """Whether the work is done already. It waits for the factor on the gradients."""
-        return self.speculation is not None and self.speculation.holds(self.pieces, self._factor())
+        done = self.state is UpdateState.SPECULATED and self.as_asked and self.version == self.chunk.version
+        return done and factor_of(self.scale) == self.factor
 
     def run(self) -> None:
         """Commit the speculative update, or update the chunk on the host."""
         if not self.can_commit():
             self.run_with(self.host.update)
             return
-        self._compare_factor()
         self.chunk.commit()
+        self._go_to(UpdateState.COMMITTED)
         self.host.committed += 1
 
     def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]) -> None:
         """Call ``update`` when what it reads is there."""
-        self._compare_factor()
         _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
-        if self.speculation is not None and self.speculation.done:
+        if self.state is UpdateState.SPECULATED:
             self.host.note_redone()
+        self._go_to(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
 
     def catch_up(self) -> None:
         """Update all states if the step has committed the speculative weight."""
-        if self.chunk.is_behind:
+        if self.state is UpdateState.COMMITTED:
             scale = None if self.scale is None else self.scale.on_host
             with self.host.timing(self.pieces):
                 self.chunk.catch_up(self.pieces, self.gradient, scale, threads=self.host.threads)
+            self._go_to(UpdateState.CAUGHT_UP)
 
-    def _factor(self) -> float:
-        return 1.0 if self.scale is None else self.scale.value
+    def _go_to(self, new: UpdateState) -> None:
+        self.state = self.state.become(new)
 
-    def _compare_factor(self) -> None:
-        """Note whether the step is as its speculative updates had assumed. All updates of a step note the same."""
-        self.host.as_assumed = self._factor() == self.foreseen_factor
+
+def factor_of(scale: Scale | None) -> float:
+    """The factor on gradients, for which it waits."""
+    return 1.0 if scale is None else scale.value
 
 
 def _wait_for_gradient(chunk: Chunk, scale: Scale | None) -> None:

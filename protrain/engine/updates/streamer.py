@@ -11,7 +11,7 @@ from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.updates.host_updates import ChunkUpdate, Scale
+from protrain.engine.updates.host_updates import HostUpdate, Scale
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.worker import HostWorker
 from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
@@ -56,7 +56,7 @@ class Streamer:
             self.rate.add(pieces, time.perf_counter() - begin)
         self.updates += 1
 
-    def share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
+    def share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
         """Have the device do those of ``updates`` with which the host would be late.
 
         Args:
@@ -66,13 +66,13 @@ class Streamer:
         if updates:
             self.worker.submit(functools.partial(self._share, updates, norm))
 
-    def _share(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
+    def _share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
         before = self.updates
         self._take_late(updates, norm)
         if self.updates == before:
             self.rate.forget()
 
-    def _take_late(self, updates: Sequence[ChunkUpdate], norm: Mark) -> None:
+    def _take_late(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
         norm.wait()
         begin = time.perf_counter()
         while True:
@@ -90,10 +90,10 @@ class Streamer:
             streamed = functools.partial(update.run_with, self.update)
             update.job.run(self.worker.named(streamed, f"update {update.chunk.index}"))
 
-    def _waiting(self, update: ChunkUpdate) -> Waiting:
+    def _waiting(self, update: HostUpdate) -> Waiting:
         device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)
         at = update.chunk.index
         return Waiting(self._host_ms(update), device_ms, self._needed_ms[at], self._upload_ms[at], self._states_ms[at])
 
-    def _host_ms(self, update: ChunkUpdate) -> float:
+    def _host_ms(self, update: HostUpdate) -> float:
         return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.shard_elements)

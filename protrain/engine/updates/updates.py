@@ -40,7 +40,7 @@ from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.host_updates import ChunkUpdate, HostUpdates, Scale, Speculation, Window
+from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Scale, Window
 from protrain.engine.updates.rates import Rate
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
@@ -75,10 +75,9 @@ class Updates:
         self._groups = groups
         self._gradients = gradients
         self._buffers = buffers
-        self._speculations: dict[int, Speculation] = {}  # by chunk
+        self._begun: dict[Chunk, HostUpdate] = {}  # updates that this backward has given to the host
         self._window = Window()
         self._assumed_scalars: list[AdamScalars] | None = None  # those of the last backward; None: some are invalid
-        self._inside: list[ChunkUpdate] = []  # updates that this backward has given to the host
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
         self._scale = Scale(on_device, memory.arena.take(1, torch.float32), streams.mark())
@@ -134,25 +133,17 @@ class Updates:
         own = [self._gradients.members[index].own for index in chunk.parameters]
         if sum(part.stop - part.start for part, _ in pieces) != sum(part.stop - part.start for part in own):
             return  # a commit would take over elements that were not written
-        speculation = self._speculations[chunk.index] = Speculation(
-            chunk=chunk,
-            pieces=pieces,
-            factor=factor,
-            gradient=chunk.gradient,
-            window=self._window,
-            host=self.host,
-        )
+        update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)
         what = "weight" if chunk.speculates_weight_only else "update"
-        speculation.job = self.worker.job(speculation.run, f"speculative {what} {chunk.index}")
-        chunk.begin(ChunkState.SPECULATED, speculation.job)
-        self.worker.queue(speculation.job)
+        update.early = self.worker.job(update.speculate, f"speculative {what} {chunk.index}")
+        chunk.begin(ChunkState.SPECULATED, update.early)
+        self.worker.queue(update.early)
 
     def forget(self) -> None:
         """All gradients are forgotten, and so are the speculative updates."""
-        for speculation in self._speculations.values():
-            speculation.dropped = True
-        self._speculations.clear()
-        self._inside.clear()
+        for update in self._begun.values():
+            update.dropped = True
+        self._begun.clear()
         self._window = Window()
 
     # -- updates that count --------------------------------------------------------------------------------------------
@@ -160,10 +151,10 @@ class Updates:
     def step(self, scale: Scale | None, *, assumed_factor: float) -> None:
         """Update every parameter that has a gradient. Speculative updates took the scale to be ``assumed_factor``."""
         norm = self._end_window()
-        foreseen_factor = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
+        assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
         # They are made while they are queued, so that an error in one leaves none before it unqueued.
-        made = (self._update(chunk, scale, foreseen_factor) for chunk in self._chunks)
-        self._queue((update for update in made if update is not None), norm)
+        made = (self._update(chunk, scale) for chunk in self._chunks)
+        self._queue((update for update in made if update is not None), norm, scale, assumed)
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
@@ -182,20 +173,14 @@ class Updates:
         if chunk.persistent:
             self._update_on_device(chunk, pieces, None)
             return
-        update, window = self._offloaded_update(chunk, pieces, None, foreseen_factor=1.0), self._window
-
-        def on_host() -> None:
-            if not window.is_closed():
-                update.job.run()
-
-        self._inside.append(update)
-        self.worker.submit(on_host)
+        update = self._begun[chunk] = self._offloaded_update(chunk, pieces, None)
+        self.worker.submit(update.run_in_backward)
 
     def end_backward(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
         norm = self._end_window()
-        self._queue(sorted(self._inside, key=lambda update: update.chunk.index), norm)
-        self._inside.clear()
+        self._queue(sorted(self._begun.values(), key=lambda update: update.chunk.index), norm, None, 1.0)
+        self._begun.clear()
 
     def _end_window(self) -> Mark:
         """Let updates in the order of need begin when backward ends on the device. Returns the mark of that."""
@@ -219,7 +204,7 @@ class Updates:
             self._buffers.invalidate(chunk)  # another rank's shard may change, even if this one's has no parameter
         return pieces
 
-    def _update(self, chunk: Chunk, scale: Scale | None, foreseen_factor: float | None) -> ChunkUpdate | None:
+    def _update(self, chunk: Chunk, scale: Scale | None) -> HostUpdate | None:
         """Update ``chunk`` on the device now, or return the update to queue. None: nothing is left to do."""
         pieces = self._count_step(chunk)
         if not pieces:
@@ -228,47 +213,45 @@ class Updates:
             self._update_on_device(chunk, pieces, scale)
             self._streams.compute.place(chunk.updated)
             return None
-        return self._offloaded_update(chunk, pieces, scale, foreseen_factor=foreseen_factor)
+        return self._offloaded_update(chunk, pieces, scale)
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
         chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
 
-    def _offloaded_update(
-        self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, *, foreseen_factor: float | None
-    ) -> ChunkUpdate:
-        """The update of a chunk in host memory, whose job the next fetch of the chunk waits for."""
-        speculation = self._speculations.pop(chunk.index, None)
-        if chunk.state is not ChunkState.SPECULATED:  # another gradient has come, even if by a backward that failed
-            speculation = None
-        update = ChunkUpdate(
-            chunk=chunk,
-            pieces=pieces,
-            gradient=chunk.gradient,
-            scale=scale,
-            foreseen_factor=foreseen_factor,
-            speculation=speculation,
-            host=self.host,
+    def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
+        """An update of ``chunk``, which is in host memory, before anything is done for it."""
+        return HostUpdate(
+            chunk=chunk, pieces=pieces, gradient=chunk.gradient, window=self._window, host=self.host, factor=factor
         )
-        if speculation is not None and chunk.speculates_weight_only:
+
+    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> HostUpdate:
+        """The update of a chunk in host memory, whose job the next fetch of the chunk waits for."""
+        update = self._begun.pop(chunk, None)
+        if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
+            update = self._made(chunk, pieces)
+        elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
+        update.ask(pieces, scale)
         self._buffers.invalidate(chunk)
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         chunk.begin(ChunkState.UPDATING, update.job, then=update.deferred)
         return update
 
-    def _queue(self, updates: Iterable[ChunkUpdate], norm: Mark) -> None:
+    def _queue(
+        self, updates: Iterable[HostUpdate], norm: Mark, scale: Scale | None, assumed_factor: float | None
+    ) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
-        ``norm`` is where the norm is known on the device.
+        ``norm`` is where the norm is known on the device. The rest is for ``HostUpdates.begin_step``.
         """
         worker, streamer = self.worker, self.streamer
-        made = list[ChunkUpdate]()
+        made = list[HostUpdate]()
         try:
             for update in updates:
                 made.append(update)
         finally:  # after an error, too, every job that was made is queued
-            worker.submit(functools.partial(self.host.find_commits, made))
+            worker.submit(functools.partial(self.host.begin_step, made, scale, assumed_factor))
             for update in made:
                 worker.queue(update.job)
             if streamer is not None:
