@@ -56,7 +56,7 @@ from protrain.engine.states.state import State
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.host_updates import Scale
 from protrain.engine.updates.updates import Updates
-from protrain.engine.visits import Lockstep, Visits
+from protrain.engine.visits import Visits
 from protrain.engine.weights.added import AddedParameters
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
@@ -126,8 +126,7 @@ class Engine:
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         self._process = os.getpid()
         self._ranks = memory.ranks
-        visits = Lockstep if memory.ranks.several else Visits
-        self._visits = visits(managed, buffers=buffers, take_gradients=self._take_gradients)
+        self._visits = Visits(managed, buffers=buffers, take_gradients=self._take_gradients)
         # By unit, the one that forward calls just before the first call of it: backward reaches that next.
         self._unit_before = {unit: before for before, unit in reversed([*pairwise(profile.calls)])}
         self.frames = Frames(managed)
@@ -163,7 +162,7 @@ class Engine:
             return function(*args, **kwargs)
 
         output = self._run_bound(unit, run)
-        self._visits.leave_forward()
+        self._visits.gather_ahead()
         return output
 
     def run_around(

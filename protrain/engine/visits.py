@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from typing_extensions import override
 
 from protrain.common.errors import MisuseError
 from protrain.engine.units import ManagedModel, Unit
@@ -29,7 +28,13 @@ from protrain.planning.schedule import Schedule
 
 
 class Visits:
-    """The visits of one rank."""
+    """The visits of this rank.
+
+    Args:
+        managed: the model.
+        buffers: where chunks are fetched to.
+        take_gradients: called with each visit of backward when it is over.
+    """
 
     def __init__(self, managed: ManagedModel, *, buffers: BufferPool, take_gradients: Callable[[int], None]) -> None:
         units, calls = managed.units, managed.profile.calls
@@ -39,76 +44,34 @@ class Visits:
         self._units = units
         self._chunks = managed.chunks
         self._buffers = buffers
-        self._take_gradients = take_gradients  # called with each visit of backward that is over
+        self._take_gradients = take_gradients
+        self._ranks = managed.memory.ranks
+        self._several = self._ranks.several
         self.schedule = self._training  # the one that is followed now
         self.backward_start = len(calls)  # the first visit of backward
+        self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
+        # With one rank no unit is held, and there is nothing to make up for.
+        self._enclosing = managed.profile.enclosing if self._several else ()
+        self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
+        self._reduced = -1  # the last visit whose gradients are reduced
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward of the model begins, or comes next after a step: fetch the chunks that it needs first."""
+        self._make_up_rest()
+        self._ranks.note("a forward" if training else "a forward under torch.no_grad()")
         self.schedule = self._training if training else self._inference
         self.schedule.restart()
         self.prefetch()
 
     def enter_forward(self, unit: Unit) -> None:
         """The forward of ``unit`` begins."""
+        if self._several and not self._make_up_until(unit):
+            return
+        self._release_left(unit)
         self.schedule.enter(unit.index)
 
-    def prefetch(self) -> None:
-        """Fetch the chunks of later visits, as far as buffers are free."""
-        self._buffers.prefetch(self._chunks, self.schedule)
-
-    def leave_forward(self) -> None:
-        """The forward of a unit is over."""
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-        self.schedule = self._training
-
-    def enter_backward(self, unit: Unit) -> None:
-        """The backward of ``unit`` begins."""
-        self.schedule.enter(unit.index, start=self.backward_start)
-
-    def prefetch_in_backward(self, unit: Unit) -> None:
-        """``prefetch`` in the backward of ``unit``."""
-        self.prefetch()
-
-    def leave_backward(self) -> None:
-        """Backward has left a unit: bring the gradients that have arrived into chunks."""
-        self._take_gradients(self.schedule.position)
-
-    def enter_inside_backward(self, unit: Unit) -> None:
-        """The forward of ``unit`` begins inside backward, in a checkpoint of the user's own."""
-
-    def go_on_after_error(self) -> None:
-        """A backward begins after one that raised an error. Its gradients are added, as autograd adds to ``.grad``."""
-        self.leave_backward()
-
-    def end_backward(self) -> None:
-        """The backward is over."""
-
-    def abandon(self) -> None:
-        """After an interrupt no unit uses any chunk."""
-
-
-class Lockstep(Visits):
-    """The visits of one of several ranks. See [Note: one order]."""
-
-    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, take_gradients: Callable[[int], None]) -> None:
-        super().__init__(managed, buffers=buffers, take_gradients=take_gradients)
-        self._ranks = managed.memory.ranks
-        self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
-        self._enclosing = managed.profile.enclosing
-        self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
-        self._reduced = -1  # the last visit whose gradients are reduced
-
-    @override
-    def begin_forward(self, *, training: bool) -> None:
-        self._make_up_rest()
-        self._ranks.note("a forward" if training else "a forward under torch.no_grad()")
-        super().begin_forward(training=training)
-
-    @override
-    def enter_forward(self, unit: Unit) -> None:
+    def _make_up_until(self, unit: Unit) -> bool:
+        """Make up for the visits before the forward of ``unit``. Returns whether that is in the schedule at all."""
         skipped = self.schedule.skipped(unit.index)
         if skipped is None:
             self._make_up_rest()
@@ -117,19 +80,34 @@ class Lockstep(Visits):
             skipped = self.schedule.skipped(unit.index)
         if skipped is None:
             self._enter_unscheduled(unit)
-            return
+            return False
         for visit in skipped:
             self._make_up(visit)
-        self._release_left(unit)
-        self.schedule.enter(unit.index)
+        return True
 
-    @override
-    def leave_forward(self) -> None:
-        self._gather_ahead()
+    def prefetch(self) -> None:
+        """Fetch the chunks of later visits, as far as buffers are free."""
+        self._buffers.prefetch(self._chunks, self.schedule)
 
-    @override
+    def gather_ahead(self) -> None:
+        """The ranks gather the weights of the next visit."""
+        if self._several and self.schedule.position + 1 < len(self.schedule.visits):
+            self._buffers.make_whole(self._units[self.schedule.visits[self.schedule.position + 1]].chunks)
+
+    def go_on_after_error(self) -> None:
+        """A backward begins after one that raised an error. Its gradients are added, as autograd adds to ``.grad``."""
+        if self._several:
+            raise MisuseError(
+                "backward() after a backward that raised an error, which other ranks have not seen: end all processes "
+                "and resume from a checkpoint"
+            )
+        self.leave_backward()
+
     def begin_backward(self) -> None:
-        super().begin_backward()
+        """A backward begins."""
+        self.schedule = self._training
+        if not self._several:
+            return
         if self.schedule.position < self.backward_start:
             self._make_up_rest()
         self.schedule.position = self._reduced = self.backward_start - 1
@@ -138,11 +116,11 @@ class Lockstep(Visits):
             self._buffers.acquire_all(self._units[outer].chunks, self.schedule)
             self._held.append(self._units[outer])
 
-    @override
     def enter_backward(self, unit: Unit) -> None:
+        """The backward of ``unit`` begins."""
         if unit.index in self._enclosing:
             return  # its chunks are there, and its gradients are reduced after those of the units inside
-        skipped = self.schedule.skipped(unit.index, start=self.backward_start)
+        skipped = self.schedule.skipped(unit.index, start=self.backward_start) if self._several else ()
         if skipped is None:
             raise MisuseError(
                 f"backward reaches {unit.label} once more than in the profiled step, for which several ranks have no "
@@ -151,40 +129,34 @@ class Lockstep(Visits):
             )
         for visit in skipped:
             self._make_up(visit)
-        super().enter_backward(unit)
+        self.schedule.enter(unit.index, start=self.backward_start)
 
-    @override
     def prefetch_in_backward(self, unit: Unit) -> None:
+        """``prefetch`` and ``gather_ahead`` in the backward of ``unit``."""
         if unit.index not in self._enclosing:
             self.prefetch()
-            self._gather_ahead()
+            self.gather_ahead()
 
-    @override
     def leave_backward(self) -> None:
-        if self.schedule.position > self._reduced:
-            super().leave_backward()
+        """Backward has left a unit: bring the gradients that have arrived into chunks."""
+        if not self._several or self.schedule.position > self._reduced:
+            self._take_gradients(self.schedule.position)
             self._reduced = self.schedule.position
 
-    @override
     def enter_inside_backward(self, unit: Unit) -> None:
-        raise MisuseError(
-            f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks have "
-            "no order: call the module without it, as ProTrain recomputes what it must"
-        )
+        """The forward of ``unit`` begins inside backward, in a checkpoint of the user's own."""
+        if self._several:
+            raise MisuseError(
+                f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks "
+                "have no order: call the module without it, as ProTrain recomputes what it must"
+            )
 
-    @override
-    def go_on_after_error(self) -> None:
-        raise MisuseError(
-            "backward() after a backward that raised an error, which other ranks have not seen: end all processes and "
-            "resume from a checkpoint"
-        )
-
-    @override
     def end_backward(self) -> None:
+        """The backward is over."""
         self._make_up_rest()
 
-    @override
     def abandon(self) -> None:
+        """After an interrupt no unit uses any chunk."""
         self._held.clear()
 
     def _enter_unscheduled(self, unit: Unit) -> None:
@@ -207,29 +179,24 @@ class Lockstep(Visits):
         self._buffers.acquire_all(unit.chunks, self.schedule)
         self.prefetch()
         if visit >= self.backward_start:
-            self._gather_ahead()
+            self.gather_ahead()
             self._release(unit)
             self.leave_backward()
         elif unit.index in self._enclosing:
             self._held.append(unit)
         else:
             self._release(unit)
-            self.leave_forward()
+            self.gather_ahead()
 
     def _make_up_rest(self) -> None:
         """Make up for the visits that are left of this forward or backward, and release the units that enclose them."""
         position = self.schedule.position
-        if position >= 0:
+        if self._several and position >= 0:
             last = self.backward_start if position < self.backward_start else len(self.schedule.visits)
             for visit in range(position + 1, last):
                 self._make_up(visit)
         while self._held:
             self._release(self._held.pop())
-
-    def _gather_ahead(self) -> None:
-        """Gather the weights of the next visit."""
-        if self.schedule.position + 1 < len(self.schedule.visits):
-            self._buffers.make_whole(self._units[self.schedule.visits[self.schedule.position + 1]].chunks)
 
     def _release_left(self, entered: Unit) -> None:
         """Forward enters a unit: release the units that enclosed others, but not it. Backward keeps them all."""

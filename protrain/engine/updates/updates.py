@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -166,12 +167,11 @@ class Updates:
         gradients.pools.release(chunk)
 
     def _update_pieces_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
-        if chunk.persistent and self._ranks.several:  # where its gradient was folded, so that compute does not wait
-            with self._streams.reduce.running(after=chunk.updated, done=chunk.updated):
-                self._update_on_device(chunk, pieces, None)
-            return
         if chunk.persistent:
-            self._update_on_device(chunk, pieces, None)
+            # Several ranks update it where its gradient was folded, so that compute does not wait.
+            on_reduce = self._streams.reduce.running(after=chunk.updated, done=chunk.updated)
+            with on_reduce if self._ranks.several else nullcontext():
+                self._update_on_device(chunk, pieces, None)
             return
         update = self._begun[chunk] = self._offloaded_update(chunk, pieces, None)
         self.worker.submit(update.run_in_backward)
