@@ -61,7 +61,7 @@ def check(batch: Any) -> None:
         types = ", ".join(dict.fromkeys(type(value).__name__ for value in inputs)) or "nothing"
         raise ValueError(
             f"the batch holds no tensor, but {types}: pass the inputs that the training loop gives to the model, as "
-            "tensors, or in tuples, lists, dicts, dataclasses or objects with tensors as attributes"
+            "tensors, or in tuples, lists, dicts, dataclasses or objects with a method to(device)"
         )
     map_leaves(lambda leaf: leaf, batch)
 

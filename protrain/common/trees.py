@@ -4,12 +4,10 @@ A tree consists of
 
 - tuples, lists and dictionaries,
 - types that a library has registered with ``torch.utils._pytree``, and named tuples,
-- dataclasses, classes of attrs, and subclasses of ``dict`` and ``list``,
-- objects with a method ``to``, such as batches of graphs or images,
-- other objects with a tensor among their attributes, alone or in a tuple, list or dictionary.
+- dataclasses,
+- objects with a method ``to``, such as batches of graphs or images, whose attributes are looked at.
 
-Everything else is a leaf, modules included. An object that occurs twice is walked once, and an object may refer to
-itself.
+Everything else is a leaf, modules and all other objects included.
 
 These walks are taken several times in every call of a block and for every operation of a profile, while the device may
 have nothing else to do. So the types that arguments nearly always consist of are handled here first, much faster than
@@ -22,21 +20,16 @@ import copy
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from enum import Enum, auto
-from types import MemberDescriptorType
+from enum import Enum
+from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _WITHOUT_TENSORS = _PLAIN | {torch.Size}
-_CONTAINERS = (tuple, list, dict)
-_Seen = dict[int, tuple[Any, Any]]  # from an object's id to the object and the copy that replaces it
-# the function, the objects mapped so far, and which objects count as leaves
-_Walk = tuple[Callable[[Any], Any], _Seen, Callable[[Any], bool]]
 
 
 class Leaf:
@@ -45,67 +38,61 @@ class Leaf:
     __slots__ = ()
 
 
-class _Kind(Enum):
-    """How the instances of a type are walked."""
-
-    LEAF = auto()
-    NODE = auto()  # by torch.utils._pytree
-    RECORD = auto()  # by its attributes, and by its contents if it is a dictionary or list
-    OBJECT = auto()  # as a record if a tensor is among its attributes; otherwise it is a leaf
-
-
-_kinds: WeakKeyDictionary[type, _Kind] = WeakKeyDictionary()
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in ``tree``, in the order of its parts."""
     found: list[Tensor] = []
-    _collect(tree, found, {})
+    _collect(tree, found)
     return found
 
 
-def _collect(tree: Any, found: list[Tensor], seen: _Seen) -> None:
+def _collect(tree: Any, found: list[Tensor]) -> None:
     kind = type(tree)  # the type is compared first, because isinstance is slow for what is no tensor
     if kind is Tensor:
         found.append(tree)
     elif kind is tuple or kind is list:
         for part in tree:
-            _collect(part, found, seen)
+            _collect(part, found)
     elif kind is dict:
         for part in tree.values():
-            _collect(part, found, seen)
+            _collect(part, found)
     elif kind in _WITHOUT_TENSORS:
         return
     elif isinstance(tree, Tensor):
         found.append(tree)
-    elif id(tree) not in seen:
-        parts = _parts(tree)
-        if parts:
-            seen[id(tree)] = tree, tree
-            for part in parts:
-                _collect(part, found, seen)
+    elif (node := _taken_apart(tree)) is not None:
+        for part in node[0].values():
+            _collect(part, found)
 
 
-def map_leaves(function: Callable[[Any], Any], tree: Any) -> Any:
+def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = lambda _: False) -> Any:
     """A copy of ``tree`` with each leaf replaced by ``function`` of it. Containers and objects in it are new.
 
-    Objects are copied with ``copy.copy``, so no constructor runs.
+    Objects are copied with ``copy.copy``, so no constructor runs. An object for which ``whole`` is true is a leaf.
 
     Raises:
         ValueError: an object that holds tensors cannot be copied.
     """
-    return _map((function, {}, _never), tree)
+    kind = type(tree)
+    if kind is Tensor or kind in _PLAIN:
+        return function(tree)
+    if kind is tuple:
+        return tuple([map_leaves(function, part, whole=whole) for part in tree])
+    if kind is list:
+        return [map_leaves(function, part, whole=whole) for part in tree]
+    if kind is dict:
+        return {key: map_leaves(function, part, whole=whole) for key, part in tree.items()}
+    node = None if isinstance(tree, Tensor) or whole(tree) else _taken_apart(tree)
+    if node is None:
+        return function(tree)
+    parts, made_of = node
+    return made_of([map_leaves(function, part, whole=whole) for part in parts.values()])
 
 
-def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = _never) -> Any:
+def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[Any], bool] = lambda _: False) -> Any:
     """``tree`` itself if ``function`` returns every leaf unchanged; otherwise what ``map_leaves`` returns.
 
     Others may change the containers of ``tree`` later, and whoever has ``tree`` should see that. So it is copied only
-    if it must be. An object for which ``whole`` is true is a leaf.
+    if it must be.
     """
     same = True
 
@@ -115,87 +102,22 @@ def replace_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable
         same = same and new is leaf
         return new
 
-    mapped = _map((noted, {}, whole), tree)
+    mapped = map_leaves(noted, tree, whole=whole)
     return tree if same else mapped
 
 
-def _map(walk: _Walk, tree: Any) -> Any:
-    kind = type(tree)
-    if kind is Tensor or kind in _PLAIN:
-        return walk[0](tree)
-    if kind is tuple:
-        return tuple([_map(walk, part) for part in tree])
-    if kind is list:
-        return [_map(walk, part) for part in tree]
-    if kind is dict:
-        return {key: _map(walk, part) for key, part in tree.items()}
-    return walk[0](tree) if isinstance(tree, Tensor) else _map_other(walk, tree)
-
-
-def _map_other(walk: _Walk, tree: Any) -> Any:
-    function, seen, whole = walk
-    if id(tree) in seen:
-        return seen[id(tree)][1]
-    how = _kind_of(tree)
-    if whole(tree) or not _is_walked(tree, how):
-        return function(tree)
-    if how is _Kind.NODE:
-        parts, spec = _flattened(tree)
-        new = tree_unflatten([_map(walk, part) for part in parts], spec)
-        seen[id(tree)] = tree, new
-        return new
-    new = _copied(tree)
-    seen[id(tree)] = tree, new  # noted before its parts are walked, because they may refer to it
-    # The attributes of the copy are walked, because ``__copy__`` may have copied more than the object alone.
-    for name, part in _attributes(new).items():
-        _set_attribute(new, name, _map(walk, part))
-    if isinstance(new, list):
-        list.__setitem__(new, slice(None), [_map(walk, part) for part in list.__iter__(new)])
-    elif isinstance(new, dict):
-        for key, part in list(dict.items(new)):
-            dict.__setitem__(new, key, _map(walk, part))
-    return new
-
-
-def named_tensors(tree: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in ``tree`` with its dotted name.
+def named_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in ``tree`` with its dotted name, behind the ``name`` of the tree.
 
     Elements of a mapping are named by their keys, attributes by their names, and all others by their positions.
     """
-    yield from _named_tensors(tree, "", frozenset())
-
-
-def _named_tensors(tree: Any, name: str, around: frozenset[int]) -> Iterator[tuple[str, Tensor]]:
-    """The named tensors of ``tree``, which lies in the containers and objects whose ids are ``around``."""
     if isinstance(tree, Tensor):
         yield name, tree
         return
-    if isinstance(tree, Mapping):
-        children = [(str(key), value) for key, value in tree.items()]
-    elif isinstance(tree, tuple | list):
-        children = [(str(index), value) for index, value in enumerate(tree)]
-    elif _kind_of(tree) is _Kind.NODE:
-        children = [(str(index), value) for index, value in enumerate(_parts(tree))]
-    else:
-        children = list(_attributes(tree).items()) if _is_walked(tree, _kind_of(tree)) else []
-    around |= {id(tree)}
-    for key, value in children:
-        if id(value) not in around:
-            yield from _named_tensors(value, f"{name}.{key}" if name else key, around)
-
-
-def _parts(tree: Any) -> list[Any]:
-    how = _kind_of(tree)
-    if how is _Kind.NODE:
-        return _flattened(tree)[0]
-    if not _is_walked(tree, how):
-        return []
-    parts = [*_attributes(tree).values()]
-    if isinstance(tree, list):
-        parts += list.__iter__(tree)
-    elif isinstance(tree, dict):
-        parts += dict.values(tree)
-    return parts
+    node = None if isinstance(tree, Mapping) else _taken_apart(tree)
+    parts = tree if isinstance(tree, Mapping) else {} if node is None else node[0]
+    for key, value in parts.items():
+        yield from named_tensors(value, f"{name}.{key}" if name else str(key))
 
 
 def knows_to(tree: Any) -> bool:
@@ -204,83 +126,36 @@ def knows_to(tree: Any) -> bool:
     A packed sequence, for example, leaves its lengths in host memory. A method ``to`` that takes no device, such as one
     that converts a unit, does not count.
     """
-    method = getattr(type(tree), "to", None)
-    if isinstance(tree, Tensor | nn.Module | type) or not inspect.isfunction(method):
-        return False
-    parameters = inspect.signature(method).parameters.values()
+    kind: Any = type(tree)
+    return not isinstance(tree, Tensor | nn.Module | type) and _takes_device(kind)
+
+
+@cache
+def _takes_device(kind: Any) -> bool:
+    method = getattr(kind, "to", None)
+    parameters = inspect.signature(method).parameters.values() if inspect.isfunction(method) else ()
     return any(parameter.name == "device" or parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
 
 
-def _kind_of(tree: Any) -> _Kind:
-    kind = type(tree)
-    found = _kinds.get(kind)
-    if found is None:
-        found = _kinds[kind] = _classified(tree, kind)
-    return found
-
-
-def _classified(tree: Any, kind: type) -> _Kind:
-    if isinstance(tree, Leaf | Tensor | nn.Module | type | Enum):
-        return _Kind.LEAF
-    parts, _ = _flattened(tree)
-    if not (len(parts) == 1 and parts[0] is tree):
-        return _Kind.NODE
-    if isinstance(tree, tuple) or not (kind.__dictoffset__ or _slots(kind) or isinstance(tree, list | dict)):
-        return _Kind.LEAF
-    known = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__") or isinstance(tree, list | dict)
-    return _Kind.RECORD if known or knows_to(tree) else _Kind.OBJECT
-
-
-def _is_walked(tree: Any, how: _Kind) -> bool:
-    if how is not _Kind.OBJECT:
-        return how is not _Kind.LEAF
-    return any(
-        isinstance(value, Tensor) or (type(value) in _CONTAINERS and any(_holds_tensor(value)))
-        for value in _attributes(tree).values()
-    )
-
-
-def _holds_tensor(container: Any) -> Iterator[bool]:
-    return (isinstance(part, Tensor) for part in (container.values() if type(container) is dict else container))
-
-
-def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The direct parts of ``tree`` in ``torch.utils._pytree``, and the spec that rebuilds it from other parts."""
-    return tree_flatten(tree, is_leaf=lambda part: part is not tree)
-
-
-def _attributes(tree: Any) -> dict[str, Any]:
-    """The attributes in the dictionary and the slots of the object ``tree``."""
-    own = getattr(tree, "__dict__", None)
-    found = dict(own) if own is not None and own is not tree else {}
-    for name, slot in _slots(type(tree)).items():
-        try:
-            found[name] = slot.__get__(tree)
-        except AttributeError:  # the slot has no value
-            continue
-    return found
-
-
-def _set_attribute(tree: Any, name: str, value: Any) -> None:
-    """Set an attribute without ``__setattr__``, which frozen classes refuse and other classes may redefine."""
-    slot = _slots(type(tree)).get(name)
-    if slot is not None:
-        slot.__set__(tree, value)
+def _taken_apart(tree: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
+    """The parts of ``tree`` by name, and what makes such a tree of other parts. None: it is a leaf."""
+    if isinstance(tree, Leaf | nn.Module | type | Enum):
+        return None
+    if (registered := SUPPORTED_NODES.get(_get_node_type(tree))) is not None:
+        parts, context = registered.flatten_fn(tree)
+        return {str(index): part for index, part in enumerate(parts)}, lambda new: registered.unflatten_fn(new, context)
+    if dataclasses.is_dataclass(tree):
+        names = [field.name for field in dataclasses.fields(tree)]
+    elif knows_to(tree):
+        names = list(getattr(tree, "__dict__", ()))
     else:
-        vars(tree)[name] = value
+        return None
+    named = {name: getattr(tree, name) for name in names if hasattr(tree, name)}
+    return named, lambda new: _with_attributes(tree, dict(zip(named, new, strict=True)))
 
 
-def _slots(kind: type) -> dict[str, Any]:
-    return {
-        name: slot
-        for cls in kind.__mro__
-        if "__slots__" in vars(cls)
-        for name, slot in vars(cls).items()
-        if isinstance(slot, MemberDescriptorType)
-    }
-
-
-def _copied(tree: Any) -> Any:
+def _with_attributes(tree: Any, attributes: dict[str, Any]) -> Any:
+    """A copy of ``tree`` with other attributes."""
     try:
         new = copy.copy(tree)
     except Exception as error:
@@ -288,6 +163,6 @@ def _copied(tree: Any) -> Any:
             f"a {type(tree).__name__} holds tensors but cannot be copied ({error}): give it a method __copy__, or pass "
             "its tensors in a tuple, a dict or a dataclass"
         ) from error
-    if isinstance(tree, dict) and getattr(tree, "__dict__", None) is tree:  # its keys are also its attributes
-        new.__dict__ = new
+    for name, value in attributes.items():
+        object.__setattr__(new, name, value)  # which a frozen class does not refuse
     return new

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -61,37 +60,38 @@ class Pair(NamedTuple):
     edges: Tensor
 
 
-class Stored:
-    """Keeps its tensors in another object, refers to itself, and moves itself, as batches of graphs do."""
+class Store:
+    """What keeps the tensors of a batch of graphs."""
 
     def __init__(self, x: Tensor, edges: Tensor) -> None:
-        self.full = self
-        self.store = types.SimpleNamespace(x=x, edges=edges, of=self)
+        self.x, self.edges = x, edges
+
+    def to(self, device: Any) -> Store:
+        """In place."""
+        self.x, self.edges = self.x.to(device), self.edges.to(device)
+        return self
+
+
+class Stored:
+    """Keeps its tensors in another object, and moves itself, as batches of graphs do."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.store = Store(x, edges)
 
     x = property(lambda self: self.store.x, lambda self, x: setattr(self.store, "x", x))
     edges = property(lambda self: self.store.edges)
 
     def to(self, device: Any) -> Stored:
         """In place."""
-        self.store.x, self.store.edges = self.store.x.to(device), self.store.edges.to(device)
+        self.store.to(device)
         return self
-
-
-class Features(dict):
-    """A dictionary whose keys are attributes."""
-
-    def __init__(self, x: Tensor, edges: Tensor) -> None:
-        super().__init__(x=x, edges=edges)
-        self.__dict__ = self
 
 
 KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dataclass": Graph,
     "frozen": Frozen,
     "named tuple": Pair,
-    "namespace": lambda x, edges: types.SimpleNamespace(x=x, edges=edges),
     "stored": Stored,
-    "dictionary": Features,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,19 @@ def test_names_of_nested_tensors_are_dotted() -> None:
     assert batches.shapes((torch.zeros(1), (torch.zeros(5),))) == {"0": (1,), "1.0": (5,)}
 
 
+@dataclass
+class _Part:
+    y: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
         (torch.zeros(2), "not Tensor; pass .* for a single input a tuple of one"),
         ([torch.zeros(2)], "not list"),
         ({"a": 1}, "holds no tensor, but int: pass the inputs"),
-        ((iter([]), {1}), "holds no tensor, but list_iterator, set: pass .* objects with tensors as attributes"),
-        ({"x": SimpleNamespace(y=torch.eye(2).to_sparse())}, r"input x\.y is a sparse_coo tensor"),
+        ((iter([]), {1}), "holds no tensor, but list_iterator, set: pass .* objects with a method to"),
+        ({"x": _Part(y=torch.eye(2).to_sparse())}, r"input x\.y is a sparse_coo tensor"),
         ({0: torch.zeros(2)}, "must be text, not 0"),
         ({"x": {"adjacency": torch.eye(2).to_sparse()}}, r"input x\.adjacency is a sparse_coo tensor, .* to_dense\(\)"),
         ((torch.zeros(2), torch.eye(2).to_sparse_csr()), "input 1 is a sparse_csr tensor"),
@@ -70,13 +76,13 @@ def test_objects_move_themselves_and_the_callers_stay() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     ours = _Moving()
     meta = torch.device("meta")
-    moved = batches.to_device({"ours": [ours], "packed": packed, "plain": SimpleNamespace(x=torch.ones(1))}, meta)
+    moved = batches.to_device({"ours": [ours], "packed": packed, "plain": _Part(torch.ones(1))}, meta)
     assert moved["ours"][0].values.is_meta
     assert moved["ours"][0].lengths.is_cpu
     assert ours.values.is_cpu, "the caller may have a list of them"
     assert moved["packed"].data.is_meta
     assert moved["packed"].batch_sizes.is_cpu
-    assert moved["plain"].x.is_meta
+    assert moved["plain"].y.is_meta
     assert batches.shapes((ours,)) == {"0.values": (3,), "0.lengths": (2,)}
 
 
