@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
@@ -105,7 +104,6 @@ def check_arguments(
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     _check_model(model, optimizer, target)
-    _check_statistics(model, kind, target)
     check_recorded(model, loaded=weights is not None)
     file = None if isinstance(plan, Plan) else plan
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
@@ -224,42 +222,6 @@ def _refuse_shared_memory(model: nn.Module) -> None:
         ends[storage] = max((end, other, trained), (start + bytes_to_end, name, tensor.requires_grad))
 
 
-def _check_statistics(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise a ValueError if ``model`` has a BatchNorm that torch does not run on ``device`` with weights of ``dtype``.
-
-    Weights are converted to ``dtype``, and running statistics, which are buffers, keep theirs. Devices and versions of
-    torch differ in what they mix, so a batch of two numbers is tried.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) or module.running_mean is None:
-            continue
-        statistics = module.running_mean.dtype
-        if statistics != dtype and not _mixes(module, statistics, dtype, device):
-            other = "pass dtype='float32' to protrain.wrap, or " if statistics == torch.float32 else ""
-            raise ValueError(
-                f"module {name or type(model).__name__!r} keeps running statistics in {statistics}, which torch takes "
-                f"on this device only with weights of that type, and weights become {dtype}: {other}convert the "
-                f"statistics with model.get_submodule({name!r}).to({dtype})"
-            )
-
-
-def _mixes(norm: nn.Module, statistics: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch runs ``norm`` with a batch and weights of ``dtype``, and running statistics of another type."""
-    n_dims = {nn.BatchNorm1d: 0, nn.BatchNorm2d: 2, nn.BatchNorm3d: 3}
-    spatial = next(n for kind, n in n_dims.items() if isinstance(norm, kind))
-    mean, variance = torch.zeros(1, dtype=statistics, device=device), torch.ones(1, dtype=statistics, device=device)
-    with torch.enable_grad(), torch.autocast(device.type, enabled=False):
-        batch = torch.ones([2, 1] + spatial * [1], dtype=dtype, device=device, requires_grad=True)
-        weight = None if norm.weight is None else torch.ones(1, dtype=dtype, device=device, requires_grad=True)
-        try:
-            nn.functional.batch_norm(batch, mean, variance, weight, weight, training=True).sum().backward()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:
-            return False
-    return True
-
-
 def choose_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype:
     """The type of the weights that ``dtype`` means. None means bfloat16 on a GPU and float32 on a CPU."""
     if dtype is None:
@@ -273,11 +235,6 @@ def choose_dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch
 def _check_kind(name: str, tensor: Tensor) -> None:
     """Raise a ValueError if the parameter or buffer ``name`` is of a kind that cannot be placed on the device."""
     what = f"{'parameter' if isinstance(tensor, nn.Parameter) else 'buffer'} {name}"
-    if is_lazy(tensor):
-        raise ValueError(
-            f"{what} has no shape yet, because a lazy module gets its shapes from the first batch: call the model once "
-            "on a batch, and make the optimizer after that"
-        )
     if any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__):
         raise ValueError(
             f"{what} is a DTensor, which lies on several devices, as tensor, context or pipeline parallelism and "

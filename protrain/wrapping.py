@@ -26,7 +26,6 @@ from protrain.distributed.advice import compare_first_batches, first_alone_warns
 from protrain.distributed.devices import refuse_shared_gpu
 from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
-from protrain.engine.weights.added import AddedParameters
 from protrain.engine.weights.parameter import PresentParameter, frozen_error
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.hardware.detection import detect
@@ -161,7 +160,6 @@ def wrap(
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
         wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
-        added = AddedParameters(model)
         required = {name: parameter.requires_grad for name, parameter in managed.items()}
 
     def begin(batch: Any) -> None:
@@ -170,7 +168,6 @@ def wrap(
                 "an earlier first call of this model failed after its weights had moved: mend what that error named, "
                 "build the model again, wrap it, and load its checkpoint again"
             )
-        added.refuse()
         with (
             ranks.reporting("protrain.wrap"),
             first_alone_warns(ranks),

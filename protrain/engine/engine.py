@@ -57,7 +57,6 @@ from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.host_updates import Scale
 from protrain.engine.updates.updates import Updates
 from protrain.engine.visits import Visits
-from protrain.engine.weights.added import AddedParameters
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
@@ -119,7 +118,6 @@ class Engine:
         self.ledger = ledger
         self.bindings = bindings
         self.placeholder = bindings.placeholder
-        self._added = AddedParameters(managed.model)
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
@@ -415,7 +413,6 @@ class Engine:
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
-        self._added.refuse()
         self._use_gradients("clip_grad_norm_()")
         norm = self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
         self._note_factor()
@@ -510,7 +507,6 @@ class Engine:
         self.end_interrupted()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
-        self._added.refuse()
         with self._ranks.reporting("step()"):
             changed = self._end_updated_inside() if self._inside else self._update()
             if changed:

@@ -26,7 +26,6 @@ from protrain.engine.planned_batch import PlannedBatch
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import PresentParameter, manage
-from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
 from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
@@ -163,7 +162,6 @@ class _Root:
         self._planned_batch = PlannedBatch(engine.profile, engine.plan, model, engine.memory, names)
         self._training_arguments = batches.training_arguments(model, {})  # those that a training adds to the batch's
         self._switches = checkpointing_switches(model)
-        self._known_autocast = autocast_dtype(engine.memory.device.type)  # of the profile, or of the last warning
         self._processes = announced_processes()
         self._recompute_together = engine.memory.ranks.several and any(b.collective for b in engine.profile.blocks)
 
@@ -203,7 +201,6 @@ class _Root:
             engine.begin_forward()
             return args, kwargs
         switch_off_checkpointing(self._switches, warn=True)
-        self._compare_autocast()
         kwargs = {**self._training_arguments, **kwargs}
         recompute = self._planned_batch.must_recompute(args, kwargs)
         engine.begin_forward()
@@ -211,26 +208,6 @@ class _Root:
             recompute = any(engine.memory.ranks.all_values(recompute, "the question whether blocks are recomputed"))
         engine.frames.recompute_all = recompute
         return args, kwargs
-
-    def _compare_autocast(self) -> None:
-        """Warn if the model runs under another autocast than it did for the profile, as it then needs more memory."""
-        current = autocast_dtype(self._engine.memory.device.type)
-        if current in (self._known_autocast, None):
-            return
-        self._known_autocast = current
-        dtype = self._engine.memory.dtype
-        if current == dtype:
-            needs = "some operators then save their inputs and results in torch.float32"
-            remedy = "Call protrain.wrap under the same autocast, or without an example_batch"
-        else:
-            needs = "autocast keeps copies of weights in that type"
-            remedy = (
-                f"Pass dtype={str(current).removeprefix('torch.')!r} to protrain.wrap and leave mixed precision off"
-            )
-        warn_user(
-            f"the model runs under torch.autocast in {current}, but did not in protrain.wrap: {needs}, and the plan "
-            f"has no memory for them. {remedy}"
-        )
 
 
 def _positional_names(function: Callable[..., Any]) -> list[str]:

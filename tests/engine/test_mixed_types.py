@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import warnings
 from typing import Any
 
 import pytest
@@ -105,33 +103,6 @@ def test_under_autocast_it_trains_to_the_same_bits_under_each_plan() -> None:
     assert tight[-1] < tight[0]
     assert some < every
     assert_same(left, right)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "words"),
-    [
-        ("bfloat16", r"save their inputs and results in torch\.float32.* Call protrain\.wrap under the same autocast"),
-        ("float32", r"keeps copies of weights in that type.* Pass dtype='bfloat16' to protrain\.wrap"),
-    ],
-)
-def test_autocast_that_the_plan_has_no_memory_for_is_told_once(dtype: str, words: str) -> None:
-    def warnings_of(profiled_under: bool) -> list[str]:
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-        with torch.autocast("cpu", torch.bfloat16, enabled=profiled_under):
-            options: dict[str, Any] = {"device": "cpu", "dtype": dtype, "progress": False}
-            model, optimizer = protrain.wrap(model, adamw(model), example_batch=(rows()[0],), **options)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            for x in rows()[:2]:
-                with torch.autocast("cpu", torch.bfloat16):
-                    model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return [str(each.message) for each in told if "autocast" in str(each.message)]
-
-    (message,) = warnings_of(profiled_under=False)
-    assert re.search(r"runs under torch\.autocast in torch\.bfloat16, but did not in protrain\.wrap.*" + words, message)
-    assert warnings_of(profiled_under=True) == []
 
 
 def test_another_default_dtype_of_torch_changes_nothing() -> None:

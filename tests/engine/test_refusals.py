@@ -193,48 +193,6 @@ def test_tensors_of_kinds_that_cannot_be_trained_or_placed(make: Callable[[], Te
     assert re.match("(parameter|buffer) other is", str(caught.value))
 
 
-@pytest.mark.parametrize("make", [nn.LazyLinear, lambda width: nn.Sequential(nn.Linear(4, 4), nn.LazyBatchNorm1d())])
-def test_modules_without_shapes_yet(make: Callable[[int], nn.Module]) -> None:
-    batch = (torch.ones(2, 4),)
-    model = make(4)
-    options: Any = {"example_batch": batch, "device": "cpu", "progress": False}
-    with pytest.raises(ValueError, match=r"has no shape yet.*call the model once on a batch, and make the optimizer"):
-        protrain.wrap(model, torch.optim.AdamW(model.parameters()), **options)
-    model(*batch)
-    protrain.wrap(model, torch.optim.AdamW(model.parameters()), **options)
-
-
-def batch_norm(dtype: torch.dtype, statistics: torch.dtype, device: torch.device, **options: bool) -> nn.Module:
-    norm = nn.BatchNorm1d(4, **options).to(device, statistics)
-    for parameter in norm.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return norm
-
-
-@pytest.mark.parametrize("options", [{}, {"affine": False}, {"track_running_stats": False}], ids=str)
-@pytest.mark.parametrize("statistics", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_batch_norm_is_refused_where_torch_does_not_run_it(
-    dtype: torch.dtype, statistics: torch.dtype, options: dict[str, bool], device: torch.device
-) -> None:
-    norm = batch_norm(dtype, statistics, device, **options)
-    works = True
-    try:
-        norm(torch.randn(8, 4, device=device, dtype=dtype, requires_grad=True)).sum().backward()
-    except RuntimeError:
-        works = False
-    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, **options).to(statistics))
-    optimizer, batch = torch.optim.AdamW(model.parameters()), (torch.ones(8, 4),)
-    how: dict[str, Any] = {"example_batch": batch, "device": device, "dtype": dtype, "progress": False}
-    if works:
-        model, _ = protrain.wrap(model, optimizer, **how)
-        model(*batch).float().sum().backward()
-        return
-    remedy = r"dtype='float32'.*\.to\(" if statistics == torch.float32 else rf"weights become {dtype}: convert .*\.to\("
-    with pytest.raises(ValueError, match=rf"module '1' keeps running statistics in .*{remedy}"):
-        protrain.wrap(model, optimizer, **how)
-
-
 def test_scripted_modules(batch: Batch) -> None:
     model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
     refused(

@@ -37,12 +37,6 @@ def wrapped(model: nn.Module, optimizer: Any = None) -> nn.Module:
     return model
 
 
-def under_autocast() -> None:
-    model = wrapped(Layers())
-    with torch.autocast("cpu", torch.bfloat16):
-        model(ROWS)  # here
-
-
 def checkpointed_later() -> None:
     model = wrapped(Layers())
     vars(model)["gradient_checkpointing"] = True
@@ -63,7 +57,6 @@ def in_no_group() -> None:
 @pytest.mark.parametrize(
     ("script", "words", "line"),
     [
-        (under_autocast, "the model runs under torch.autocast", "# here"),
         (checkpointed_later, "gradient checkpointing of the model was switched off", "# here"),
         (checkpointed_before, "gradient checkpointing of the model was switched off", "# called from wrapped"),
         (in_no_group, "4 parameters require a gradient", "# called from wrapped"),
