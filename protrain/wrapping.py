@@ -19,8 +19,7 @@ from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.hub import on_disk
-from protrain.common.moves import refuse_moves
-from protrain.common.parameters import is_managed
+from protrain.common.parameters import is_managed, refuse_moves
 from protrain.common.progress import heard
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
 from protrain.distributed.devices import refuse_shared_gpu

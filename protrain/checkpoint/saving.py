@@ -47,10 +47,9 @@ from protrain.checkpoint.json_values import encode
 from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
 from protrain.checkpoint.parameter_files import write_parameters
 from protrain.checkpoint.random_state import random_state
-from protrain.checkpoint.tensor_files import delete, put_in_place, write_tensors
+from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError
-from protrain.common.folder_use import used_alone
 from protrain.common.quantities import format_bytes
 from protrain.common.warned import user_line
 from protrain.distributed.agreement import Aside, raised_on_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import CheckpointError
-from protrain.common.folder_use import used_alone
 from protrain.engine.states.parameter_state import StateInPlace
 from protrain.engine.states.stored_tensors import open_file, safetensors_package
 
@@ -184,4 +184,28 @@ def sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def used_alone(folder: Path, remedy: str) -> Iterator[None]:
+    """Inside, no other process, and no other thread, has a context of this kind for ``folder``, which exists.
+
+    The lock of a killed process ends by itself. File systems without locks on folders have none, as NFS.
+
+    Raises:
+        OSError: somebody else has such a context. ``remedy`` says what to do about it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OSError(f"another process writes to {folder} at this moment: {remedy}") from None
+        except OSError:
+            pass
+        yield
+    finally:
+        with suppress(OSError):  # unlocks it also for child processes that have a copy
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)

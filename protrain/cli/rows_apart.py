@@ -9,7 +9,7 @@ from torch import nn
 
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import LoadedModel
-from protrain.forward.replacing import replace_attributes
+from protrain.forward.compilation import replace_attributes
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.meta_device import as_if_on_gpu
 

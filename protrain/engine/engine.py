@@ -46,13 +46,11 @@ from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.modes import Frames
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
-from protrain.engine.gradients.clipping import Clipping
+from protrain.engine.gradients.clipping import Clipping, LossScale
 from protrain.engine.gradients.gradients import Gradients, Settings
-from protrain.engine.gradients.loss_scale import LossScale
 from protrain.engine.inputs import Inputs
-from protrain.engine.states.chunks import Chunk
+from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
-from protrain.engine.states.state import State
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.host_updates import Scale
 from protrain.engine.updates.updates import Updates

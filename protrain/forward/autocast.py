@@ -1,4 +1,9 @@
-"""What torch.autocast does to operators on a device at this moment."""
+"""What torch.autocast does to operators on a device at this moment, and the same for meta tensors.
+
+torch's own autocast has no rules for the meta device, and leaves its tensors as they are. They are cast here as those
+of a GPU are, so that a step is counted as it will run. The compiler would trace a function mode around every operator.
+So the functions in its graph are replaced by some that cast.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.overrides import TorchFunctionMode
+
+from protrain.common.trees import map_leaves, tensors_in
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
@@ -39,3 +49,81 @@ def _kind(device_type: str) -> str:
     if device_type != "meta":
         return device_type
     return "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
+
+
+# The names of functions, by the type in which torch.autocast runs them on a GPU: its own type, fp32, or the widest type
+# among the arguments. See torch's page on automatic mixed precision.
+_IN_OWN_TYPE = (
+    "linear matmul __matmul__ __rmatmul__ mm bmm mv addr addmm addmv addbmm baddbmm chain_matmul "
+    "multi_dot vecdot einsum prelu conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d "
+    "conv_tbc convolution _convolution lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell "
+    "rnn_relu_cell multi_head_attention_forward scaled_dot_product_attention"
+)
+_IN_FP32 = (
+    "acos asin cosh sinh tan erfinv exp expm1 log log10 log1p log2 logsumexp pow __pow__ __rpow__ __rdiv__ "
+    "__rtruediv__ reciprocal rsqrt cumprod cumsum prod sum norm vector_norm matrix_norm dist pdist cdist renorm "
+    "softmax log_softmax softmin softplus layer_norm group_norm cosine_similarity cross_entropy "
+    "nll_loss nll_loss2d kl_div l1_loss mse_loss smooth_l1_loss huber_loss poisson_nll_loss "
+    "soft_margin_loss multi_margin_loss multilabel_margin_loss margin_ranking_loss triplet_margin_loss "
+    "hinge_embedding_loss cosine_embedding_loss binary_cross_entropy_with_logits normalize interpolate upsample"
+)
+_IN_WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sample index_put scatter_add tensordot vdot"
+_RULES = {
+    name: rule
+    for rule, names in (("own", _IN_OWN_TYPE), ("fp32", _IN_FP32), ("widest", _IN_WIDEST))
+    for name in names.split()
+}
+if torch._C._dispatch_has_kernel_for_dispatch_key("aten::rms_norm", "AutocastCUDA"):  # in torch 2.12 and later
+    _RULES["rms_norm"] = "fp32"
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class AutocastOnMeta(TorchFunctionMode):
+    """Inside, functions are given meta tensors in the type in which torch.autocast would run them on a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, with its arguments cast if autocast is on."""
+        return _run(func, *args, **(kwargs or {}))
+
+
+def cast_in_graph(graph: GraphModule) -> None:
+    """Let the functions in ``graph`` cast meta tensors if autocast is on when they run."""
+    for node in graph.graph.nodes:
+        method = node.op == "call_method"
+        func = getattr(Tensor, str(node.target), None) if method else node.target
+        if (method or node.op == "call_function") and _rule(func):
+            node.op, node.target = "call_function", _casting(func)
+    graph.recompile()
+
+
+def _casting(func: Any) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:  # no functools.partial, as functions in a graph have names
+        return _run(func, *args, **kwargs)
+
+    return run
+
+
+def _run(func: Any, /, *args: Any, **kwargs: Any) -> Any:
+    rule = _rule(func)
+    own_type = autocast_dtype("meta") if rule else None
+    if own_type is not None:
+        wanted = _wanted(rule, own_type, (args, kwargs))
+        args, kwargs = map_leaves(lambda leaf: leaf.to(wanted) if _is_cast(leaf) else leaf, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _rule(func: Any) -> str | None:
+    return _RULES.get(getattr(func, "__name__", "").removeprefix("linalg_"))
+
+
+def _wanted(rule: str | None, own_type: torch.dtype, given: Any) -> torch.dtype:
+    if rule == "own":
+        return own_type
+    types = {tensor.dtype for tensor in tensors_in(given) if _is_cast(tensor)}
+    return types.pop() if rule == "widest" and len(types) == 1 else torch.float32
+
+
+def _is_cast(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_meta and leaf.dtype in _FLOATS

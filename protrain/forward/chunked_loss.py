@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves
-from protrain.forward.replacing import replace_attributes
+from protrain.forward.compilation import replace_attributes
 from protrain_kernels import linear_cross_entropy
 
 _PASSED_ON = ("num_items_in_batch", "shift_labels", "ignore_index")

@@ -12,15 +12,14 @@ be.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
-from protrain.forward.meta_autocast import cast_in_graph
-from protrain.forward.replacing import replace_attributes
+from protrain.forward.autocast import cast_in_graph
 
 # The modules of torch.compile take longer to import than the rest of torch, so functions import them when they compile.
 # A model whose profile is cached never needs them.
@@ -129,3 +128,21 @@ def _marked(graph: Any, inputs: Any) -> Any:
 
     vars(marked)["_boxed_call"] = True
     return marked
+
+
+def replace_attributes(replacements: Iterable[tuple[Any, str, Any]]) -> Callable[[], None]:
+    """Set each (object, name, value). Returns a function that restores the attributes that were there before."""
+    before = []
+    for owner, name, value in replacements:
+        attributes = vars(owner)
+        before.append((attributes, name, name in attributes, attributes.get(name)))
+        attributes[name] = value
+
+    def put_back() -> None:
+        for attributes, name, was_there, value in reversed(before):
+            if was_there:
+                attributes[name] = value
+            else:
+                del attributes[name]
+
+    return put_back

@@ -1,4 +1,4 @@
-"""States of random generators, so that a second run draws the numbers that the first has drawn."""
+"""Seeds, and states of random generators, so that a second run draws the numbers that the first has drawn."""
 
 from __future__ import annotations
 
@@ -50,3 +50,11 @@ def _put_back(generator: Any) -> Callable[[], object]:
         return partial(generator.setstate, generator.getstate())
     bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
     return partial(setattr, bits, "state", bits.state)
+
+
+def seed_of(*key: int) -> int:
+    """A seed for ``key``, such as the seed of a run, a step and the number of a micro-batch.
+
+    Numbers that are drawn with this seed depend neither on the rank nor on earlier draws.
+    """
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])

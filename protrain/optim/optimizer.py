@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
-from protrain.engine.gradients.loss_scale import LossScale
+from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options

@@ -16,8 +16,8 @@ from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.parameters import is_plain
 from protrain.common.trees import map_leaves, tensors_in
+from protrain.forward.autocast import AutocastOnMeta
 from protrain.forward.compilation import eager_of, graphs_compiled
-from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.forward.module_state import BlockModules
 from protrain.forward.rng import RandomState
 from protrain.profiler.attention_calls import AttentionCall

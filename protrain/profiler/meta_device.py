@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.forward.autocast import autocast_dtype
+from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
 from protrain.forward.dispatch import RuntimeMode
-from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.profiler.storages import storage_key, storages_in
 
 _USUAL = F.scaled_dot_product_attention

@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import default_dtype
-from protrain.common.moves import refuse_moves
-from protrain.common.parameters import DTYPES, is_managed
+from protrain.common.parameters import DTYPES, is_managed, refuse_moves
 from protrain.distributed.devices import own_device
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.module_state import BlockModules

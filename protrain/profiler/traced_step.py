@@ -29,12 +29,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
-from protrain.forward.autocast import autocast_dtype
-from protrain.forward.compilation import CompiledForward, eager_of
+from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
+from protrain.forward.compilation import CompiledForward, eager_of, replace_attributes
 from protrain.forward.contents import Contents
-from protrain.forward.meta_autocast import AutocastOnMeta
 from protrain.forward.module_state import BlockModules
-from protrain.forward.replacing import replace_attributes
 from protrain.profiler.block_forward import BlockUse, measure_block, without_own_modes
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.failed_module import module_in

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from protrain.engine.gradients.loss_scale import LossScale
+from protrain.engine.gradients.clipping import LossScale
 
 
 def test_it_falls_as_far_as_it_must() -> None:

@@ -15,8 +15,7 @@ import torch
 
 from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import HostUpdates, Window
-from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.host_updates import HostUpdates, Rate, Window
 from protrain.planning.sharing import Waiting
 from protrain_kernels import adam_scalars
 from tests.engine import residual
@@ -116,7 +115,7 @@ def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
 def test_an_update_that_was_slow_once_ends_the_help_for_some_steps_only(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, forgotten: float
 ) -> None:
-    monkeypatch.setattr("protrain.engine.updates.rates._FORGOTTEN_SHARE", forgotten)
+    monkeypatch.setattr("protrain.engine.updates.host_updates._FORGOTTEN_SHARE", forgotten)
     slow_down(monkeypatch, seconds=0.02)
     report = trained_beside_a_late_host(device, monkeypatch, device_gparams=1e-9)
     assert (report.streamed_updates > 0) == (forgotten > 0)

@@ -1,4 +1,4 @@
-"""The norm of a step's gradients, and the factor that the update multiplies them by.
+"""The loss scale of float16, the norm of a step's gradients, and the factor that the update multiplies them by.
 
 [Note: torch's own clipping] ``.grad`` is a stand-in (``protrain.engine.gradients.proxy``) that supports what
 ``torch.nn.utils.clip_grad_norm_`` does: it asks each gradient for its norm, and then multiplies each by one and the
@@ -9,6 +9,8 @@ summed at once, but it is the same under every plan.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,61 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
+from protrain.common.warned import warn_user
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.loss_scale import LossScale
+
+_INITIAL = 2.0**16
+_SMALLEST, _LARGEST = 2.0**-24, 2.0**24
+_GROWTH_INTERVAL = 2000  # finite steps before the scale doubles, as in torch.amp.GradScaler
+
+
+class LossScale:
+    """A loss scale that is always a power of two, so that scaling and unscaling are exact."""
+
+    def __init__(self) -> None:
+        self.scale = _INITIAL  # the scale of the next backward
+        self.used = _INITIAL  # the scale of the last backward, whose gradients step() applies
+        self.is_used = False  # whether the running backward uses it
+        self.finite_steps = 0
+        self.skipped = 0
+
+    @contextmanager
+    def for_backward(self) -> Iterator[float]:
+        """Yield the factor on the loss for a backward that runs inside."""
+        self.used = self.scale
+        self.is_used = True
+        try:
+            yield self.scale
+        finally:
+            self.is_used = False
+
+    def update(self, finite: bool) -> bool:
+        """Note whether this step's gradients are finite. Returns whether to apply them."""
+        if not finite:
+            if self.scale == _SMALLEST:
+                warn_user(
+                    f"{self.skipped + 1} steps were skipped: gradients are not finite in float16 however small the "
+                    "loss is scaled; look at the loss, or train in bfloat16"
+                )
+            self.scale = max(self.scale / 2, _SMALLEST)
+            self.finite_steps = 0
+            self.skipped += 1
+            return False
+        self.finite_steps += 1
+        if self.finite_steps == _GROWTH_INTERVAL:
+            self.scale = min(self.scale * 2, _LARGEST)
+            self.finite_steps = 0
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """The state as JSON values."""
+        return {"scale": self.scale, "finite_steps": self.finite_steps, "skipped": self.skipped}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Set what ``state`` returned."""
+        self.scale = float(state["scale"])
+        self.finite_steps = int(state["finite_steps"])
+        self.skipped = int(state["skipped"])
 
 
 @dataclass

@@ -27,15 +27,15 @@ whoever waits for a job that was not queued yet does that.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
 from protrain.distributed.ranks import Ranks
-from protrain.engine.states.state import State
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
 from protrain_kernels import (
@@ -48,6 +48,22 @@ from protrain_kernels import (
     padded,
     streamed_adam,
 )
+
+
+class State(enum.Enum):
+    """A state of one of the engine's objects.
+
+    A member's value is its name in messages, and after that the names of the states that may follow it.
+    """
+
+    def __init__(self, label: str, *followers: str) -> None:
+        self.label = label
+        self.followers = followers
+
+    def become(self, new: Self) -> Self:
+        """Return ``new``, which must be a follower. An illegal transition is a bug of the engine."""
+        assert new.label in self.followers, f"illegal {type(self).__name__} transition {self.label} -> {new.label}"
+        return new
 
 
 class ChunkState(State):

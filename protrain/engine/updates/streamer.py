@@ -11,8 +11,7 @@ from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
 from protrain.engine.streams import Mark, Streams
-from protrain.engine.updates.host_updates import HostUpdate, Scale
-from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.host_updates import HostUpdate, Rate, Scale
 from protrain.engine.updates.worker import HostWorker
 from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
 

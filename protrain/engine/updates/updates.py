@@ -41,8 +41,7 @@ from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Scale, Window
-from protrain.engine.updates.rates import Rate
+from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool

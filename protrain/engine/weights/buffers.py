@@ -34,8 +34,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
-from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.states.state import State
+from protrain.engine.states.chunks import Chunk, Member, State
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.updates.worker import Job
 from protrain.engine.weights.views import ViewCounter, storage_address
