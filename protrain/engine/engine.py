@@ -47,12 +47,11 @@ from protrain.engine.activations.modes import Frames
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.clipping import Clipping, LossScale
-from protrain.engine.gradients.gradients import Gradients, Settings
+from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
 from protrain.engine.units import ManagedModel, Unit
-from protrain.engine.updates.host_updates import Scale
 from protrain.engine.updates.updates import Updates
 from protrain.engine.visits import Visits
 from protrain.engine.weights.bindings import Bindings
@@ -103,9 +102,7 @@ class Engine:
         self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
         self._clipping = Clipping(gradients, self.loss_scale)
         self.phase = Phase.EMPTY
-        self._scale: Scale | None = None  # on the gradients of the last step
         self._inside = step_during_backward  # updates are made inside backward, not by step()
-        self._zeroed = set[int]()  # parameters to whose gradients zero_grad(set_to_none=False) leaves zeros in torch
         self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.chunks = managed.chunks
         self.members = managed.members
@@ -271,7 +268,7 @@ class Engine:
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
         if self.gradients.forgotten:
-            self._refuse_missing_gradients("backward()")
+            self.gradients.refuse_missing("backward()")
         if self.loss_scale is not None and not self.loss_scale.is_used:
             raise MisuseError(
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
@@ -291,14 +288,6 @@ class Engine:
             self._groups.check_members()
             self.updates.begin_backward()
         self._go_to(Phase.BACKWARD)
-
-    def _settings(self) -> Settings:
-        """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
-        try:
-            scalars = self._groups.all_scalars()
-        except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
-            scalars = None
-        return Settings(scalars, self._groups.texts(), None if self._scale is None else self._scale.value)
 
     def _take_gradients(self, visit: int) -> None:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
@@ -346,7 +335,7 @@ class Engine:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
             self._visits.end_backward()
-            self.gradients.combine(self._settings)
+            self.gradients.combine(self.updates.settings)
             self._backward = None
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self._end_gradients()
@@ -441,25 +430,7 @@ class Engine:
                 f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
                 "step_during_backward=False, which overlaps updates too"
             )
-        self._refuse_missing_gradients(what, index)
-
-    def _refuse_missing_gradients(self, what: str, index: int | None = None) -> None:
-        """Raise a MisuseError if the gradients that ``what`` needs are missing.
-
-        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
-        None and others were not.
-        """
-        members, present = self.gradients.members, self.gradients.present
-        forgotten = self.gradients.forgotten
-        if not (any(present) if index is None else present[index]):
-            name = "gradients" if index is None else f"the gradient of {members[index].name}"
-            raise MisuseError(f"{what} without {name}: call loss.backward() first")
-        if forgotten:
-            raise MisuseError(
-                f"{what} after .grad of {len(forgotten)} parameters was set to None, of "
-                f"{members[min(forgotten)].name} among them, and that of others was not: clear all of them "
-                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
-            )
+        self.gradients.refuse_missing(what, index)
 
     def forget_gradient(self, index: int) -> None:
         """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
@@ -477,7 +448,7 @@ class Engine:
                 "zero_grad(set_to_none=False) with step_during_backward=True, where backward uses gradients up and "
                 "none is left to be zero: call zero_grad() without set_to_none=False"
             )
-        self._zeroed = self._zeroed | self.gradients.indices() if zeros else set()
+        self.gradients.expect_zeros(zeros)
         with self.streams.computing():
             self._forget()
         ends = self.phase is Phase.CUT_SHORT
@@ -513,8 +484,8 @@ class Engine:
 
     def _update(self) -> bool:
         """Update every parameter that has a gradient. Returns whether the gradients were finite."""
-        self._refuse_missing_gradients("step()")
-        self._refuse_zeros()
+        self.gradients.refuse_missing("step()")
+        self.gradients.refuse_zeros()
         self._groups.check()
         factor, unscaling = self._clipping.factor(), self._unscaling()
         self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
@@ -523,35 +494,21 @@ class Engine:
                 return False
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self.memory.device)
             factor = inverse if factor is None else factor * inverse
-        self._scale = None if factor is None else self.updates.publish(factor)
+        scale = None if factor is None else self.updates.publish(factor)
         self.gradients.host_gradients.send_all()
-        self.updates.step(self._scale, assumed_factor=unscaling)
+        self.updates.step(scale, assumed_factor=unscaling)
         return True
 
     def _end_updated_inside(self) -> bool:
         """End a step whose updates backward has made, and return True. MisuseError if it has made none."""
         if self.phase not in (Phase.UPDATED, Phase.CUT_SHORT):
-            self._refuse_missing_gradients("step()")
+            self.gradients.refuse_missing("step()")
             raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
         self._ranks.note("step()")
         self.gradients.backwards = 0
         self.updated_inside.clear()
         self._go_to(Phase.EMPTY)
         return True
-
-    def _refuse_zeros(self) -> None:
-        """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
-
-        Adam moves such a parameter on by its momentum and its weight decay, and no zeros are kept here.
-        """
-        for index in sorted(self._zeroed):
-            if not self.gradients.present[index]:
-                raise MisuseError(
-                    f"no backward() has reached {self.gradients.members[index].name} in this step, and "
-                    "zero_grad(set_to_none=False) would leave it a gradient of zeros, by which Adam moves it on. "
-                    "ProTrain keeps no such gradients: call zero_grad() without set_to_none=False, so that parameters "
-                    "without a gradient stay as they are"
-                )
 
     def _forget(self) -> None:
         self.gradients.reset()

@@ -45,6 +45,7 @@ class Gradients:
         self.pending: dict[Chunk, list[tuple[Member, Tensor]]] = {}
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
+        self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
         self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
@@ -149,6 +150,41 @@ class Gradients:
             )
         self.forgotten.add(index)
         return not self.pending and len(self.forgotten) == sum(self.present)
+
+    def refuse_missing(self, what: str, index: int | None = None) -> None:
+        """Raise a MisuseError if the gradients that ``what`` needs are missing.
+
+        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
+        None and others were not.
+        """
+        members, present, forgotten = self.members, self.present, self.forgotten
+        if not (any(present) if index is None else present[index]):
+            name = "gradients" if index is None else f"the gradient of {members[index].name}"
+            raise MisuseError(f"{what} without {name}: call loss.backward() first")
+        if forgotten:
+            raise MisuseError(
+                f"{what} after .grad of {len(forgotten)} parameters was set to None, of "
+                f"{members[min(forgotten)].name} among them, and that of others was not: clear all of them "
+                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
+            )
+
+    def refuse_zeros(self) -> None:
+        """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
+
+        Adam moves such a parameter on by its momentum and its weight decay, and no zeros are kept here.
+        """
+        for index in sorted(self._zeroed):
+            if not self.present[index]:
+                raise MisuseError(
+                    f"no backward() has reached {self.members[index].name} in this step, and "
+                    "zero_grad(set_to_none=False) would leave it a gradient of zeros, by which Adam moves it on. "
+                    "ProTrain keeps no such gradients: call zero_grad() without set_to_none=False, so that parameters "
+                    "without a gradient stay as they are"
+                )
+
+    def expect_zeros(self, zeros: bool) -> None:
+        """``zero_grad`` is called. With ``zeros`` the script expects zeros in place of the gradients."""
+        self._zeroed = self._zeroed | self.indices() if zeros else set()
 
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""

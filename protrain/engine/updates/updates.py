@@ -36,7 +36,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark
@@ -80,6 +80,7 @@ class Updates:
         self._assumed_scalars: list[AdamScalars] | None = None  # those of the last backward; None: some are invalid
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
+        self._last_scale: Scale | None = None  # on the gradients of the last step
         self._scale = Scale(on_device, memory.arena.take(1, torch.float32), streams.mark())
 
     @property
@@ -111,10 +112,19 @@ class Updates:
 
     def begin_backward(self) -> None:
         """A backward outside of no_sync() begins."""
+        self._assumed_scalars = self._scalars()
+
+    def _scalars(self) -> list[AdamScalars] | None:
+        """The hyperparameters now. None: some are invalid, for which step() raises an error if they stay so."""
         try:
-            self._assumed_scalars = self._groups.all_scalars()
-        except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
-            self._assumed_scalars = None
+            return self._groups.all_scalars()
+        except ValueError:
+            return None
+
+    def settings(self) -> Settings:
+        """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
+        factor = None if self._last_scale is None else self._last_scale.value
+        return Settings(self._scalars(), self._groups.texts(), factor)
 
     def speculate(self, chunk: Chunk, factor: float) -> None:
         """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
@@ -150,7 +160,7 @@ class Updates:
 
     def step(self, scale: Scale | None, *, assumed_factor: float) -> None:
         """Update every parameter that has a gradient. Speculative updates took the scale to be ``assumed_factor``."""
-        norm = self._end_window()
+        norm, self._last_scale = self._end_window(), scale
         assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
         # They are made while they are queued, so that an error in one leaves none before it unqueued.
         made = (self._update(chunk, scale) for chunk in self._chunks)
