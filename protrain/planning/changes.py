@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from protrain.common.records import Record
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
+from protrain.planning.ranges import ranges, within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,55 +42,8 @@ def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
             continue  # a step of one backward has no sums
         for step in (1, -1):
             wanted = counts._replace(**{knob: getattr(counts, knob) + step})
-            if impossible := _impossible(wanted, knob, models):
-                yield Change(knob=knob, step=step, counts=wanted, impossible=impossible)
-                continue
-            changed = within(wanted, models)
-            refused = ""
-            if knob == "n_buffer" and wanted.n_buffer < changed.n_buffer:
-                refused = f"a unit holds up to {changed.n_buffer} {models.memory.buffered}s at once"
-            elif knob == "n_buffer" and wanted.n_buffer > changed.n_buffer:
-                refused = f"every {models.memory.buffered} has a buffer"
-            elif knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
-                refused = "host memory has no room for another whole second copy"
-            yield Change(knob=knob, step=step, counts=changed, impossible=refused)
-
-
-def within(wanted: Counts, models: Models) -> Counts:
-    """``wanted`` with every integer in the range that the layout and the other integers allow."""
-    memory, n_persist = models.memory, wanted.n_persist
-    n_buffer = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
-    n_speculate = min(wanted.n_speculate, models.n_chunks - n_persist)
-    counts = wanted._replace(
-        n_buffer=n_buffer,
-        n_ckpt_swap=min(wanted.n_ckpt_swap, wanted.n_ckpt),
-        n_speculate=n_speculate,
-    )
-    n_device_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)
-    swapped_bytes = memory.swapped_bytes(models.modes(counts))
-    fit, least = memory.speculation(n_persist, n_speculate, swapped_bytes, n_device_sum)
-    least = least if fit == n_speculate else n_speculate
-    n_weight_only = min(max(wanted.n_weight_only, least), n_speculate)
-    return counts._replace(n_weight_only=n_weight_only, n_device_sum=n_device_sum)
-
-
-def _impossible(counts: Counts, knob: str, models: Models) -> str:
-    """The reason if ``knob`` cannot have its value in ``counts``, else ""."""
-    runtime, n_chunks = models.runtime, models.n_chunks
-    if getattr(counts, knob) < 0:
-        return "there is none to give up"
-    if counts.n_persist > n_chunks:
-        return "all chunks are persistent"
-    if knob == "n_speculate" and not runtime.speculates:
-        return "no update waits for step()"
-    if knob == "n_speculate" and counts.n_speculate > n_chunks - counts.n_persist:
-        return "every chunk in host memory has a speculative update"
-    if knob == "n_device_sum" and counts.n_device_sum > n_chunks - counts.n_persist:
-        return "the sum of every chunk in host memory is on the device"
-    if knob == "n_weight_only" and counts.n_weight_only > counts.n_speculate:
-        return "no other update is speculative"
-    if counts.n_swap + counts.n_ckpt > models.n_blocks:
-        return "every block is swapped or checkpointed"
-    if knob == "n_ckpt_swap" and counts.n_ckpt_swap > counts.n_ckpt:
-        return "the inputs of every recomputed block are offloaded" if counts.n_ckpt else "no block is recomputed"
-    return ""
+            impossible = ranges(wanted, models)[knob].why_not(getattr(wanted, knob))
+            changed = wanted if impossible else within(wanted, models)
+            if knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
+                impossible = "host memory has no room for another whole second copy"
+            yield Change(knob=knob, step=step, counts=changed, impossible=impossible)

@@ -6,8 +6,9 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import device_error, host_error
 from protrain.planning.layout import pack
 from protrain.planning.mismatch import refuse_other_model, refuse_other_world_size
-from protrain.planning.plan import BlockMode, Counts, Plan, block_modes
+from protrain.planning.plan import BlockMode, Counts, Plan
 from protrain.planning.predict import Models
+from protrain.planning.ranges import check_counts
 from protrain.profiler.model_profile import ModelProfile
 
 
@@ -46,7 +47,7 @@ def evaluate(
         stream=stream,
     )
     counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_device_sum)
-    _check_counts(models, counts)
+    check_counts(counts, models)
     plan = models.plan(counts)
     _check_fits(models, plan)
     return plan
@@ -73,40 +74,10 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
             f"{n_offload} of these with offloaded inputs; the model has {len(profile.blocks)} blocks and the plan says "
             f"n_swap={plan.n_swap}, n_ckpt={plan.n_ckpt}, n_ckpt_swap={plan.n_ckpt_swap}"
         )
-    _check_counts(models, plan.counts)
+    check_counts(plan.counts, models)
     fresh = models.plan(plan.counts, plan.block_modes)
     _check_fits(models, fresh)
     return fresh
-
-
-def _check_counts(models: Models, counts: Counts) -> None:
-    """Raise ValueError for a count out of range."""
-    n_chunks, n_persist = models.n_chunks, counts.n_persist
-    if not 0 <= n_persist <= n_chunks:
-        raise ValueError(f"n_persist must be 0 to {n_chunks}, the number of chunks, not {n_persist}")
-    least, most = models.memory.least_buffers(n_persist), models.memory.all_buffers(n_persist)
-    if not least <= counts.n_buffer <= most:
-        raise ValueError(
-            f"n_buffer must be {least} to {most} when {n_persist} of {n_chunks} chunks are persistent, not "
-            f"{counts.n_buffer}: a unit holds up to {least} {models.memory.buffered}s at once"
-        )
-    if not 0 <= counts.n_speculate <= n_chunks - n_persist:
-        raise ValueError(
-            f"n_speculate must be 0 to {n_chunks - n_persist}, the number of chunks in host memory, not "
-            f"{counts.n_speculate}"
-        )
-    if counts.n_speculate and models.memory.update_in_backward:
-        raise ValueError("n_speculate must be 0 with step_during_backward=True: no update waits for step() then")
-    if not 0 <= counts.n_weight_only <= counts.n_speculate:
-        raise ValueError(
-            f"n_weight_only must be 0 to {counts.n_speculate}, the number of speculative updates, not "
-            f"{counts.n_weight_only}"
-        )
-    most = n_chunks - n_persist if models.memory.accumulates else 0
-    if not 0 <= counts.n_device_sum <= most:
-        what = "the number of chunks in host memory" if models.memory.accumulates else "as a step has one backward()"
-        raise ValueError(f"n_device_sum must be 0 to {most}, {what}, not {counts.n_device_sum}")
-    block_modes(models.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
 
 
 def _check_fits(models: Models, plan: Plan) -> None:

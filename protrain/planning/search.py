@@ -36,12 +36,13 @@ from typing import NamedTuple
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.changes import neighbours, within
+from protrain.planning.changes import neighbours
 from protrain.planning.infeasible import nothing_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
+from protrain.planning.ranges import within
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].

@@ -71,7 +71,7 @@ def test_wrap_names_the_plan_file_and_keeps_the_error(tmp_path: Path) -> None:
     plan = _wrap(None).plan
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**plan.to_dict(), "n_persist": 40}))
-    with pytest.raises(ValueError, match=f"^{file}: n_persist must be 0 to {plan.n_chunks}, .*, not 40"):
+    with pytest.raises(ValueError, match=f"^{file}: n_persist must be 0 to {plan.n_chunks}, not 40"):
         _wrap(file)
     plan.save(file)
     assert str(_wrap(str(file)).plan) == str(plan)

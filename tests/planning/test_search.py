@@ -266,12 +266,12 @@ def _counts(**changes: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"n_persist": 9}, "n_persist must be 0 to 8, the number of chunks, not 9"),
+        ({"n_persist": 9}, "n_persist must be 0 to 8, not 9: all chunks are persistent"),
         ({"n_persist": -1}, "n_persist must be"),
-        ({"n_buffer": 0}, "n_buffer must be 1 to 6 when 2 of 8 chunks are persistent, not 0"),
+        ({"n_buffer": 0}, "n_buffer must be 1 to 6, not 0: a unit holds up to 1"),
         ({"n_buffer": 7}, "not 7"),
-        ({"n_swap": 1}, "n_swap=1 and n_ckpt=6"),
-        ({"n_ckpt_swap": 7}, "n_ckpt_swap must be 0 to 6, the number of recomputed blocks, not 7"),
+        ({"n_swap": 1}, "n_swap must be 0 to 0, not 1: every block is swapped or checkpointed"),
+        ({"n_ckpt_swap": 7}, "n_ckpt_swap must be 0 to 6, not 7: the inputs of every recomputed block"),
         ({"n_ckpt_swap": -1}, "not -1"),
     ],
 )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from protrain.planning.changes import Change, neighbours, within
+from protrain.planning.changes import Change, neighbours
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
+from protrain.planning.ranges import within
 from protrain.profiler.model_profile import ModelProfile
 
 
