@@ -1,0 +1,163 @@
+"""What the scripts of this folder share: a small model, the plain loop that gives right values, plans, and two ranks.
+
+A script is a function ``script(model, optimizer)``. It runs on a plain model and on a wrapped one, and everything that it
+returns and leaves behind must have the same bits. Only public names of protrain are used here and in the tests, so that
+the folder says what users see, however the engine is built.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import protrain
+from protrain_kernels import adam_reference, adam_scalars, sum_of_squares_reference
+
+ON_DEVICE, OFFLOADED = "on the device", "offloaded"
+both_plans = pytest.mark.parametrize("plan", [ON_DEVICE, OFFLOADED])
+WIDTH, N_BLOCKS = 16, 4
+Make = Callable[[], nn.Module]
+Script = Callable[[Any, Any], Any]
+
+
+class Blocks(nn.Module):
+    """Residual blocks, made by ``block()``, which returns any module from WIDTH features to WIDTH features."""
+
+    def __init__(self, block: Make | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        usual = lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))  # noqa: E731
+        self.blocks = nn.ModuleList((block or usual)() for _ in range(N_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def rows(seed: int = 0, count: int = 4) -> Tensor:
+    return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW in two groups, of which one does not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim < 2]}]
+    groups[1].update(weight_decay=0.0, lr=1e-3)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, weight_decay=0.1)
+
+
+class Plain(torch.optim.AdamW):
+    """The optimizer of the plain loop: torch's AdamW with the reference operators of ``protrain_kernels``."""
+
+    factor: Tensor | None = None  # what clipping multiplies gradients with
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group, p in ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None):
+            if not self.state[p]:
+                self.state[p].update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            state, (beta1, beta2) = self.state[p], group["betas"]
+            state["step"] += 1
+            scalars = adam_scalars(
+                beta1=beta1,
+                beta2=beta2,
+                step=int(state["step"]),
+                decoupled=True,
+                **{name: group[name] for name in ("lr", "eps", "weight_decay")},
+            )
+            adam_reference(p, None, state["exp_avg"], state["exp_avg_sq"], p.grad, scalars, scale=self.factor)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.cat([sum_of_squares_reference(g.reshape(-1)) for g in gradients]).double().sum().sqrt().float()
+        self.factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self.factor = None
+
+
+def plain(make: Make = Blocks) -> tuple[nn.Module, Plain]:
+    model = make().train()
+    return model, Plain(adamw(model).param_groups)
+
+
+def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> Any:
+    """``protrain.wrap`` on the CPU. A script that gives ``late=True`` begins the training by its first call."""
+    late, given = options.pop("late", False), options.pop("plans", {})
+    options = {"device": "cpu", "device_memory": "4GiB", "host_memory": "4GiB", "progress": False, **options}
+    batch = rows() if batch is None else batch
+    if plan == OFFLOADED:  # nothing stays on the device, and every block is recomputed
+        model = make()
+        found = protrain.wrap(model, adamw(model), example_batch=batch, **options)[1].plan
+        modes = tuple(type(mode)("ckpt") for mode in found.block_modes)
+        none = dict.fromkeys(("n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "n_device_sum"), 0)
+        changes = {"n_persist": 0, "n_buffer": n_buffer, "n_ckpt": len(modes), "block_modes": modes, **none, **given}
+        options["plan"] = replace(found, stream=False, keep_attention=False, **changes)
+    model = make()
+    model, optimizer = protrain.wrap(model, adamw(model), example_batch=None if late else batch, **options)
+    if not late:
+        assert optimizer.plan.n_persist == (0 if plan == OFFLOADED else optimizer.plan.n_chunks)
+    return model, optimizer
+
+
+def whole(model: nn.Module, optimizer: Any) -> AbstractContextManager[Any]:
+    """Where a script may write to weights."""
+    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
+
+
+def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> list[float]:
+    """The usual loop, clipped. Returns losses and norms."""
+    values = []
+    for step in range(steps):
+        loss = model(rows(seed + step)).square().mean()
+        loss.backward()
+        values += [loss.item(), optimizer.clip_grad_norm_(0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+def left(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """All weights, buffers and states, as copies."""
+    states = {"weights": model.state_dict(), "states": optimizer.state_dict()["state"]}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in leaves(states, "")}
+
+
+def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict | list | tuple):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(each, f"{name}.{key}")
+    else:
+        yield name, value.detach() if isinstance(value, Tensor) else value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Same names and bits."""
+    ours, theirs = dict(leaves(found, "")), dict(leaves(expected, ""))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)), f"{name}: {ours[name]}, not {value}"
+
+
+def check(script: Script, plan: str, make: Make = Blocks, **options: Any) -> None:
+    """``script`` finds and leaves the same bits under ``plan`` as in the plain loop."""
+    found = []
+    for model, optimizer in (plain(make), wrapped(plan, make, **options)):
+        torch.manual_seed(1)
+        found.append((script(model, optimizer), left(model, optimizer)))
+    assert_same(found[1], found[0])
