@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a small model, the plain loop that gives right values, plans, and two ranks.
+"""What the scripts of this folder share: a small model, the plain loop that gives right values, and plans.
 
 A script is a function ``script(model, optimizer)``. It runs on a plain model and on a wrapped one, and everything that it
 returns and leaves behind must have the same bits. Only public names of protrain are used here and in the tests, so that
@@ -7,11 +7,6 @@ the folder says what users see, however the engine is built.
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
-import os
-import socket
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -19,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import protrain
