@@ -1,8 +1,7 @@
 """What the scripts of this folder share: a small model, the plain loop that gives right values, and plans.
 
-A script is a function ``script(model, optimizer)``. It runs on a plain model and on a wrapped one, and everything that it
-returns and leaves behind must have the same bits. Only public names of protrain are used here and in the tests, so that
-the folder says what users see, however the engine is built.
+A script ``script(model, optimizer)`` runs on a plain model and on a wrapped one, and what it returns and leaves behind must
+have the same bits. It uses public names of protrain alone, so it says what users see, whatever the engine is.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ from protrain_kernels import adam_reference, adam_scalars, sum_of_squares_refere
 
 ON_DEVICE, OFFLOADED = "on the device", "offloaded"
 both_plans = pytest.mark.parametrize("plan", [ON_DEVICE, OFFLOADED])
-WIDTH, N_BLOCKS = 16, 4
+WIDTH = 16
 Make = Callable[[], nn.Module]
-Script = Callable[[Any, Any], Any]
 
 
 class Blocks(nn.Module):
@@ -33,7 +31,7 @@ class Blocks(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         usual = lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))  # noqa: E731
-        self.blocks = nn.ModuleList((block or usual)() for _ in range(N_BLOCKS))
+        self.blocks = nn.ModuleList((block or usual)() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -48,8 +46,8 @@ def rows(seed: int = 0, count: int = 4) -> Tensor:
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW in two groups, of which one does not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim < 2]}]
-    groups[1].update(weight_decay=0.0, lr=1e-3)
+    matrices, vectors = ([p for p in trained if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 1e-3}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-2, weight_decay=0.1)
 
 
@@ -60,18 +58,13 @@ class Plain(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for group, p in ((group, p) for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for p, group in [(p, each) for each in self.param_groups for p in each["params"] if p.grad is not None]:
             if not self.state[p]:
                 self.state[p].update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state, (beta1, beta2) = self.state[p], group["betas"]
             state["step"] += 1
-            scalars = adam_scalars(
-                beta1=beta1,
-                beta2=beta2,
-                step=int(state["step"]),
-                decoupled=True,
-                **{name: group[name] for name in ("lr", "eps", "weight_decay")},
-            )
+            given = {name: group[name] for name in ("lr", "eps", "weight_decay")}
+            scalars = adam_scalars(beta1=beta1, beta2=beta2, step=int(state["step"]), decoupled=True, **given)
             adam_reference(p, None, state["exp_avg"], state["exp_avg_sq"], p.grad, scalars, scale=self.factor)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -90,8 +83,8 @@ def plain(make: Make = Blocks) -> tuple[nn.Module, Plain]:
     return model, Plain(adamw(model).param_groups)
 
 
-def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> Any:
-    """``protrain.wrap`` on the CPU. A script that gives ``late=True`` begins the training by its first call."""
+def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> tuple[Any, Any]:
+    """``protrain.wrap`` on the CPU. With ``late=True`` the first call of the model begins the training."""
     late, given = options.pop("late", False), options.pop("plans", {})
     options = {"device": "cpu", "device_memory": "4GiB", "host_memory": "4GiB", "progress": False, **options}
     batch = rows() if batch is None else batch
@@ -109,7 +102,7 @@ def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2
     return model, optimizer
 
 
-def whole(model: nn.Module, optimizer: Any) -> AbstractContextManager[Any]:
+def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
     """Where a script may write to weights."""
     return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
@@ -148,7 +141,7 @@ def assert_same(found: Any, expected: Any) -> None:
         assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)), f"{name}: {ours[name]}, not {value}"
 
 
-def check(script: Script, plan: str, make: Make = Blocks, **options: Any) -> None:
+def check(script: Callable[[Any, Any], Any], plan: str, make: Make = Blocks, **options: Any) -> None:
     """``script`` finds and leaves the same bits under ``plan`` as in the plain loop."""
     found = []
     for model, optimizer in (plain(make), wrapped(plan, make, **options)):

@@ -58,7 +58,7 @@ def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str)
     """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
 
     def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for seed in range(2):
             model(rows(seed)).square().mean().backward()
             x = rows(seed + 7).requires_grad_()

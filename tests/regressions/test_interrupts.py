@@ -33,7 +33,7 @@ def test_the_training_goes_on_after_an_error_in_a_block(plan: str, error: type[B
 
     def script(model: nn.Module, optimizer: Any) -> list[float]:
         values, block = train(model, optimizer, 1), model.get_submodule("blocks.1")
-        register = {
+        register: Any = {
             "before the forward": block.register_forward_pre_hook,
             "after the forward": block.register_forward_hook,
             "a gradient": model.get_parameter("blocks.1.2.bias").register_hook,

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
 import os
-import pickle
 import signal
-import socket
-import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,80 +30,9 @@ from tests.regressions.plain import (
     train,
     wrapped,
 )
+from tests.regressions.ranks import end, on_ranks
 
 pytestmark = pytest.mark.xdist_group("regressions on ranks")  # which share two processes
-WITHIN_S = 15.0  # in which every rank has raised its error
-_pool: list[Any] = []
-
-
-def serve(pipe: Any, rank: int, port: int) -> None:
-    """What a rank does: one function after another."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
-    known = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank}
-    os.environ.update({name: str(value) for name, value in {**known, "LOCAL_RANK": rank}.items()})
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    while True:
-        function, args = pickle.loads(pipe.recv_bytes())
-        begin = time.monotonic()
-        try:
-            answer = function(rank, *args)
-        except BaseException as error:
-            answer = error
-        pipe.send_bytes(pickle.dumps((answer, time.monotonic() - begin)))
-
-
-def start() -> list[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context, made = multiprocessing.get_context("spawn"), []
-    for rank in range(2):
-        mine, its = context.Pipe()
-        process = context.Process(target=serve, args=(its, rank, port), daemon=True)
-        process.start()
-        its.close()
-        atexit.register(process.kill)
-        made.append((process, mine))
-    return made
-
-
-def end() -> None:
-    while _pool:
-        _pool.pop()[0].kill()
-
-
-def on_ranks(function: Callable[..., Any], *args: Any, raises: bool = False, lost: int | None = None) -> list[Any]:
-    """``function(rank, *args)`` on both ranks: what each returned, or with ``raises`` the text of its error.
-
-    The rank that is ``lost`` dies. The two processes are those of the test before, if that has not failed.
-    """
-    if not _pool:
-        _pool.extend(start())
-    try:
-        return results(function, args, raises, lost)
-    except BaseException:
-        end()
-        raise
-
-
-def results(function: Callable[..., Any], args: Any, raises: bool, lost: int | None) -> list[Any]:
-    for _, pipe in _pool:
-        pipe.send_bytes(pickle.dumps((function, args)))
-    found = []
-    for rank, (_, pipe) in enumerate(_pool):
-        if rank == lost:
-            continue
-        assert pipe.poll(60.0), f"rank {rank} hangs"
-        answer, seconds = pickle.loads(pipe.recv_bytes())
-        if raises:
-            assert isinstance(answer, Exception), f"rank {rank} raised nothing"
-            assert seconds < WITHIN_S, f"rank {rank} waited for {seconds:.0f} s"
-            found.append(f"{type(answer).__name__}: {answer}")
-        else:
-            assert not isinstance(answer, BaseException), f"rank {rank} raised {answer!r}"
-            found.append(answer)
-    return found
 
 
 # -- the bits of one process -------------------------------------------------------------------------------------------
@@ -230,7 +153,7 @@ def with_a_larger_batch(rank: int, tight: bool) -> Any:
 
 
 def test_all_ranks_recompute_where_one_has_a_larger_batch() -> None:
-    """A rank with a larger batch recomputed blocks alone, and their collectives met others: a hang or wrong gradients."""
+    """A rank with a larger batch recomputed blocks alone, and their collectives met others: a hang, or worse."""
     for tight, ample in zip(on_ranks(with_a_larger_batch, True), on_ranks(with_a_larger_batch, False), strict=True):
         assert_same(tight, ample)
 
