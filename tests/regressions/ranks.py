@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pickle
@@ -27,6 +28,7 @@ def serve(pipe: Any, rank: int, port: int) -> None:
     known = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank}
     os.environ.update({name: str(value) for name, value in {**known, "LOCAL_RANK": rank}.items()})
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    gc.freeze()  # wrap collects garbage, which would go through all that was imported
     while True:
         function, args = pickle.loads(pipe.recv_bytes())
         begin = time.monotonic()

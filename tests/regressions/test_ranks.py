@@ -202,46 +202,43 @@ def fail(*_: Any) -> None:
     raise ArithmeticError("the script of rank 1")
 
 
-def fail_alone(rank: int, plan: str, catches: bool) -> None:
-    """Both fail together and go on, if they are to. Then rank 1 fails alone."""
-    model, optimizer = wrapped(plan)
-    if catches:
-        handle = model.get_submodule("blocks.0").register_forward_pre_hook(fail)
-        with suppress(ArithmeticError):
-            model(rows(rank))
-        handle.remove()
-        optimizer.zero_grad()
+def fail_alone(rank: int) -> None:
+    """Both fail together and go on. Then rank 1 fails alone."""
+    model, optimizer = wrapped(OFFLOADED)
+    handle = model.get_submodule("blocks.0").register_forward_pre_hook(fail)
+    with suppress(ArithmeticError):
+        model(rows(rank))
+    handle.remove()
+    optimizer.zero_grad()
     train(model, optimizer, 1)
     if rank == 1:
         model.get_submodule("blocks.2").register_forward_hook(fail)
     train(model, optimizer, 2)
 
 
-@pytest.mark.parametrize(("plan", "catches"), [(ON_DEVICE, True), (OFFLOADED, False)])
-def test_an_error_of_one_rank_is_told_on_the_other(plan: str, catches: bool) -> None:
+def test_an_error_of_one_rank_is_told_on_the_other() -> None:
     """An error of one rank was not told where both had raised and caught one before, and the others waited."""
-    other, own = on_ranks(fail_alone, plan, catches, raises=True)
+    other, own = on_ranks(fail_alone, raises=True)
     assert own == "ArithmeticError: the script of rank 1"
     assert other.startswith("MisuseError: rank 1 has raised an exception in a forward, while rank 0")
     assert other.endswith(own)
 
 
-def part_and_begin_anew(rank: int, plan: str) -> Any:
-    model, optimizer = wrapped(plan)
+def part_and_begin_anew(rank: int) -> Any:
+    model, optimizer = wrapped(OFFLOADED)
     train(model, optimizer, 1)
     if rank == 0:
         model(rows())
     with pytest.raises(protrain.MisuseError) as caught:
         train(model, optimizer)
-    return str(caught.value), train(*wrapped(plan))
+    return str(caught.value), train(*wrapped(ON_DEVICE))
 
 
-@both_plans
-def test_both_ranks_may_begin_anew_after_they_were_out_of_step(plan: str) -> None:
+def test_both_ranks_may_begin_anew_after_they_were_out_of_step() -> None:
     """A training that began anew after an error could hang, as one rank had not heard of the error yet."""
-    for error, losses in on_ranks(part_and_begin_anew, plan):
+    for error, losses in on_ranks(part_and_begin_anew):
         assert "rank 1 came to a backward, while rank 0 came to a forward" in error
-        assert losses == train(*wrapped(plan))
+        assert losses == train(*wrapped(ON_DEVICE))
 
 
 def part_in_the_last_step(rank: int, plan: str, what: str) -> None:
@@ -331,15 +328,16 @@ def test_a_refused_backward_has_updated_nothing(plan: str) -> None:
         assert_same(after, before)
 
 
-# -- the end of the processes, so these tests are the last -------------------------------------------------------------
+# -- ends, so these tests are the last ---------------------------------------------------------------------------------
 
 
 def save_beyond_the_group(rank: int, folder: Path) -> Any:
-    model, optimizer = wrapped(OFFLOADED)
+    group = dist.new_group()
+    model, optimizer = wrapped(OFFLOADED, process_group=group)
     train(model, optimizer)
     saved = protrain.async_save(folder, model, optimizer)
     state = left(model, optimizer)
-    dist.destroy_process_group()
+    dist.destroy_process_group(group)
     saved.result()
     return state
 
@@ -347,7 +345,6 @@ def save_beyond_the_group(rank: int, folder: Path) -> Any:
 def test_an_async_save_is_written_though_the_group_has_ended(tmp_path: Path) -> None:
     """An async_save was lost where the script ended the process group before the save was written."""
     states = on_ranks(save_beyond_the_group, tmp_path)
-    end()
     model, optimizer = wrapped(ON_DEVICE)
     protrain.load_checkpoint(tmp_path, model, optimizer)
     for state in states:
