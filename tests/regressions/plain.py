@@ -1,7 +1,7 @@
 """What the scripts of this folder share: a small model, the plain loop that gives right values, and plans.
 
-A script ``script(model, optimizer)`` runs on a plain model and on a wrapped one. What it returns and leaves behind must have
-the same bits. It uses public names of protrain alone, so it says what users see, whatever the engine is.
+A script ``script(model, optimizer)`` runs on a plain model and on a wrapped one: its values and what it leaves behind must
+have the same bits. It uses public names of protrain alone, so it says what users see, whatever the engine is.
 """
 
 from __future__ import annotations

@@ -151,16 +151,34 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
 def test_a_view_of_a_weight_goes_from_one_block_to_another(plan: str) -> None:
     """A model that hands a view of a weight from one unit to another failed."""
 
-    class Tied(Blocks):
+    class Words(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words = nn.Linear(16, 16, bias=False)
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer.weight.t()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, turned: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x)) @ turned
+
+    class Chain(Blocks):
+        def __init__(self) -> None:
+            super().__init__(Block)
+            self.words = Words()
 
         def forward(self, x: Tensor) -> Tensor:
-            turned = self.words.weight.t()
-            return super().forward(self.words(x)) @ turned
+            x, turned = self.words(x)
+            for block in self.blocks:
+                x = x + block(x, turned)
+            return x @ turned
 
-    check(train, plan, Tied)
+    check(train, plan, Chain)
 
 
 def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:

@@ -152,7 +152,7 @@ def test_averages_in_inference_mode_are_those_of_torch(plan: str) -> None:
     function = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     for seed in range(3):
         train(model, optimizer, 1, seed=seed)
-        with torch.inference_mode():
+        with torch.inference_mode(seed != 1):
             averaged.update()
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         if average:

@@ -195,22 +195,39 @@ def test_an_error_of_the_first_forward_names_the_module(plan: str) -> None:
     assert re.search(r"\bwords\b", "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))
 
 
+class Counted(nn.Linear):
+    runs = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        Counted.runs += 1
+        return torch.tanh(super().forward(input))
+
+
+def counted() -> nn.Module:
+    return Blocks(lambda: nn.Sequential(Counted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+
 def batch(count: int) -> Tensor:
     return rows(count=count)
 
 
-def steps(model: nn.Module, optimizer: Any) -> None:
+def steps(model: nn.Module, optimizer: Any) -> list[int]:
+    """How often a block's layers run in a step."""
+    runs = []
     for count in (64, 72, 64):
+        Counted.runs = 0
         model(batch(count)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        runs.append(Counted.runs)
+    return runs
 
 
 def test_a_larger_batch_trains_with_every_block_recomputed_where_that_gives_the_room() -> None:
     """A batch that is larger than the planned one was refused even if there was room, or recomputation gave it."""
-    ample = wrapped("on the device", batch=batch(64))
-    steps(*ample)
-    model = Blocks()
+    ample = wrapped("on the device", counted, batch=batch(64))
+    assert steps(*ample) == [4, 4, 4]
+    model = counted()
     tight, optimizer = protrain.wrap(
         model,
         adamw(model),
@@ -221,7 +238,7 @@ def test_a_larger_batch_trains_with_every_block_recomputed_where_that_gives_the_
         progress=False,
     )
     with pytest.warns(UserWarning, match=r"x has shape \(72, 16\), larger than the \(64, 16\).*recomputed"):
-        steps(tight, optimizer)
+        assert steps(tight, optimizer) == [4, 8, 4]
     assert_same(left(tight, optimizer), left(*ample))
 
 
