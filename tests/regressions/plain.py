@@ -1,6 +1,6 @@
 """What the scripts of this folder share: a small model, the plain loop that gives right values, and plans.
 
-A script ``script(model, optimizer)`` runs on a plain model and on a wrapped one: its values and what it leaves behind must
+A script ``script(model, optimizer)`` runs on a plain model and on a wrapped one: its values and all that it leaves must
 have the same bits. It uses public names of protrain alone, so it says what users see, whatever the engine is.
 """
 
@@ -22,6 +22,7 @@ ON_DEVICE, OFFLOADED = "on the device", "offloaded"
 both_plans = pytest.mark.parametrize("plan", [ON_DEVICE, OFFLOADED])
 WIDTH = 16
 Make = Callable[[], nn.Module]
+_plans: dict[str, protrain.Plan] = {}  # that wrap has found, by model and options
 
 
 class Blocks(nn.Module):
@@ -68,8 +69,8 @@ class Plain(torch.optim.AdamW):
             adam_reference(p, None, state["exp_avg"], state["exp_avg_sq"], p.grad, scalars, scale=self.factor)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.cat([sum_of_squares_reference(g.reshape(-1)) for g in gradients]).double().sum().sqrt().float()
+        every = [p.grad.reshape(-1) for each in self.param_groups for p in each["params"] if p.grad is not None]
+        norm = torch.cat([sum_of_squares_reference(gradient) for gradient in every]).double().sum().sqrt().float()
         self.factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
 
@@ -83,18 +84,24 @@ def plain(make: Make = Blocks) -> tuple[nn.Module, Plain]:
     return model, Plain(adamw(model).param_groups)
 
 
+def offloaded(plan: protrain.Plan) -> protrain.Plan:
+    """Nothing stays on the device, and every block is recomputed."""
+    modes = tuple(type(mode)("ckpt") for mode in plan.block_modes)
+    counts = ["n_persist", "n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "n_device_sum"]
+    changes: dict[str, Any] = {**dict.fromkeys(counts, 0), "n_ckpt": len(modes), "block_modes": modes}
+    return replace(plan, stream=False, keep_attention=False, **changes)
+
+
 def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2, **options: Any) -> tuple[Any, Any]:
     """``protrain.wrap`` on the CPU. With ``late=True`` the first call of the model begins the training."""
-    late, given = options.pop("late", False), options.pop("plans", {})
+    late, given, batch = options.pop("late", False), options.pop("plans", {}), rows() if batch is None else batch
     options = {"device": "cpu", "device_memory": "4GiB", "host_memory": "4GiB", "progress": False, **options}
-    batch = rows() if batch is None else batch
-    if plan == OFFLOADED:  # nothing stays on the device, and every block is recomputed
+    if plan == OFFLOADED:
         model = make()
-        found = protrain.wrap(model, adamw(model), example_batch=batch, **options)[1].plan
-        modes = tuple(type(mode)("ckpt") for mode in found.block_modes)
-        none = dict.fromkeys(("n_swap", "n_ckpt_swap", "n_speculate", "n_weight_only", "n_device_sum"), 0)
-        changes = {"n_persist": 0, "n_buffer": n_buffer, "n_ckpt": len(modes), "block_modes": modes, **none, **given}
-        options["plan"] = replace(found, stream=False, keep_attention=False, **changes)
+        like = f"{model} {[p.requires_grad for p in model.parameters()]} {options}"
+        if like not in _plans:
+            _plans[like] = protrain.wrap(model, adamw(model), example_batch=batch, **options)[1].plan
+        options["plan"] = replace(offloaded(_plans[like]), n_buffer=n_buffer, **given)
     model = make()
     model, optimizer = protrain.wrap(model, adamw(model), example_batch=None if late else batch, **options)
     if not late:
@@ -119,26 +126,26 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> li
     return values
 
 
-def left(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+def left(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """All weights, buffers and states, as copies."""
     states = {"weights": model.state_dict(), "states": optimizer.state_dict()["state"]}
-    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in leaves(states, "")}
+    return {name: value.clone() for name, value in leaves(states)}
 
 
-def leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, dict | list | tuple):
         for key, each in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(each, f"{name}.{key}")
     else:
-        yield name, value.detach() if isinstance(value, Tensor) else value
+        yield name, torch.as_tensor(value).detach()
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Same names and bits."""
-    ours, theirs = dict(leaves(found, "")), dict(leaves(expected, ""))
-    assert ours.keys() == theirs.keys()
+    """Same names, types and bits."""
+    ours, theirs = dict(leaves(found)), dict(leaves(expected))
+    assert {name: each.dtype for name, each in ours.items()} == {name: each.dtype for name, each in theirs.items()}
     for name, value in theirs.items():
-        assert torch.equal(torch.as_tensor(ours[name]), torch.as_tensor(value)), f"{name}: {ours[name]}, not {value}"
+        assert torch.equal(ours[name], value), f"{name}: {ours[name]}, not {value}"
 
 
 def check(script: Callable[[Any, Any], Any], plan: str, make: Make = Blocks, **options: Any) -> None:

@@ -43,7 +43,8 @@ def start() -> list[Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context, made = multiprocessing.get_context("spawn"), []
+    context, made = multiprocessing.get_context("forkserver"), []
+    context.set_forkserver_preload(["tests.regressions.test_ranks"])  # imported once for both
     for rank in range(2):
         mine, its = context.Pipe()
         process = context.Process(target=serve, args=(its, rank, port), daemon=True)

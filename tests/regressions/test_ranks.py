@@ -84,10 +84,9 @@ def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str)
     check(plan, between=True)
 
 
-@both_plans
-def test_a_gradient_penalty_trains(plan: str) -> None:
+def test_a_gradient_penalty_trains() -> None:
     """Gradient penalties did not train on several ranks."""
-    check(plan, penalty)
+    check(OFFLOADED, penalty)
 
 
 def test_a_rank_may_have_nothing_of_a_chunk() -> None:
@@ -241,8 +240,8 @@ def test_both_ranks_may_begin_anew_after_they_were_out_of_step() -> None:
         assert losses == train(*wrapped(ON_DEVICE))
 
 
-def part_in_the_last_step(rank: int, plan: str, what: str) -> None:
-    model, optimizer = wrapped(plan)
+def part_in_the_last_step(rank: int, what: str) -> None:
+    model, optimizer = wrapped(OFFLOADED)
     for last in (False, True):
         alone = rank == 1 and last
         model(rows(rank)).square().mean().backward()
@@ -263,16 +262,15 @@ PARTS = {
 }
 
 
-@both_plans
 @pytest.mark.parametrize("what", PARTS)
-def test_ranks_that_part_in_the_last_step_give_no_state(plan: str, what: str) -> None:
+def test_ranks_that_part_in_the_last_step_give_no_state(what: str) -> None:
     """A last step that one rank skipped, or clipped otherwise, left a model of old and new parts without a word."""
-    for error in on_ranks(part_in_the_last_step, plan, what, raises=True):
+    for error in on_ranks(part_in_the_last_step, what, raises=True):
         assert error.startswith(f"MisuseError: {PARTS[what]}")
 
 
-def average_alone(rank: int, plan: str) -> None:
-    model, optimizer = wrapped(plan)
+def average_alone(rank: int) -> None:
+    model, optimizer = wrapped(OFFLOADED)
     averaged = protrain.AveragedWeights(model, decay=0.9)
     train(model, optimizer, 1)
     averaged.update()
@@ -282,10 +280,9 @@ def average_alone(rank: int, plan: str) -> None:
     averaged.state_dict()
 
 
-@both_plans
-def test_averages_that_one_rank_alone_updates_are_refused(plan: str) -> None:
+def test_averages_that_one_rank_alone_updates_are_refused() -> None:
     """AveragedWeights.update() on one rank alone mixed averages of different steps without a word."""
-    for error in on_ranks(average_alone, plan, raises=True):
+    for error in on_ranks(average_alone, raises=True):
         assert "rank 0 came to AveragedWeights.update() with decay=0.9" in error
 
 

@@ -63,11 +63,11 @@ def losses(made: Any, **how: Any) -> list[float]:
 def test_a_batch_is_found_for_which_there_is_a_plan(tmp_path: Path) -> None:
     """auto_find_batch_size of the Trainer ended with the error that no plan fits. It tries smaller batches now."""
     data, steps = rows(64, 32), {"max_steps": 2}
-    found = trainer(tmp_path, "1MiB", data, auto_find_batch_size=True, per_device_train_batch_size=8, **steps)
+    found = trainer(tmp_path, "1300KiB", data, auto_find_batch_size=True, per_device_train_batch_size=8, **steps)
     found.train()
     batch = found.state.train_batch_size
     assert batch < 8
-    same = trainer(tmp_path, "1MiB", data, per_device_train_batch_size=batch, **steps)
+    same = trainer(tmp_path, "1300KiB", data, per_device_train_batch_size=batch, **steps)
     same.train()
     assert_same(found.model.state_dict(), same.model.state_dict())
 
