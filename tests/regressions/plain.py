@@ -7,7 +7,6 @@ have the same bits. It uses public names of protrain alone, so it says what user
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -97,8 +96,7 @@ def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2
     late, given, batch = options.pop("late", False), options.pop("plans", {}), rows() if batch is None else batch
     options = {"device": "cpu", "device_memory": "4GiB", "host_memory": "4GiB", "progress": False, **options}
     if plan == OFFLOADED:
-        model = make()
-        like = f"{model} {[p.requires_grad for p in model.parameters()]} {options}"
+        like = f"{(model := make())} {[p.requires_grad for p in model.parameters()]} {options}"
         if like not in _plans:
             _plans[like] = protrain.wrap(model, adamw(model), example_batch=batch, **options)[1].plan
         options["plan"] = replace(offloaded(_plans[like]), n_buffer=n_buffer, **given)
@@ -107,11 +105,6 @@ def wrapped(plan: str, make: Make = Blocks, batch: Any = None, n_buffer: int = 2
     if not late:
         assert optimizer.plan.n_persist == (0 if plan == OFFLOADED else optimizer.plan.n_chunks)
     return model, optimizer
-
-
-def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
-    """Where a script may write to weights."""
-    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
 
 
 def train(model: nn.Module, optimizer: Any, steps: int = 2, seed: int = 0) -> list[float]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
-import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 
 import protrain
 from tests.regressions.plain import OFFLOADED, ON_DEVICE, assert_same, both_plans, left, rows, train, wrapped
+from tests.regressions.ranks import processes
 
 
 def saves(folder: Path) -> list[str]:
@@ -159,33 +159,30 @@ def test_a_full_disk_leaves_the_earlier_save(plan: str, tmp_path: Path) -> None:
     assert_same(left(model, optimizer), before)
 
 
-KILLED = """
-import os, pathlib, signal, sys, threading
-import protrain
-from tests.regressions.plain import train, wrapped
-
-folder = pathlib.Path(sys.argv[1])
-model, optimizer = wrapped("on the device")
-train(model, optimizer)
-protrain.save_checkpoint(folder, model, optimizer)
-train(model, optimizer)
-
-def kill_when_it_writes(there):
-    while len(list(folder.rglob("*"))) == there:
-        pass
-    os.kill(os.getpid(), signal.SIGKILL)
-
-threading.Thread(target=kill_when_it_writes, args=(len(list(folder.rglob("*"))),)).start()
-while True:
+def save_until_killed(folder: Path) -> None:
+    """A process that is killed as soon as its second save writes to ``folder``."""
+    model, optimizer = wrapped(ON_DEVICE)
+    train(model, optimizer)
     protrain.save_checkpoint(folder, model, optimizer)
-"""
+    train(model, optimizer)
+    there = list(folder.rglob("*"))
+
+    def kill_when_it_writes() -> None:
+        while list(folder.rglob("*")) == there:
+            pass
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_it_writes).start()
+    while True:
+        protrain.save_checkpoint(folder, model, optimizer)
 
 
 def test_a_killed_save_leaves_one_that_loads(tmp_path: Path) -> None:
     """A process that is killed while it saves leaves the save before it, or a whole one."""
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    ended = subprocess.run(command, timeout=60, check=False, env={**os.environ, "PYTHONPATH": os.getcwd()})
-    assert ended.returncode == -signal.SIGKILL
+    process = processes().Process(target=save_until_killed, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     model, optimizer = wrapped(ON_DEVICE)
     protrain.load_checkpoint(tmp_path, model, optimizer)
     assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} <= {2, 4}
