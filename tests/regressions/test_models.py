@@ -148,7 +148,7 @@ def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: st
 
 
 @both_plans
-def test_a_view_of_a_weight_goes_from_one_block_to_another(plan: str) -> None:
+def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str) -> None:
     """A model that hands a view of a weight from one unit to another failed."""
 
     class Words(nn.Module):
