@@ -1,0 +1,239 @@
+"""Gradients: what a script reads of them, what its hooks do to them, and how they are added up and clipped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
+
+import protrain
+from tests.regressions.plain import WIDTH, Blocks, both_plans, check, rows, train, wrapped
+
+FIRST = "blocks.0.0.weight"
+
+
+def clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def accumulated(model: nn.Module, optimizer: Any) -> list[float]:
+    """Steps of three batches, and a last one of two."""
+    values = []
+    for first, count in ((0, 3), (3, 3), (6, 2)):
+        for seed in range(first, first + count):
+            loss = model(rows(seed)).square().mean() / count
+            loss.backward()
+            values.append(loss.item())
+        values.append(optimizer.clip_grad_norm_(0.1).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+@both_plans
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_step_of_several_batches_adds_up_all_of_them(plan: str, speculates: bool) -> None:
+    """A chunk with a speculative update could be updated by the sum of all batches but the last."""
+    check(accumulated, plan, accumulation=3, plans={"n_speculate": 4 if speculates else 0})
+
+
+@both_plans
+def test_a_backward_more_than_was_planned_is_refused_and_the_step_goes_on(plan: str) -> None:
+    """More backward() calls than wrap(accumulation=...) says are an error that prints what to write; fewer are fine."""
+    expected = accumulated(*wrapped(plan, accumulation=3))
+    model, optimizer = wrapped(plan, accumulation=3)
+    for seed in range(3):
+        (model(rows(seed)).square().mean() / 3).backward()
+    with pytest.raises(protrain.MisuseError, match=r"accumulation=4"):
+        (model(rows(3)).square().mean() / 3).backward()
+    assert optimizer.clip_grad_norm_(0.1).item() == expected[3]
+
+
+@both_plans
+def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str) -> None:
+    """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        found: list[Tensor] = []
+        for seed in range(2):
+            model(rows(seed)).square().mean().backward()
+            x = rows(seed + 7).requires_grad_()
+            found += torch.autograd.grad(model(x).sum(), [x])
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    check(script, plan)
+
+
+@both_plans
+def test_a_gradient_penalty_trains(plan: str) -> None:
+    """A loss that holds a gradient: its second derivatives are those of the plain loop."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values = []
+        for seed in range(2):
+            x = rows(seed).requires_grad_()
+            loss = model(x).square().mean()
+            (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+            total = loss + gradient.square().sum()
+            total.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(total.item())
+        return values
+
+    check(script, plan)
+
+
+@both_plans
+def test_a_batch_of_gradients_is_taken_through_dropout(plan: str) -> None:
+    """is_grads_batched=True and torch.func.vmap failed where a recomputed block draws random numbers."""
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.GELU())
+
+    def script(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        x = rows().requires_grad_()
+        output = model(x)
+        each = torch.eye(WIDTH)[:3, None].expand(3, *output.shape)
+        found = list(torch.autograd.grad(output, [x], each, is_grads_batched=True, retain_graph=True))
+        found += [torch.func.vmap(lambda e: torch.autograd.grad(output, x, e, retain_graph=True)[0])(each)]
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return found
+
+    check(script, plan, lambda: Blocks(block))
+
+
+@both_plans
+def test_a_hook_on_several_gradients_is_called_with_all_of_them(plan: str) -> None:
+    """register_multi_grad_hook and get_gradient_edge failed for a parameter of a wrapped model."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen: list[Any] = []
+        parameters = [model.get_parameter(FIRST), model.get_parameter("blocks.3.2.bias")]
+        handle = register_multi_grad_hook(parameters, lambda gradients: seen.extend(g.clone() for g in gradients))
+        losses = train(model, optimizer)
+        handle.remove()
+        edge = get_gradient_edge(parameters[0])
+        seen += torch.autograd.grad(model(rows()).square().mean(), [edge])
+        assert len(seen) == 5
+        return [*losses, *seen]
+
+    check(script, plan)
+
+
+@both_plans
+def test_a_hook_behind_the_gradient_changes_what_the_step_uses(plan: str) -> None:
+    """A hook of register_post_accumulate_grad_hook clamps the gradient, and reads all of it."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        seen: list[Tensor] = []
+        for name in (FIRST, "blocks.2.2.bias"):
+            parameter = model.get_parameter(name)
+            parameter.register_post_accumulate_grad_hook(clamp)
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+        return [*train(model, optimizer), *seen]
+
+    check(script, plan)
+
+
+@both_plans
+def test_a_hook_behind_the_gradient_meets_no_second_backward_of_a_step(plan: str) -> None:
+    """Such a hook was called with the gradient of the second backward() alone, where torch has the sum in .grad."""
+    model, optimizer = wrapped(plan, accumulation=2)
+    expected = wrapped(plan, accumulation=2)
+    for each in (model, expected[0]):
+        each.get_parameter(FIRST).register_post_accumulate_grad_hook(clamp)
+        each(rows()).square().mean().backward()
+    with pytest.raises(protrain.MisuseError, match=rf"^{FIRST} has a hook .*register_post_accumulate_grad_hook"):
+        model(rows(1)).square().mean().backward()
+    assert optimizer.clip_grad_norm_(1.0) == expected[1].clip_grad_norm_(1.0)
+
+
+@both_plans
+def test_a_loss_of_weights_alone_calls_hooks(plan: str) -> None:
+    """Where the loss is made of weights alone, hooks behind the gradient failed."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        seen: list[float] = []
+        weight = model.get_parameter(FIRST)
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+        weight.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [*seen, *train(model, optimizer)]
+
+    check(script, plan)
+
+
+@both_plans
+@pytest.mark.parametrize("how", ["to", "type_as", "view_as"])
+def test_a_parameter_of_the_same_type_and_shape_has_its_values(plan: str, how: str) -> None:
+    """p.to(p), p.type_as(p) and p.view_as(p) outside forward returned memory that nothing had written."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        values = train(model, optimizer, 1)
+        weight = model.get_parameter(FIRST)
+        return [*values, getattr(weight, how)(weight).detach().clone(), *train(model, optimizer)]
+
+    check(script, plan)
+
+
+@both_plans
+def test_zeros_in_place_of_a_gradient_do_not_move_a_weight_without_a_word(plan: str) -> None:
+    """A step went without a word where zero_grad(set_to_none=False) had left zeros, which torch would decay."""
+    model, optimizer = wrapped(plan)
+    model(rows()).square().mean().backward()
+    optimizer.zero_grad(set_to_none=False)
+    model.get_parameter(FIRST).square().sum().backward()
+    with pytest.raises(protrain.MisuseError, match=r"call zero_grad\(\) without set_to_none=False"):
+        optimizer.step()
+    optimizer.zero_grad()
+    assert train(model, optimizer) == train(*wrapped(plan))
+
+
+@both_plans
+def test_clipping_in_inference_mode_is_clipping(plan: str) -> None:
+    """Clipping in torch.inference_mode() once made later steps outside of it fail."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        norms = []
+        for inference in (True, False, True):
+            for seed in range(2):
+                model(rows(seed)).square().mean().backward()
+            with torch.inference_mode(inference):
+                norms.append(optimizer.clip_grad_norm_(0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    check(script, plan, accumulation=2)
+
+
+@both_plans
+def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(plan: str) -> None:
+    """Without an example batch, zero_grad() left gradients that a call of a part of the model had brought."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        model.get_submodule("blocks.1")(rows()).sum().backward()
+        optimizer.zero_grad()
+        return train(model, optimizer)
+
+    check(script, plan, late=True)
+
+
+@both_plans
+def test_a_parameter_that_was_added_after_wrap_is_named(plan: str) -> None:
+    """A parameter that a script added to the model after wrap was not trained, without a word."""
+    model, optimizer = wrapped(plan)
+    model.added = nn.Linear(2, 2)
+    model(rows()).square().mean().backward()
+    with pytest.raises(protrain.MisuseError, match=r"^added\.weight was added to the model after protrain"):
+        optimizer.step()

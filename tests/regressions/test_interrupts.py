@@ -1,0 +1,196 @@
+"""Errors and Ctrl-C in the middle of a step: what comes after them has the bits of a training without them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, train, wrapped
+
+both_errors = pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+
+
+def raising(error: type[BaseException]) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        raise error("a hook of the script")
+
+    return hook
+
+
+@both_plans
+@pytest.mark.parametrize(
+    ("error", "at"),
+    [
+        (ArithmeticError, "before the forward"),
+        (KeyboardInterrupt, "after the forward"),
+        (ArithmeticError, "a gradient"),
+        (KeyboardInterrupt, "a gradient"),
+    ],
+)
+def test_the_training_goes_on_after_an_error_in_a_block(plan: str, error: type[BaseException], at: str) -> None:
+    """After an error or Ctrl-C in a forward or backward, zero_grad() begins a step with the bits of any other."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values, block = train(model, optimizer, 1), model.get_submodule("blocks.1")
+        register: Any = {
+            "before the forward": block.register_forward_pre_hook,
+            "after the forward": block.register_forward_hook,
+            "a gradient": model.get_parameter("blocks.1.2.bias").register_hook,
+        }[at]
+        handle = register(raising(error))
+        with pytest.raises(error):
+            model(rows(1)).square().mean().backward()
+        handle.remove()
+        optimizer.zero_grad()
+        return [*values, *train(model, optimizer)]
+
+    check(script, plan)
+
+
+@both_plans
+def test_a_backward_after_one_that_failed_adds_to_what_that_has_brought(plan: str) -> None:
+    """A backward that had failed made the next one leave out gradients or updates of some parameters."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        first, second = model(rows(1)).square().mean(), model(rows(2)).square().mean()
+        handle = model.get_parameter("blocks.1.2.bias").register_hook(raising(ArithmeticError))
+        with pytest.raises(ArithmeticError):
+            first.backward()
+        handle.remove()
+        model.zero_grad()
+        second.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return train(model, optimizer)
+
+    check(script, plan, accumulation=2)
+
+
+@both_plans
+@both_errors
+def test_updates_inside_backward_go_on_after_one_that_failed(plan: str, error: type[BaseException]) -> None:
+    """With step_during_backward=True a backward that had failed made the next one leave out updates."""
+
+    def step(model: nn.Module, optimizer: Any, seed: int) -> None:
+        model(rows(seed)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = []
+    for fails in (False, True):
+        model, optimizer = wrapped(plan, step_during_backward=True)
+        step(model, optimizer, 0)
+        if fails:  # before any update
+            handle = model.get_submodule("blocks.3").register_full_backward_pre_hook(raising(error))
+            with pytest.raises(error):
+                step(model, optimizer, 1)
+            handle.remove()
+            optimizer.zero_grad()
+        for seed in (2, 3):
+            step(model, optimizer, seed)
+        found.append(left(model, optimizer))
+    assert_same(*found)
+
+
+@both_plans
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Ctrl-C may come in a finalizer
+def test_ctrl_c_at_any_time_of_a_forward_or_backward_changes_nothing(plan: str) -> None:
+    """A KeyboardInterrupt anywhere in a forward or backward, as a notebook's user makes it."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    training, undisturbed = wrapped(plan), wrapped(plan)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    n_interrupted = 0
+    try:
+        for number in range(20):
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-4 + 3e-4 * number)
+                training[0](rows(number)).square().mean().backward()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                n_interrupted += 1
+            training[1].zero_grad()
+            assert train(*training, 1, seed=number) == train(*undisturbed, 1, seed=number), number
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert n_interrupted > 2
+    assert_same(left(*training), left(*undisturbed))
+
+
+@both_plans
+def test_autocast_is_off_after_an_error_in_a_forward(plan: str) -> None:
+    """Autocast stayed on after an error in a forward."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model, optimizer = wrapped(plan)
+    handle = model.get_submodule("blocks.1").register_forward_hook(raising(ArithmeticError))
+    with pytest.raises(ArithmeticError), torch.autocast("cpu", dtype=torch.bfloat16):
+        model(rows())
+    handle.remove()
+    assert not torch.is_autocast_enabled("cpu")
+    assert train(model, optimizer) == train(*wrapped(plan))
+
+
+class Failing(Blocks):
+    """Its forward has an error, and values of all kinds in the frames around it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_parameter("blocks.0.0.weight")
+        y = super().forward(x)
+        raise ArithmeticError(f"{y.shape} after {weight.shape}")
+
+
+@both_plans
+def test_the_frames_of_an_error_in_the_first_forward_can_be_printed(plan: str) -> None:
+    """To print the frames of an error in the first forward, as pytest does, ended the process."""
+    model = Failing()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ArithmeticError) as caught:
+        protrain.wrap(model, optimizer, example_batch=rows(), device="cpu", progress=False)
+    printed = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+    assert "weight = " in printed
+
+
+@both_plans
+def test_a_forked_process_says_what_it_lacks(plan: str) -> None:
+    """A forked process that used a wrapped model waited for ever or was killed by the system."""
+    model, optimizer = wrapped(plan)
+    train(model, optimizer, 1)
+    for use in (lambda: train(model, optimizer, 1), lambda: model.state_dict(), lambda: optimizer.state_dict()):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            said = "nothing"
+            try:
+                use()
+            except BaseException as error:
+                said = f"{type(error).__name__}: {error}"
+            os.write(writer, said.encode())
+            os._exit(0)
+        os.close(writer)
+        with os.fdopen(reader) as pipe:
+            assert pipe.read().startswith("MisuseError: this process was forked from the one that called protrain.wrap")
+        os.waitpid(child, 0)
+    assert train(model, optimizer, 2, seed=1) == train(*wrapped(plan), 3)[2:]
+
+
+def test_a_wrap_that_is_refused_leaves_a_model_that_can_be_wrapped() -> None:
+    """A PlanError is raised before any memory is taken, and says what would fit."""
+    model = Blocks()
+    optimizer = adamw(model)
+    options: dict[str, Any] = {"example_batch": rows(), "device": "cpu", "progress": False}
+    with pytest.raises(protrain.PlanError, match=r"To fit: .*device_memory of at least"):
+        protrain.wrap(model, optimizer, device_memory="8KiB", **options)
+    wrapped_model, its = protrain.wrap(model, optimizer, device_memory="4GiB", **options)
+    assert train(wrapped_model, its) == train(*wrapped("on the device"))

@@ -1,0 +1,294 @@
+"""Models: built empty with weights from files, with adapters, tied, of mixed types, of several parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.regressions.plain import Blocks, adamw, assert_same, both_plans, check, left, rows, train, wrapped
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+SIZES["pad_token_id"] = None
+
+
+def llama(**sizes: Any) -> Any:
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **sizes))
+
+
+def mixtral() -> Any:
+    torch.manual_seed(0)
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4))
+
+
+def lora(model: nn.Module, **options: Any) -> Any:
+    torch.manual_seed(1)
+    options = {"r": 4, "init_lora_weights": False, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+def tokens(seed: int = 0) -> dict[str, Tensor]:
+    ids = torch.randint(0, 64, (2, 10), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids}
+
+
+def learn(model: nn.Module, optimizer: Any) -> list[float]:
+    values = []
+    for seed in range(3):
+        loss = model(**tokens(seed)).loss
+        loss.backward()
+        values += [loss.item(), optimizer.clip_grad_norm_(0.5).item()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return values
+
+
+@both_plans
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_language_model_has_the_bits_of_the_plain_loop(plan: str, tied: bool) -> None:
+    """Tied weights are one parameter, whose gradient comes from both ends."""
+    options = {"batch": tokens(), "chunked_loss": False, "n_buffer": 3}
+    check(learn, plan, lambda: llama(tie_word_embeddings=tied), **options)
+
+
+@both_plans
+def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(plan: str) -> None:
+    """Where a script switched adapters after a forward, gradients were wrong without an error."""
+
+    def make() -> nn.Module:
+        model = lora(llama())
+        model.add_adapter("other", peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora" in name)
+        return model
+
+    def script(model: Any, optimizer: Any) -> list[float]:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        values = []
+        for seed in range(2):
+            losses = []
+            for adapter in ("default", "other"):
+                model.set_adapter(adapter)
+                for parameter in trained:
+                    parameter.requires_grad_(True)
+                losses.append(model(**tokens(seed)).loss)
+            (losses[0] + 2 * losses[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values += [loss.item() for loss in losses]
+        return values
+
+    check(script, plan, make, batch=tokens(), chunked_loss=False, n_buffer=3)
+
+
+@both_plans
+def test_experts_are_adapted(plan: str) -> None:
+    """peft's target_parameters, which adapts the experts of a model, was refused with a wrong reason."""
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    make = lambda: lora(mixtral(), target_parameters=targets)  # noqa: E731
+    check(learn, plan, make, batch=tokens(), chunked_loss=False, n_buffer=3)
+
+
+def built_empty(base: nn.Module, folder: Path, **options: Any) -> Any:
+    """An adapted model that is built empty, with the weights of ``base`` from files, and one that is built plainly."""
+    base.save_pretrained(folder)  # type: ignore[operator]
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with protrain.empty_parameters():
+        model = lora(transformers.AutoModelForCausalLM.from_config(config), **options)
+    settings: dict[str, Any] = {"example_batch": tokens(), "device": "cpu", "progress": False, "chunked_loss": False}
+    return protrain.wrap(model, adamw(model), weights=folder, **settings)[0], lora(base, **options)
+
+
+@pytest.mark.parametrize("whole", ["lm_head", "mlp"])
+def test_modules_that_are_trained_whole_begin_as_the_files_say(whole: str, tmp_path: Path) -> None:
+    """weights= refused models with adapters of peft that have modules_to_save."""
+    model, expected = built_empty(llama(), tmp_path, modules_to_save=[whole])
+    found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+    assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
+    assert any("modules_to_save" in name for name in found)
+
+
+def test_experts_that_files_have_one_by_one_are_read(tmp_path: Path) -> None:
+    """weights= refused target_parameters of experts that the files have one by one."""
+    model, expected = built_empty(mixtral(), tmp_path, target_parameters=["mlp.experts.down_proj"])
+    found = {name: value for name, value in model.state_dict().items() if "lora_" not in name}
+    assert_same(found, {name: value for name, value in expected.state_dict().items() if "lora_" not in name})
+
+
+@pytest.mark.parametrize("how", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
+def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[str, Any], tmp_path: Path) -> None:
+    """DoRA, PiSSA and OLoRA adapters of an empty model began as if the weights beside them were random ones."""
+    with pytest.raises(ValueError, match=r"q_proj\.lora_\w+\.default\.weight is computed from .*base_layer\.weight"):
+        built_empty(llama(), tmp_path, **how)
+
+
+@both_plans
+def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: str, tmp_path: Path) -> None:
+    """export of an adapter writes what peft saves, also modules that are trained whole, which it refused."""
+    make = lambda: lora(llama(), modules_to_save=["lm_head"])  # noqa: E731
+    model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
+    learn(model, optimizer)
+    protrain.export(model, tmp_path / "adapter")
+    protrain.export(model, tmp_path / "merged", merge=True)
+    read = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter").eval()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    name = "base_model.model.lm_head.modules_to_save.default.weight"
+    with torch.no_grad():
+        assert torch.equal(read(**tokens()).logits, model.eval()(**tokens()).logits)
+    assert torch.equal(merged.state_dict()["lm_head.weight"], model.state_dict()[name])
+
+
+@both_plans
+def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str) -> None:
+    """A model that hands a view of a weight from one unit to another failed."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.layer.weight.t()
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, turned: Tensor) -> Tensor:
+            return torch.tanh(self.layer(x)) @ turned
+
+    class Chain(Blocks):
+        def __init__(self) -> None:
+            super().__init__(Block)
+            self.words = Words()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x, turned = self.words(x)
+            for block in self.blocks:
+                x = x + block(x, turned)
+            return x @ turned
+
+    check(train, plan, Chain)
+
+
+def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:
+    """Models that scale logits, such as Cohere, were trained on another loss by chunked_loss=True, and are refused."""
+
+    def cohere() -> Any:
+        torch.manual_seed(0)
+        return transformers.CohereForCausalLM(transformers.CohereConfig(**SIZES, bos_token_id=1, eos_token_id=2))
+
+    with pytest.raises(ValueError, match="chunked_loss"):
+        wrapped("on the device", cohere, batch=tokens(), chunked_loss=True)
+    check(learn, "on the device", cohere, batch=tokens())
+
+
+class Parts(nn.ModuleDict):
+    """An actor and a critic, with methods and no forward."""
+
+    def score(self, x: Tensor) -> Tensor:
+        return self["critic"](self["actor"](x))
+
+
+def parts() -> nn.Module:
+    return Parts({"actor": Blocks(), "critic": nn.Linear(16, 16)})
+
+
+def test_scripts_with_several_models_are_told_what_works() -> None:
+    """Scripts with several models, or with a model without a forward, were told to do what they could not."""
+    with pytest.raises(ValueError, match=r"Parts has no forward.*give it one"):
+        wrapped("on the device", parts)
+    model = parts()
+    optimizer = adamw(model)
+    with pytest.raises(ValueError, match="if it trains several models, wrap one module that holds them all"):
+        protrain.wrap(model["actor"], optimizer, example_batch=rows(), device="cpu")  # type: ignore[index]
+
+
+@both_plans
+def test_parts_of_a_wrapped_model_are_called_one_by_one(plan: str) -> None:
+    """What the errors for several models advise: one module that holds them, whose parts the script calls."""
+
+    class Together(Parts):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.score(x)
+
+    def script(model: Any, optimizer: Any) -> list[float]:
+        values = []
+        for seed in range(3):
+            loss = model.score(rows(seed)).square().mean() + model["actor"](rows(seed + 5)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        return values
+
+    check(script, plan, lambda: Together(dict(parts().named_children())))
+
+
+class Mixed(Blocks):
+    """A number in fp32 joins the blocks' type, and a layer meets both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * self.table)  # type: ignore[operator]
+
+
+@both_plans
+def test_a_model_of_mixed_types_has_a_note_and_trains_under_autocast(plan: str) -> None:
+    """A model that mixes bf16 weights with fp32 failed with torch's error alone. A note says what to do."""
+    with pytest.raises(RuntimeError, match="dtype") as caught:
+        wrapped(plan, Mixed, dtype="bfloat16")
+    assert any("torch.autocast" in note for note in caught.value.__notes__)
+
+    def run(plan: str) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model, optimizer = wrapped(plan, Mixed, dtype="bfloat16")
+            for seed in range(3):
+                model(rows(seed)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return left(model, optimizer)
+
+    assert_same(run(plan), run("on the device"))
+
+
+def test_public_names_are_listed_before_the_first_is_used() -> None:
+    """dir(protrain), and so completion in notebooks, listed no public name before the first of them was used."""
+    assert {"wrap", "save_checkpoint", "full_parameters", "AveragedWeights"} <= set(dir(protrain))
+
+
+@pytest.mark.parametrize("how", ["zeros", "copied", "random"])
+def test_empty_parameters_have_the_values_of_their_construction(how: str) -> None:
+    """Zeros of an adapter are zeros, a copy equals its original, and random values are the same under every plan."""
+
+    def make() -> nn.Module:
+        with protrain.empty_parameters():
+            model = Blocks()
+            first, second = model.get_parameter("blocks.0.0.weight"), model.get_parameter("blocks.1.0.weight")
+            nn.init.zeros_(model.get_parameter("blocks.2.2.weight"))
+            with torch.no_grad():
+                second.copy_(first)
+        return model
+
+    read: Callable[[str], dict[str, Tensor]] = lambda plan: wrapped(plan, make)[0].state_dict()  # noqa: E731
+    found, other = read("on the device"), read("offloaded")
+    assert_same(other, found)
+    if how == "zeros":
+        assert not found["blocks.2.2.weight"].any()
+    elif how == "copied":
+        assert torch.equal(found["blocks.1.0.weight"], found["blocks.0.0.weight"])
+    else:
+        assert found["blocks.0.0.weight"].unique().numel() > 100

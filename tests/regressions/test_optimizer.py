@@ -1,0 +1,231 @@
+"""The optimizer, averages of weights, and weights that a script freezes, edits or looks at between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.regressions.plain import (
+    WIDTH,
+    Blocks,
+    Plain,
+    adamw,
+    assert_same,
+    both_plans,
+    check,
+    left,
+    rows,
+    train,
+    wrapped,
+)
+
+
+def whole(model: Any, optimizer: Any) -> AbstractContextManager[Any]:
+    """Where a script may write to weights."""
+    return nullcontext() if isinstance(optimizer, Plain) else protrain.full_parameters(model)
+
+
+@both_plans
+def test_what_is_frozen_in_the_first_call_is_trained_later(plan: str) -> None:
+    """Without an example batch, parameters that were frozen in the first call could never be trained."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        part = model.get_submodule("blocks.1").requires_grad_(False)
+        values = train(model, optimizer)
+        part.requires_grad_(True)
+        values += train(model, optimizer)
+        assert sorted({int(state["step"]) for state in optimizer.state_dict()["state"].values()}) == [2, 4]
+        return values
+
+    check(script, plan, late=True)
+
+
+@both_plans
+def test_a_schedule_counts_in_the_step_that_follows(plan: str) -> None:
+    """param_groups are live: a scheduler, and a value that a script sets in one group."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 2e-3], total_steps=8)
+        values = []
+        for seed in range(4):
+            values += train(model, optimizer, 1, seed=seed)
+            scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] += 0.1
+        return values
+
+    check(script, plan)
+
+
+@both_plans
+def test_moments_are_not_looked_for_where_there_are_none(plan: str) -> None:
+    """optimizer.state raises, where a script would find nothing and change nothing."""
+    model, optimizer = wrapped(plan)
+    train(model, optimizer)
+    with pytest.raises(protrain.MisuseError, match=r"read them with optimizer\.state_dict\(\)"):
+        [moments["exp_avg"].zero_() for moments in optimizer.state.values()]
+
+
+@both_plans
+def test_a_state_that_is_not_adams_is_refused_and_changes_nothing(plan: str) -> None:
+    """An optimizer's state with other entries than Adam's began moments anew without a word."""
+    model, optimizer = wrapped(plan)
+    train(model, optimizer)
+    before, state = left(model, optimizer), optimizer.state_dict()
+    state["state"] = {number: {"momentum_buffer": each["exp_avg"]} for number, each in state["state"].items()}
+    with pytest.raises(ValueError, match=r"lacks 'step' and has 'momentum_buffer': load a state of Adam"):
+        optimizer.load_state_dict(state)
+    assert_same(left(model, optimizer), before)
+
+
+@both_plans
+def test_a_second_optimizer_is_refused(plan: str) -> None:
+    """A second optimizer over parameters of a wrapped model did nothing."""
+    model, optimizer = wrapped(plan)
+    second = torch.optim.AdamW(model.get_submodule("blocks.0").parameters())
+    model(rows()).square().mean().backward()
+    with pytest.raises(protrain.MisuseError, match=r"use the optimizer that it returned"):
+        second.step()
+    optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert train(model, optimizer, seed=1) == train(*wrapped(plan), 3)[2:]
+
+
+@both_plans
+def test_a_weight_is_clamped_after_every_step(plan: str) -> None:
+    """A script that clamps one weight after every step had to make the whole model whole for it."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        weight, values = model.get_parameter("blocks.1.2.weight"), []
+        for seed in range(3):
+            values += train(model, optimizer, 1, seed=seed)
+            with whole(weight, optimizer), torch.no_grad():
+                weight.clamp_(-0.1, 0.1)
+        return values
+
+    check(script, plan)
+
+
+def load(model: nn.Module, optimizer: Any) -> None:
+    model.load_state_dict(model.state_dict())
+
+
+def edit(model: nn.Module, optimizer: Any) -> None:
+    with protrain.full_parameters(model), torch.no_grad():
+        next(model.parameters()).zero_()
+
+
+@both_plans
+@pytest.mark.parametrize("write", [load, edit])
+def test_nothing_is_written_while_averages_stand_in(plan: str, write: Callable[..., None]) -> None:
+    """Weights that were loaded or edited inside AveragedWeights.applied() were lost."""
+    model, optimizer = wrapped(plan)
+    averaged = protrain.AveragedWeights(model, decay=0.9)
+    train(model, optimizer)
+    averaged.update()
+    before = left(model, optimizer)
+    with pytest.raises(protrain.MisuseError, match=r"inside `with AveragedWeights\.applied\(\)`"), averaged.applied():
+        write(model, optimizer)
+    assert_same(left(model, optimizer), before)
+
+
+@both_plans
+def test_averages_are_not_averaged(plan: str) -> None:
+    """A second AveragedWeights that was updated inside applied() of the first took averages for weights."""
+    model, optimizer = wrapped(plan)
+    averaged, other = protrain.AveragedWeights(model), protrain.AveragedWeights(model)
+    train(model, optimizer)
+    averaged.update()
+    with pytest.raises(protrain.MisuseError, match=r"inside `with .*: leave it first"), averaged.applied():
+        other.update()
+    other.update()
+    assert_same(other.state_dict(), averaged.state_dict())
+
+
+@both_plans
+def test_averages_in_inference_mode_are_those_of_torch(plan: str) -> None:
+    """AveragedWeights in torch.inference_mode() made later steps fail; its values are those of AveragedModel."""
+    average: dict[str, Tensor] = {}
+    model, optimizer = wrapped(plan)
+    averaged = protrain.AveragedWeights(model, decay=0.9)
+    function = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    for seed in range(3):
+        train(model, optimizer, 1, seed=seed)
+        with torch.inference_mode(seed != 1):
+            averaged.update()
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        if average:
+            function(list(average.values()), [weights[name] for name in average], seed)
+        average = average or weights
+    assert_same(averaged.state_dict(), average)
+
+
+def test_weights_of_one_memory_are_refused_by_name() -> None:
+    """A trained parameter that shares memory with another tensor came apart in training without a word."""
+    model = Blocks()
+    both = torch.randn(2, 32)
+    model.get_submodule("blocks.0.0").bias = nn.Parameter(both[0])
+    model.get_submodule("blocks.1.0").bias = nn.Parameter(both.view(-1)[16:48])
+    with pytest.raises(ValueError, match=r"blocks\.[01]\.0\.bias.*memory"):
+        protrain.wrap(model, adamw(model), example_batch=rows(), device="cpu", progress=False)
+
+
+def test_a_float64_model_is_refused_and_frozen_float64_stays() -> None:
+    """A float64 model was trained in the type of the other weights without a word."""
+    model = Blocks().double()
+    with pytest.raises(ValueError, match=r"float64"):
+        protrain.wrap(model, adamw(model), example_batch=rows().double(), device="cpu", progress=False)
+
+    class Scaled(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.full((WIDTH,), 1 / 3, dtype=torch.float64), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale.float())
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        return [*train(model, optimizer), model.get_parameter("scale").detach().clone()]
+
+    check(script, "on the device", Scaled)
+
+
+@both_plans
+def test_a_wrapped_model_is_neither_shared_nor_copied(plan: str) -> None:
+    """share_memory() of a wrapped model did nothing; the error for a copy names AveragedWeights."""
+    model, _ = wrapped(plan)
+    with pytest.raises(protrain.MisuseError, match=r"cannot share its memory .* give them model\.state_dict\(\)"):
+        model.share_memory()
+    with pytest.raises(protrain.MisuseError, match=r"protrain\.AveragedWeights"):
+        deepcopy(model)
+
+
+@both_plans
+@pytest.mark.parametrize(
+    "reads", [lambda m, o: m.state_dict(), lambda m, o: o.state_dict()], ids=["model", "optimizer"]
+)
+def test_no_state_is_read_inside_a_backward_that_updates(plan: str, reads: Callable[..., Any]) -> None:
+    """With step_during_backward=True a state_dict() inside backward had new and old weights without a word."""
+    model, optimizer = wrapped(plan, step_during_backward=True)
+    said: list[str] = []
+
+    def hook(*_: Any) -> None:
+        with pytest.raises(protrain.MisuseError) as caught:
+            reads(model, optimizer)
+        said.append(str(caught.value))
+
+    handle = model.get_submodule("blocks.1").register_full_backward_hook(hook)
+    x = rows()
+    model(x).square().mean().backward()
+    handle.remove()
+    assert len(said) == 1
+    assert "backward" in said[0]
+    optimizer.step()
+    assert reads(model, optimizer)

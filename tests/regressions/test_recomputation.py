@@ -1,0 +1,269 @@
+"""Blocks that are recomputed in backward find their modules, hooks, buffers and random numbers as in their forward."""
+
+from __future__ import annotations
+
+import random
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import protrain
+from tests.regressions.plain import (
+    OFFLOADED,
+    WIDTH,
+    Blocks,
+    adamw,
+    assert_same,
+    both_plans,
+    check,
+    left,
+    rows,
+    train,
+    wrapped,
+)
+
+
+class Adapted(nn.Module):
+    """A layer with an adapter, a number, a configuration and a list that a script sets from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.adapter = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.activation: nn.Module = nn.GELU()
+        self.used, self.scale, self.config, self.factors = True, 1.0, {"power": 1}, [1.0, 1.0]
+        self.shift = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x) + self.shift
+        if self.used:
+            x = x + self.adapter(x) * self.scale * self.factors[1]
+        return self.activation(x) ** self.config["power"]
+
+
+def switch(block: Any) -> None:
+    block.used = False
+
+
+def number(block: Any) -> None:
+    block.scale = 3.0
+
+
+def tensor(block: Any) -> None:
+    block.shift = torch.ones(WIDTH)
+
+
+def configuration(block: Any) -> None:
+    block.config["power"] = 2
+
+
+def listed(block: Any) -> None:
+    block.factors[1] = -1.0
+
+
+def submodule(block: Any) -> None:
+    block.activation = nn.Tanh()
+
+
+@both_plans
+@pytest.mark.parametrize("change", [switch, number, tensor, configuration, listed, submodule])
+def test_a_block_is_recomputed_as_it_was_in_its_forward(plan: str, change: Callable[[Any], None]) -> None:
+    """Recomputed blocks ran with modules as they are in backward, and gradients were wrong without an error."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        first = model(rows())
+        for block in model.get_submodule("blocks").children():
+            change(block)
+        loss = first.square().mean() + model(rows(1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.item(), *train(model, optimizer)]
+
+    check(script, plan, lambda: Blocks(Adapted))
+
+
+@both_plans
+def test_a_hook_that_is_removed_after_the_forward_is_in_its_gradient(plan: str) -> None:
+    """Where a script removed hooks after a forward, gradients were wrong without an error."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        layers = [block[0] for block in model.get_submodule("blocks").children()]  # type: ignore[index]
+        handles = [layer.register_forward_hook(lambda module, args, output: output * 3) for layer in layers]
+        loss = model(rows()).square().mean()
+        for handle in handles:
+            handle.remove()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [loss.item(), *train(model, optimizer)]
+
+    check(script, plan)
+
+
+class Averaging(nn.Module):
+    """A running average that forward reads and then updates."""
+
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.linear(x)) * self.average.clone()
+        if self.training:
+            self.average.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x
+
+
+@both_plans
+@pytest.mark.parametrize("block", [Averaging, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))])
+def test_a_buffer_that_forward_updates_is_updated_once(plan: str, block: Callable[[], nn.Module]) -> None:
+    """A recomputed block finds the buffers of its forward, and leaves those that the first run has left."""
+    check(lambda model, optimizer: train(model, optimizer, 3), plan, lambda: Blocks(block))
+
+
+@both_plans
+def test_a_buffer_may_change_between_forward_and_backward(plan: str) -> None:
+    """A buffer that no forward updates may be changed by the script, late in training."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        model.eval()
+        values = train(model, optimizer)
+        loss = model(rows()).square().mean()
+        for name, buffer in model.named_buffers():
+            buffer.mul_(2.0 if name.startswith("blocks.1") else 0.5)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [*values, loss.item(), *train(model, optimizer)]
+
+    check(script, plan, lambda: Blocks(Averaging))
+
+
+@both_plans
+def test_dropout_has_the_mask_of_its_forward_and_later_numbers_are_those_of_the_plain_loop(plan: str) -> None:
+    """Recomputation takes nothing from the random numbers of the script, and gives nothing back twice."""
+
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.drop(torch.tanh(self.linear(x))) * random.choice([0.5, 2.0])
+
+    def script(model: nn.Module, optimizer: Any) -> list[Any]:
+        random.seed(5)
+        found: list[Any] = []
+        for seed in range(3):
+            found += [*train(model, optimizer, 1, seed=seed), torch.rand(2), random.random()]
+        return found
+
+    check(script, plan, lambda: Blocks(Dropping))
+
+
+@both_plans
+def test_an_error_of_the_first_forward_names_the_module(plan: str) -> None:
+    """An error of the model in its first forward, such as an index beyond an embedding, names the module."""
+
+    class Words(Blocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(8, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.words(x))
+
+    model = Words()
+    memory = "40KiB" if plan == OFFLOADED else "4GiB"
+    with pytest.raises(IndexError) as caught:
+        protrain.wrap(
+            model,
+            adamw(model),
+            example_batch=torch.tensor([3, 8]),
+            device="cpu",
+            device_memory=memory,
+            progress=False,
+        )
+    assert re.search(r"\bwords\b", "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]))
+
+
+class Counted(nn.Linear):
+    runs = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        Counted.runs += 1
+        return torch.tanh(super().forward(input))
+
+
+def counted() -> nn.Module:
+    return Blocks(lambda: nn.Sequential(Counted(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+
+def batch(count: int) -> Tensor:
+    return rows(count=count)
+
+
+def steps(model: nn.Module, optimizer: Any) -> list[int]:
+    """How often a block's layers run in a step."""
+    runs = []
+    for count in (64, 72, 64):
+        Counted.runs = 0
+        model(batch(count)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        runs.append(Counted.runs)
+    return runs
+
+
+def test_a_larger_batch_trains_with_every_block_recomputed_where_that_gives_the_room() -> None:
+    """A batch that is larger than the planned one was refused even if there was room, or recomputation gave it."""
+    ample = wrapped("on the device", counted, batch=batch(64))
+    assert steps(*ample) == [4, 4, 4]
+    model = counted()
+    tight, optimizer = protrain.wrap(
+        model,
+        adamw(model),
+        example_batch=batch(64),
+        plan=ample[1].plan,
+        device="cpu",
+        device_memory=ample[1].plan.device_bytes,
+        progress=False,
+    )
+    with pytest.warns(UserWarning, match=r"x has shape \(72, 16\), larger than the \(64, 16\).*recomputed"):
+        assert steps(tight, optimizer) == [4, 8, 4]
+    assert_same(left(tight, optimizer), left(*ample))
+
+
+def test_a_batch_for_which_there_is_no_memory_is_refused_with_what_is_missing() -> None:
+    """Where recomputation does not give the room, the error says how much is missing, and the training goes on."""
+    plan = wrapped(OFFLOADED, batch=batch(64))[1].plan
+    found = []
+    for refused in (True, False):
+        model, optimizer = wrapped(OFFLOADED, batch=batch(64), device_memory=plan.device_bytes if refused else "4GiB")
+        if refused:
+            with pytest.raises(protrain.MisuseError, match=r"x has shape \(96, 16\), larger .* are free"):
+                model(batch(96))
+        model(batch(64)).square().mean().backward()
+        optimizer.step()
+        found.append(left(model, optimizer))
+    assert_same(*found)
+
+
+@both_plans
+def test_warnings_of_a_call_name_the_line_of_the_script(plan: str) -> None:
+    """Warnings of calls of the model name the line of the script that makes the call, and no line of ProTrain."""
+    model, _ = wrapped(plan, device_memory="4GiB")
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            model(rows()).float().square().mean().backward()
+    assert given
+    assert all(each.filename == __file__ for each in given), [str(each) for each in given]
