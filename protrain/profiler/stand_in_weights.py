@@ -24,9 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common.errors import NO_WRITES
 from protrain.common.parameters import is_managed, moved, plain_tensors
+from protrain.common.trees import replace_leaves
 from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
-from protrain.profiler.storages import storage_key, storages_in
+from protrain.profiler.storages import memory_in, storage_key, storages_in
 
 _STAGE_ELEMENTS = 16 * 1024**2
 # Where the code lies whose frames see each operation: this package, and torch's calls of operators.
@@ -71,6 +72,7 @@ class StandInWeights:
         self._spare_bytes = spare_bytes
         self.stand_ins = [self._stand_in_for(parameter) for parameter in self.originals]
         self.index = {id(stand_in): index for index, stand_in in enumerate(self.stand_ins)}
+        self._of_weights = {storage_key(stand_in) for stand_in in self.stand_ins}
         # from the id of each of the model's own tensors to what takes its place
         self._replacements: dict[int, Tensor] = dict(zip(map(id, self.originals), self.stand_ins, strict=True))
         self._unmanaged: list[Tensor] = []  # copies of buffers and of unmanaged parameters
@@ -147,6 +149,18 @@ class StandInWeights:
             for original, buffer, version in self._buffers:
                 if not buffer.is_meta and (buffer._version != version or buffer.numel() <= TABLE_ELEMENTS):
                     buffer.data = self._copied(original)
+
+    def handed_on(self, output: Any) -> Any:
+        """``output`` of a block with copies of the views of weights in it, as the engine makes them.
+
+        The weights have no memory while the next block runs, and to read them would end the process.
+        """
+
+        def one(leaf: Any) -> Any:
+            is_view = not self._of_weights.isdisjoint(map(storage_key, memory_in(leaf)))
+            return leaf.clone() if is_view else leaf
+
+        return replace_leaves(one, output)
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:

@@ -305,7 +305,7 @@ class TracedStep:
                 known = _storages_of(self._modules[path].module)
                 self._open.held_until = self._inputs.add(len(self.segments), inputs)
             with nullcontext() if traced is eager_of(forward) else without_own_modes():
-                output = checkpointed_call.run(args, kwargs)
+                output = self._weights.handed_on(checkpointed_call.run(args, kwargs))
             if self._measure:  # in later steps a call keeps what the call before has put into the modules
                 made = _storages_of(self._modules[path].module)
                 made_bytes = sum(size for key, size in made.items() if key not in known)

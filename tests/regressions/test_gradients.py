@@ -227,13 +227,3 @@ def test_gradients_from_before_the_first_call_are_forgotten_by_zero_grad(plan: s
         return train(model, optimizer)
 
     check(script, plan, late=True)
-
-
-@both_plans
-def test_a_parameter_that_was_added_after_wrap_is_named(plan: str) -> None:
-    """A parameter that a script added to the model after wrap was not trained, without a word."""
-    model, optimizer = wrapped(plan)
-    model.added = nn.Linear(2, 2)
-    model(rows()).square().mean().backward()
-    with pytest.raises(protrain.MisuseError, match=r"^added\.weight was added to the model after protrain"):
-        optimizer.step()

@@ -181,6 +181,31 @@ def test_a_view_of_a_weight_goes_from_one_module_to_another(plan: str) -> None:
     check(train, plan, Chain)
 
 
+@both_plans
+def test_a_block_hands_a_view_of_its_own_weight_to_the_next(plan: str) -> None:
+    """The profile of a model whose blocks hand on a view of a weight ended the process."""
+
+    class Handing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            return x + torch.tanh(self.layer(x)) * row, self.layer.weight[1]
+
+    class Chain(Blocks):
+        def __init__(self) -> None:
+            super().__init__(Handing)
+
+        def forward(self, x: Tensor) -> Tensor:
+            row = torch.ones(16)
+            for block in self.blocks:
+                x, row = block(x, row)
+            return x * row
+
+    check(train, plan, Chain)
+
+
 def test_a_model_that_scales_its_logits_keeps_them_whole() -> None:
     """Models that scale logits, such as Cohere, were trained on another loss by chunked_loss=True, and are refused."""
 

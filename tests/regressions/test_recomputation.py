@@ -263,7 +263,7 @@ def test_warnings_of_a_call_name_the_line_of_the_script(plan: str) -> None:
     model, _ = wrapped(plan, device_memory="4GiB")
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            model(rows()).float().square().mean().backward()
+        vars(model)["gradient_checkpointing"] = True
+        model(rows()).square().mean().backward()
     assert given
     assert all(each.filename == __file__ for each in given), [str(each) for each in given]
