@@ -34,10 +34,11 @@ _INSIDE = "protrain_inside"  # attribute of a storage that was made inside of a 
 _RAW: Any = torch.Tensor
 _SET_DATA, _IS_META = _RAW.data.__set__, _RAW.is_meta.__get__
 _META = torch.device("meta")
+_deepcopy = nn.Parameter.__deepcopy__
 
 
 class EmptyParameter(nn.Parameter):
-    """A parameter on the meta device that has a start value, if initialisers set it."""
+    """A parameter on the meta device after the block in which it was built."""
 
     def _set_data(self, value: Tensor) -> None:
         if value is self:  # as in `model.float()` when there is nothing to convert
@@ -47,23 +48,22 @@ class EmptyParameter(nn.Parameter):
                 "a parameter that was built under protrain.empty_parameters() has no data to replace: do that inside "
                 "`with protrain.empty_parameters():`, or after protrain.wrap"
             )
-        if parameter_of(value) is not self or value.shape != self.shape:
-            _active.note(self, whole=True)
-        _SET_DATA(self, torch.empty_like(value, device=_META))
-        share_writes(self, self)
+        _active.replace(self, value)
 
     # The data is what `detach` returns, so that a change of it counts as a change of the parameter.
     data: Any = property(lambda parameter: parameter.detach(), _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy without a start value: one with another name would get another value than the original."""
-        copied: Any = nn.Parameter.__deepcopy__(self, memo)
-        if start_of(copied) is None:
-            set_start(
-                copied,
-                Start(seed=torch.initial_seed(), dtype=self.dtype, set_by="copy.deepcopy()", version=copied._version),
-            )
-        return copied
+        return _copied(self, memo)
+
+
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+    """A deep copy without a start value: as it has another name it would get another one than the original."""
+    copied: Any = _deepcopy(parameter, memo)
+    if start_of(parameter) is not None and start_of(copied) is None:
+        start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
+        set_start(copied, start)
+    return copied
 
 
 _active: _Watch | None = None
@@ -129,12 +129,13 @@ class _Watch(RuntimeMode):
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[int, nn.Module] = {}  # of parameters that were registered inside
-        self._noted: dict[int, nn.Parameter] = {}
+        self._noted: dict[int, nn.Parameter] = {}  # whose start may have changed inside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what happens inside."""
         module: Any = nn.Module
+        parameters: Any = nn.Parameter
         register = module.register_parameter
 
         def register_empty(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -143,27 +144,35 @@ class _Watch(RuntimeMode):
                 self.owners.setdefault(id(owner), owner)
             register(owner, name, param)
 
-        module.register_parameter = register_empty
+        module.register_parameter, parameters.__deepcopy__ = register_empty, _copied
         try:
-            with self, _Skips(self):
+            with self, _Unseen(self):
                 yield
         finally:
-            module.register_parameter = register
+            module.register_parameter, parameters.__deepcopy__ = register, _deepcopy
             for parameter in self._noted.values():
                 if (start := start_of(parameter)) is not None:
                     start.version = parameter._version
+                    parameter.__class__ = EmptyParameter
 
     def _empty(self, parameter: nn.Parameter) -> None:
         """Take the memory of ``parameter``, unless its values were made outside."""
-        if type(parameter) is not nn.Parameter or not is_managed(parameter):
-            return  # another class may have more than values
+        if type(parameter) is not nn.Parameter or not is_managed(parameter) or parameter_of(parameter) is parameter:
+            return  # another class may have more than values, and a tied parameter has a start already
         if not parameter.is_meta:
             if _INSIDE not in vars(parameter.untyped_storage()):
                 return
             exchange(parameter, nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad))
-        parameter.__class__ = EmptyParameter
-        set_start(parameter, Start(seed=torch.initial_seed(), dtype=parameter.dtype))
+        set_start(parameter, Start(torch.initial_seed(), parameter.dtype))
         self._noted[id(parameter)] = parameter
+
+    def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Let ``parameter``, which has no memory, have the shape and the type of ``value``."""
+        if parameter_of(value) is not parameter or value.shape != parameter.shape:  # it is no conversion
+            self.note(parameter, whole=True)
+        with torch._C.DisableTorchFunction():
+            _SET_DATA(parameter, torch.empty_like(value, device=_META))
+        share_writes(parameter, parameter)
 
     def note(self, tensor: Tensor, *, whole: bool) -> None:
         """Note that ``tensor`` is about to be set, ``whole`` or in part, if it is a parameter without memory."""
@@ -194,8 +203,8 @@ class _Watch(RuntimeMode):
         return result
 
 
-class _Skips(TorchFunctionMode):
-    """Notes what ``torch.nn.init`` leaves out on the meta device, so that no operation is seen.
+class _Unseen(TorchFunctionMode):
+    """Notes what is no operation: new data of a parameter, and what ``torch.nn.init`` leaves out on the meta device.
 
     Its functions that do so set the whole tensor, and ask for its device first.
     """
@@ -207,7 +216,9 @@ class _Skips(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, and note what follows if it is that question."""
+        """Call ``func``, and note what follows if it is that question, or what it does if it replaces the data."""
+        if func == _SET_DATA and start_of(args[0]) is not None:
+            return self._watch.replace(args[0], args[1])
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
             self._watch.note(args[0], whole=True)
         return func(*args, **(kwargs or {}))

@@ -48,7 +48,7 @@ REMEDY = (
 )
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class Start:
     """What is known of the start value of a parameter without memory."""
 
@@ -201,18 +201,13 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 @contextmanager
 def _seeded(key: str, device: torch.device) -> Iterator[None]:
     """Seed the random generators of the CPU and of ``device`` inside, and restore their states afterwards."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        torch.cuda.init()
-        generators.append(torch.cuda.default_generators[torch.empty(0, device=device).get_device()])
-    states = [generator.get_state() for generator in generators]
-    for generator in generators:
-        generator.manual_seed(int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little"))
-    try:
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
         yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
 
 
 def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
