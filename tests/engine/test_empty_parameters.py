@@ -276,6 +276,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
     "opt": {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
     "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "bert": {**SMALL, "is_decoder": True},  # its head has a tied bias, which transformers pads
     "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
 }
 

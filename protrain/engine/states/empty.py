@@ -34,6 +34,7 @@ _INSIDE = "protrain_inside"  # attribute of a storage that was made inside of a 
 _RAW: Any = torch.Tensor
 _SET_DATA, _IS_META = _RAW.data.__set__, _RAW.is_meta.__get__
 _META = torch.device("meta")
+_aten: Any = torch.ops.aten
 _deepcopy = nn.Parameter.__deepcopy__
 
 
@@ -198,8 +199,10 @@ class _Watch(RuntimeMode):
             for tensor in tensors_in(result):
                 if (storage := storage_of(tensor)) is not None:
                     vars(storage)[_INSIDE] = True
-            if func.overloadpacket is torch.ops.aten._to_copy and (parameter := parameter_of(args[0])) is not None:
-                share_writes(result, parameter)  # which may become this
+            # A parameter may become its copy in another type, or in transformers one that is padded by nothing.
+            is_copy = func is _aten._to_copy.default or (func is _aten.constant_pad_nd.default and not any(args[1]))
+            if is_copy and (parameter := parameter_of(args[0])) is not None:
+                share_writes(result, parameter)
         return result
 
 

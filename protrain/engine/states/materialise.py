@@ -8,7 +8,7 @@ device and host must never exist in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -60,27 +60,20 @@ def fill(
         show(member.name, done / total)
 
     remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
-    others = _other_than_first(remaining)
-    for member, value in _values(remaining, model, device):
+    others, held = _other_than_first(remaining), held_storages(model)
+    # Those that initialisers make come first, while what the others hold is still there.
+    for member in sorted(remaining, key=lambda member: start_of(member.parameter) is None):
+        if start_of(member.parameter) is None:
+            held.clear()  # it would keep the memory that is to be freed
+            value = member.parameter.data
+        else:
+            value = start_value(member.parameter, member.name, device, held)
         if member.index in others:
             value = value.detach().to("cpu", copy=True).contiguous()
             member.chunk.ranks.broadcast(value, f"the start values of {member.name}")
         write_and_free(member, value)
     for member in without_memory:
         _drop(member)
-
-
-def _values(members: list[Member], model: nn.Module, device: torch.device) -> Iterator[tuple[Member, Tensor]]:
-    """The value of each member. First come those that initialisers make, while what others hold is still there."""
-    held, in_memory = held_storages(model), []
-    for member in members:
-        if start_of(member.parameter) is None:
-            in_memory.append(member)
-        else:
-            yield member, start_value(member.parameter, member.name, device, held)
-    held.clear()  # it would keep the memory that is to be freed
-    for member in in_memory:
-        yield member, member.parameter.data
 
 
 def _load(
