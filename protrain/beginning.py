@@ -25,7 +25,6 @@ from protrain.distributed.advice import warn_of_little_memory
 from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
 from protrain.engine.states.arena import ActivationBytes
-from protrain.engine.states.empty import fill_buffers
 from protrain.engine.states.materialise import start_as_first
 from protrain.forwards import change_forwards
 from protrain.hardware.cache import why_not_cached
@@ -102,7 +101,6 @@ def begin_training(
     hardware = of_all(ranks, hardware, target)
     if way.device_memory is None:  # it also leaves out what NCCL has taken, which plans count
         hardware = replace(hardware, device_bytes=hardware.device_bytes + hardware.collective_bytes)
-    fill_buffers(model, target)
     start_as_first(model, ranks)
     if checked.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
         why = why_not_cached(target)

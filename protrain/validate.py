@@ -18,7 +18,7 @@ from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
 from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.common.warned import warn_user
 from protrain.distributed.devices import has_bf16, own_device
-from protrain.engine.states.empty import check_recorded
+from protrain.engine.states.empty import check_start_values
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.optim.user_optimizer import check_supported
@@ -104,7 +104,7 @@ def check_arguments(
     if not isinstance(plan, Plan | str | os.PathLike | None):
         raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
     _check_model(model, optimizer, target)
-    check_recorded(model, loaded=weights is not None)
+    check_start_values(model, loaded=weights is not None)
     file = None if isinstance(plan, Plan) else plan
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     if given is not None:

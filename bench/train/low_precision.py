@@ -10,13 +10,15 @@ from torch import Tensor, nn
 
 from protrain.profiler.blocks import find_blocks
 
+_SOURCE = "bench_source"  # attribute of a 4-bit weight: the one without memory that it is to be made of
+
 
 def quantise_later(model: Any) -> None:
     """Let the linear layers of the blocks have frozen NF4 weights, with statistics that are quantised too (QLoRA).
 
-    The weights keep the record of their start values, so that each layer can be quantised by itself when its values
-    are made: see ``quantised``. The model is marked as one that transformers loaded in 4 bits, and peft then puts
-    its own 4-bit layers around these.
+    The weights keep those that they are to be made of, so that each layer can be quantised by itself when its values
+    are made: see ``unquantised`` and ``quantised``. The model is marked as one that transformers loaded in 4 bits, and
+    peft then puts its own 4-bit layers around these.
 
     Raises:
         ValueError: bitsandbytes is not installed.
@@ -34,9 +36,16 @@ def quantise_later(model: Any) -> None:
             device="meta",
         )
         layer.weight = bitsandbytes.nn.Params4bit(linear.weight.detach(), quant_type="nf4", module=layer)
+        vars(layer.weight)[_SOURCE] = linear.weight
         layer.bias = linear.bias
         setattr(owner, name, layer)
     model.is_loaded_in_4bit = True
+
+
+def unquantised(parameter: nn.Parameter) -> nn.Parameter:
+    """The weight without memory that a 4-bit ``parameter`` is to be made of. Any other is returned as it is."""
+    found: nn.Parameter = vars(parameter).get(_SOURCE, parameter)
+    return found
 
 
 def quantised(parameter: Any, values: Tensor) -> Any:

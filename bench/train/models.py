@@ -10,23 +10,26 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from bench.train.low_precision import multiply_in_float8, quantise_later, quantised
+from bench.train.low_precision import multiply_in_float8, quantise_later, quantised, unquantised
 from bench.train.task import Task
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import is_managed
 from protrain.common.quantities import format_bytes
-from protrain.engine.states.empty import values_of
+from protrain.engine.states.initialisers import held_storages, start_value
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.compilation import compile_blocks
 from protrain.hardware.memory import available_host_bytes
 from protrain.profiler.blocks import find_blocks
 
+_NAME = "bench_name"  # attribute of a parameter: its name in the whole model, as contestants fill one block by itself
+
 
 def build_model(task: Task) -> Any:
     """The model with its parameters on the meta device, and without key/value caches: in training they only cost.
 
-    Its start values are recorded, so whoever makes them, and in whatever order, makes the same: losses can be compared.
+    Its start values follow from their names in it, so whoever makes them, and in whatever order, makes the same: losses
+    can be compared.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -38,6 +41,8 @@ def build_model(task: Task) -> Any:
         multiply_in_float8(loaded.model, emulate=not torch.cuda.is_available())
     fit_positions(loaded, task.sequence)
     loaded.config.use_cache = False
+    for name, parameter in loaded.model.named_parameters():
+        vars(parameter)[_NAME] = name
     return loaded.model.train()
 
 
@@ -82,19 +87,24 @@ def fill(
     chosen: Callable[[nn.Parameter], bool] = lambda parameter: True,
 ) -> None:
     """Give the ``chosen`` meta parameters of ``module`` memory on ``device`` and the start values that wrap makes."""
+    names, held = {id(parameter): name for name, parameter in module.named_parameters()}, held_storages(module)
     made: dict[int, nn.Parameter] = {}  # a tied parameter is made once
+    places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for owner in module.modules():
-        for name, parameter in list(owner._parameters.items()):
+        for name, parameter in owner._parameters.items():
             if parameter is None or not parameter.is_meta or not chosen(parameter):
                 continue
             if id(parameter) not in made:
-                values = values_of(parameter, device).to(dtype)
+                full_name = vars(parameter).get(_NAME, names[id(parameter)])
+                values = start_value(unquantised(parameter), full_name, device, held).to(dtype)
                 made[id(parameter)] = (
                     nn.Parameter(values, requires_grad=parameter.requires_grad)
                     if is_managed(parameter)
                     else quantised(parameter, values)
                 )
-            owner._parameters[name] = made[id(parameter)]
+            places.append((owner, name, made[id(parameter)]))
+    for owner, name, parameter in places:
+        owner._parameters[name] = parameter
 
 
 def shape_blocks(blocks: Sequence[nn.Module], *, compile: bool, checkpointed: Sequence[bool]) -> None:

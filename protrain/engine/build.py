@@ -211,7 +211,7 @@ def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) ->
         if buffer.is_meta:
             raise ValueError(
                 f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
-                "model under `with protrain.empty_parameters():`, which keeps buffers"
+                "model under `with protrain.empty_parameters():`, which keeps buffers that follow from no parameter"
             )
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # a parameter and its replacement, by id of the former
     for module in model.modules():

@@ -181,7 +181,7 @@ class ProTrainStrategy(Processes, DDPStrategy):
             "dtype": dtype_of(self.precision_plugin.precision),
             "accumulation": _most_batches(trainer),
         }
-        with empty_parameters():  # conversions of parameters without data are recorded
+        with empty_parameters():  # in which parameters without memory can be converted
             self._steps = _Steps(self.precision_plugin.convert_module(module))
         if self._example_batch is None:
             trainer.num_sanity_val_steps = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.engine.states.materialise import _fingerprint
 from tests.distributed.pool import RankError, on_ranks
-from tests.distributed.test_bits import make
+from tests.distributed.test_bits import config, make, transformers
 
 
 def start(rank: int, build: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -41,10 +42,11 @@ def seeded_by_rank(rank: int) -> nn.Module:
     return model
 
 
-def empty(rank: int) -> nn.Module:
-    torch.manual_seed(5)
+def empty(rank: int, family: str = "llama") -> nn.Module:
+    torch.manual_seed(5 + rank)
     with protrain.empty_parameters():
-        return make("llama")
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config(family))
+    return model
 
 
 @pytest.mark.slow
@@ -57,12 +59,14 @@ def test_the_values_of_the_first_rank() -> None:
 
 
 @pytest.mark.slow
-def test_empty_parameters_are_made_alike() -> None:
-    (_, mine), (_, theirs) = on_ranks(2, start, empty)
-    expected = make("llama").state_dict()
-    for name, value in expected.items():
-        assert torch.equal(mine[name], theirs[name]), name
-        assert mine[name].shape == value.shape
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first(family: str) -> None:
+    (_, mine), (_, theirs) = on_ranks(2, start, partial(empty, family=family))
+    _, alone = start(0, partial(empty, family=family))
+    assert alone.keys() == mine.keys() == theirs.keys()
+    for name, value in alone.items():
+        assert torch.equal(mine[name], value), name
+        assert torch.equal(theirs[name], value), name
 
 
 class Fourier(nn.Module):

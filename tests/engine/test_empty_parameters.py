@@ -1,23 +1,18 @@
-"""A model built under empty_parameters has, once wrapped, what its construction made of it: compared bit for bit."""
+"""A model built under empty_parameters starts with what its initialisers make, the same under every plan."""
 
 from __future__ import annotations
 
-import copy
 import math
-import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Linear, init
-from torch.nn.utils import parametrizations
 
 import protrain
-from tests.engine.harness import CKPT, NONE, Spec, adamw, seeded, wrap_under
-from tests.engine.plainly_built import build_both
+from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, seeded, wrap_under
 
 CPU = torch.device("cpu")
 TIGHT, LOOSE = Spec("none", "least", (CKPT,)), Spec("all", "all", (NONE,))
@@ -27,7 +22,7 @@ BATCH = (torch.ones(2, 8),)
 class Model(nn.Module):
     """Three blocks, and a part that is there to be initialised."""
 
-    def __init__(self, fill: Callable[[Any], None]) -> None:
+    def __init__(self, fill: Callable[[Any], None] = lambda part: None) -> None:
         super().__init__()
         self.part: Any = nn.Module()
         fill(self.part)
@@ -39,352 +34,297 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def state_when_wrapped(model: nn.Module, spec: Spec, batch: Any = BATCH) -> dict[str, Tensor]:
+def built(make: Callable[[], nn.Module], *, seed: int = 0, **options: Any) -> Any:
+    with seeded(seed), protrain.empty_parameters(**options):
+        return make()
+
+
+def start_of(model: nn.Module, spec: Spec = TIGHT, batch: Any = BATCH) -> dict[str, Tensor]:
+    """The values of ``model`` once it is wrapped."""
     wrapped, _ = wrap_under(spec, model, adamw(model), batch, device=CPU)
     return {name: value.clone() for name, value in wrapped.state_dict().items()}
 
 
-def check_built_alike(make: Callable[[], nn.Module], batch: Any = BATCH, *, rounding: float = 0.0) -> None:
-    """Under a tight and a loose plan, every value is the plainly built model's, but for ``rounding``."""
-    for spec in (TIGHT, LOOSE):
-        empty, plain = build_both(make)
-        assert [(n, p.shape, p.dtype, p.requires_grad) for n, p in empty.named_parameters()] == [
-            (n, p.shape, p.dtype, p.requires_grad) for n, p in plain.named_parameters()
-        ]
-        found = state_when_wrapped(empty, spec, batch)
-        assert found.keys() == plain.state_dict().keys()
-        for name, value in plain.state_dict().items():
-            expected = value.float() if value.is_floating_point() else value  # what is trained in fp32
-            torch.testing.assert_close(found[name], expected, rtol=rounding, atol=rounding, msg=f"{name} under {spec}")
+def starts(make: Callable[[], nn.Module], batch: Any = BATCH, **options: Any) -> dict[str, Tensor]:
+    """The values of a model once it is wrapped, which must be the same under a tight and a loose plan."""
+    found = start_of(built(make, **options), TIGHT, batch)
+    assert_same(found, start_of(built(make, **options), LOOSE, batch))
+    return found
 
 
-def adapter(part: Any) -> None:
-    part.down, part.up = nn.Parameter(torch.zeros(2, 8)), nn.Parameter(torch.zeros(8, 2))
-    init.kaiming_uniform_(part.down, a=math.sqrt(5))
+def part_of(fill: Callable[[Any], None], **options: Any) -> dict[str, Tensor]:
+    """The values of the part that ``fill`` fills."""
+    found = starts(lambda: Model(fill), **options)
+    return {name.removeprefix("part."): value for name, value in found.items() if name.startswith("part.")}
 
 
-def gates_that_start_closed(part: Any) -> None:
-    part.modulation = nn.Sequential(nn.SiLU(), Linear(8, 48))
-    init.constant_(part.modulation[-1].weight, 0)
-    init.zeros_(part.modulation[-1].bias)
-    part.scale = nn.Parameter(1e-4 * torch.ones(8))
+def is_uniform(value: Tensor, bound: float) -> bool:
+    return bool(0.5 * bound < value.abs().max() <= bound)
 
 
-def drawn_and_scaled(part: Any) -> None:
-    part.position = nn.Parameter(torch.randn(5, 8) * 0.02)
-    part.layers = nn.ModuleList(Linear(8, 8) for _ in range(2))
-    for depth, layer in enumerate(part.layers):
-        layer.weight.data.div_(math.sqrt(2.0 * (depth + 1)))
+def test_values_follow_from_seed_and_name_alone() -> None:
+    def another(part: Any) -> None:
+        part.before = Linear(8, 8)
+
+    found, again, other = starts(Model), starts(Model), starts(Model, seed=1)
+    assert_same(found, again)
+    with_more = starts(lambda: Model(another))
+    for name, value in found.items():
+        assert is_uniform(value, 8**-0.5)
+        assert torch.equal(value, with_more[name]), "whatever else is made"
+        assert not torch.equal(value, other[name])
+    assert len({value.view(-1)[0].item() for value in found.values()}) == 6, "no two are alike"
 
 
-def momentum_encoder(part: Any) -> None:
-    part.q, part.k, part.also = (nn.Sequential(Linear(8, 4), nn.BatchNorm1d(4)) for _ in range(3))
-    part.k.load_state_dict(part.q.state_dict())
-    part.k.requires_grad_(False)
-    for source, target in zip(part.q.parameters(), part.also.parameters(), strict=True):
-        target.data.copy_(source.data)
+def test_making_values_leaves_the_generator_alone() -> None:
+    model = built(Model)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    start_of(model)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
-def normed_weights(part: Any) -> None:
-    part.old = nn.utils.weight_norm(Linear(8, 4))
-    part.new = parametrizations.weight_norm(Linear(8, 4))
-    part.spectral = parametrizations.spectral_norm(Linear(8, 4))
-
-
-def tables(part: Any) -> None:
-    part.a_log = nn.Parameter(torch.log(torch.arange(1, 5, dtype=torch.float32).repeat(3, 1)))
-    step = torch.exp(torch.rand(8) * 3 - 7).clamp(min=1e-4)
-    part.projection = Linear(2, 8)
-    with torch.no_grad():
-        part.projection.bias.copy_(step + torch.log(-torch.expm1(-step)))
-    part.register_buffer("step", step)
-    part.decay = nn.Parameter(torch.linspace(0, 1, 6)[1:].flip(0))
-    part.rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
-    part.last = nn.Parameter(torch.full((3,), part.rates[-1]))
-
-
-def rows_and_slices(part: Any) -> None:
-    part.embedding = nn.Embedding(7, 4, padding_idx=2)
-    part.qkv = Linear(4, 12)
-    with torch.no_grad():
-        q, k, v = part.qkv.weight.chunk(3)
-        q.mul_(2)
-        k[:, :1] = 3
-        v.copy_(q)
-    part.gates = Linear(4, 8)
-    part.gates.bias.data[2:4].fill_(1)
-    part.gates.weight.data[torch.arange(8) % 2 == 0] = 5
-
-
-def init_functions(part: Any) -> None:
-    for name in ("xavier_uniform_", "kaiming_normal_", "trunc_normal_", "eye_", "ones_", "orthogonal_"):
-        setattr(part, name, nn.Parameter(torch.empty(6, 5)))
-        vars(init)[name](getattr(part, name))
-    part.dirac = init.dirac_(nn.Parameter(torch.empty(3, 4, 5)))
-    part.sparse = nn.Parameter(torch.empty(6, 5))
-    init.sparse_(part.sparse, 0.3)
-    part.narrow, part.tail = nn.Parameter(torch.empty(64, 64)), nn.Parameter(torch.empty(64, 64))
-    init.trunc_normal_(part.narrow, std=0.02, a=-0.02, b=0.02)
-    init.trunc_normal_(part.tail, a=2, b=3)
-
-
-def torch_layers(part: Any) -> None:
-    part.attention = nn.MultiheadAttention(8, 2)
-    part.recurrent = nn.LSTM(4, 4, bidirectional=True)
-    part.convolution, part.norm = nn.Conv2d(2, 3, 3), nn.GroupNorm(3, 3)
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    part.encoder = nn.TransformerEncoder(layer, 2)  # deep copies: alike in the beginning
-
-
-def replaced_data(part: Any) -> None:
-    part.a, part.b, part.c = Linear(4, 4), Linear(4, 4), Linear(4, 4)
-    part.b.weight.data = part.a.weight.data * 0.5 + 1
-    part.c.weight.data = torch.eye(4)
-    part.c.bias.data = torch.tensor([1.0, 2.0, 3.0, 4.0])
-    init.zeros_(part.a.bias)
-    part.copied = copy.deepcopy(nn.Sequential(part.a, part.b))
-
-
-def numbers_from_outside(part: Any) -> None:
-    table = np.arange(8, dtype=np.float32)
-    part.layer = Linear(4, 2)
-    part.layer.weight.data.copy_(torch.from_numpy(table).view(2, 4))
-    part.layer.bias.data = torch.from_numpy(table[:2]) * 3
-    table[:] = -1  # its owner goes on with it
-    part.temperature = nn.Parameter(torch.tensor(2.6592))
-    part.loaded = Linear(2, 2)
-    part.loaded.load_state_dict({"weight": torch.eye(2), "bias": torch.ones(2)})
-
-
-def tied(part: Any) -> None:
-    part.embedding, part.head = nn.Embedding(6, 4), Linear(4, 6, bias=False)
-    part.head.weight = part.embedding.weight
-    init.normal_(part.head.weight, std=0.1)
-    part.kept = weight = nn.Parameter(torch.empty(3))
-    part.again = weight
-    init.uniform_(weight)  # the object that the constructor made, not the one that the module has
-
-
-def cast_inside(part: Any) -> None:
-    part.short, part.moved = Linear(4, 4).half(), Linear(4, 4).to("cpu", torch.bfloat16)
-    part.narrow = Linear(4, 4, dtype=torch.bfloat16)
-    part.wide = nn.Parameter(part.narrow.weight.detach().float() + 1)
-    part.beside = nn.Parameter(torch.zeros(2, device=part.wide.device) + 1)
-
-
-def under_another_default_dtype(part: Any) -> None:
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        part.layer, part.drawn = Linear(4, 4), nn.Parameter(torch.randn(5) * 0.02)
-        part.log = nn.Parameter(torch.arange(1, 5).log())
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def masked(part: Any) -> None:
-    part.register_buffer("mask", torch.tril(torch.ones(4, 4)))
-    part.a, part.b = Linear(4, 4), Linear(4, 4)
-    part.a.weight.data *= part.mask
-    part.b.weight.data.masked_fill_(part.mask == 0, 1.5)
-    part.both = nn.Parameter(torch.cat([part.a.weight.detach(), torch.ones(1, 4)]))
-
-
-def buffers_from_parameters(part: Any) -> None:
-    part.layer = Linear(4, 4)
-    part.register_buffer("shadow", part.layer.weight.detach().clone() * 2)
-    part.register_buffer("filled", torch.zeros(4, 4))
-    part.filled[:2] = part.layer.weight.data[:2]
-    part.from_buffer = nn.Parameter(part.filled + 1)
-    drawn = torch.randn(3)
-    part.register_buffer("drawn", drawn)
-    part.same = nn.Parameter(drawn.clone())
-
-
-def seeded_again(part: Any) -> None:
-    torch.manual_seed(5)
-    part.a = Linear(4, 4)
-    torch.manual_seed(5)
-    part.b = Linear(4, 4)
-    generator = torch.Generator().manual_seed(3)
-    part.c = nn.Parameter(torch.randn(4, generator=generator))
-    part.d = nn.Parameter(torch.empty(4))
-    init.normal_(part.d, generator=generator)
-
-
-def from_singular_vectors(part: Any) -> None:
-    part.base = Linear(6, 4)
-    u, s, v = torch.linalg.svd(part.base.weight.data, full_matrices=False)
-    part.up, part.down = nn.Parameter(u[:, :2] * s[:2]), nn.Parameter(v[:2])
-    part.base.weight.data = part.base.weight.data - part.up @ part.down
-
-
-def parts_of_one_tensor(part: Any) -> None:
-    whole = torch.randn(10)
-    part.a, part.b = nn.Parameter(whole[2:5]), nn.Parameter(whole[4:8].view(2, 2).t())
-    whole.mul_(2)
-    part.turned = nn.Parameter(torch.randn(4, 3).t())
-    part.mapped = nn.Parameter(torch.vmap(lambda row: row.sin().cumsum(0))(part.turned.detach()))
-    part.numbers = nn.Parameter(torch.arange(3), requires_grad=False)
-    part.list = nn.ParameterList([nn.Parameter(torch.randn(2)), nn.Parameter(torch.ones(2))])
-
-
-PARTS = (
-    adapter,
-    gates_that_start_closed,
-    drawn_and_scaled,
-    momentum_encoder,
-    normed_weights,
-    tables,
-    rows_and_slices,
-    init_functions,
-    torch_layers,
-    replaced_data,
-    numbers_from_outside,
-    tied,
-    cast_inside,
-    under_another_default_dtype,
-    masked,
-    buffers_from_parameters,
-    seeded_again,
-    parts_of_one_tensor,
-)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-def test_every_value_is_what_the_constructor_made() -> None:
-    """One model has all of the parts, so that it is wrapped but twice; a failure names the part."""
-
-    def every(part: Any) -> None:
-        for fill in PARTS:
-            part.add_module(fill.__name__, nn.Module())
-            fill(part.get_submodule(fill.__name__))
-
-    check_built_alike(lambda: Model(every))
-
-
-def test_products_of_singular_vectors_are_what_the_constructor_made_but_for_rounding() -> None:
-    """Which strides singular vectors have, and so in which order products add, is not the same without values."""
-    check_built_alike(lambda: Model(from_singular_vectors), rounding=1e-6)
-
-
-def test_an_init_that_is_applied_afterwards_counts() -> None:
-    def start(module: nn.Module) -> None:
-        if isinstance(module, Linear):
-            init.trunc_normal_(module.weight, std=0.02)
-            init.zeros_(module.bias)
-
-    check_built_alike(lambda: Model(torch_layers).apply(start))
-
-
-def test_adapters_may_be_added_in_another_context() -> None:
-    with seeded(4), protrain.empty_parameters():
-        base = Model(adapter)
-    untouched = copy.deepcopy(base)
-    with seeded(5), protrain.empty_parameters():
-        adapter(base.blocks[1])
-        base.blocks[1].up.data[:2] = base.blocks[1].weight[:2, :2].detach()
-    found, expected = state_when_wrapped(base, TIGHT), state_when_wrapped(untouched, LOOSE)
-    for name, value in expected.items():
-        assert torch.equal(found[name], value)
-    assert torch.equal(found["blocks.1.up"][:2], expected["blocks.1.weight"][:2, :2])
-    assert not found["blocks.1.up"][2:].any()
-    assert 0 < found["blocks.1.down"].abs().max() <= (1 / 8) ** 0.5
-
-
-def test_tied_and_copied_values_are_equal_and_seeds_tell_models_apart() -> None:
-    with seeded(1), protrain.empty_parameters():
-        models = [Model(momentum_encoder), Model(tied)]
-    with seeded(1), protrain.empty_parameters():
-        again = Model(momentum_encoder)
-    with seeded(2), protrain.empty_parameters():
-        other = Model(momentum_encoder)
-    copied, same, different = (state_when_wrapped(model, TIGHT) for model in (models[0], again, other))
-    for name, value in copied.items():
-        assert torch.equal(value, same[name])
-        if "part.q.0" in name:
-            assert torch.equal(value, copied[name.replace(".q.", ".k.")])
-            assert torch.equal(value, copied[name.replace(".q.", ".also.")])
-            assert not torch.equal(value, different[name])
-    state_when_wrapped(models[1], TIGHT)
-    assert models[1].part.head.weight is models[1].part.embedding.weight
-    assert models[1].part.kept is models[1].part.again
-
-
-def test_random_values_are_distributed_as_plainly() -> None:
-    class Wide(Model):
-        def __init__(self) -> None:
-            super().__init__(lambda part: setattr(part, "wide", Linear(256, 256)))
-            self.drawn = nn.Parameter(torch.randn(256, 256) * 0.02)
-            self.cut = init.trunc_normal_(nn.Parameter(torch.empty(256, 256)), std=0.02, a=-0.04, b=0.04)
-
-    with protrain.empty_parameters():
-        model = Wide()
-    found = state_when_wrapped(model, TIGHT)
-    weight, bound = found["part.wide.weight"], 1 / 256**0.5
-    assert 0.99 * bound < weight.abs().max() <= bound
-    assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.02)
-    assert found["drawn"].std().item() == pytest.approx(0.02, rel=0.02)
-    assert found["cut"].abs().max() <= 0.04
-    assert found["cut"].std().item() == pytest.approx(Wide().cut.std().item(), rel=0.02)
-
-
-def test_what_a_constructor_computes_is_not_kept() -> None:
-    storages = []
-
+def test_layers_of_torch() -> None:
     def fill(part: Any) -> None:
-        drawn = torch.randn(64, 64)
-        storages.append(weakref.ref(drawn.untyped_storage()))
-        part.scaled = nn.Parameter(drawn * 0.02)
+        part.attention = nn.MultiheadAttention(8, 2)
+        part.recurrent = nn.LSTM(4, 4, bidirectional=True)
+        part.convolution, part.norm = nn.Conv2d(2, 3, 3), nn.BatchNorm1d(3)
+        part.embedding = nn.Embedding(7, 4, padding_idx=2)
 
+    found = part_of(fill)
+    assert is_uniform(found["attention.in_proj_weight"], (6 / 32) ** 0.5)
+    assert not found["attention.in_proj_bias"].any()
+    assert is_uniform(found["attention.out_proj.weight"], 8**-0.5)
+    assert not found["attention.out_proj.bias"].any(), "the attention sets the bias of this layer"
+    assert all(is_uniform(value, 0.5) for name, value in found.items() if name.startswith("recurrent."))
+    assert is_uniform(found["convolution.weight"], 18**-0.5)
+    assert (found["norm.weight"] == 1).all()
+    assert not found["norm.bias"].any()
+    assert (found["embedding.weight"].any(1) == torch.arange(7).ne(2)).all(), "the row of the padding is zero"
+
+
+class Gate(nn.Module):
+    """It sets its parameters itself, and one of a layer within it."""
+
+    def __init__(self, std: float = 0.5) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.empty(8)), Linear(8, 8)
+        self.cut, self.turned = nn.Parameter(torch.empty(64, 64)), nn.Parameter(torch.empty(6, 5))
+        self.reset_parameters(std, bias=3)
+
+    def reset_parameters(self, std: float, *, bias: int) -> None:
+        init.constant_(self.scale, 1e-4)
+        self.scale.data[:2] = 7
+        init.trunc_normal_(self.cut, std=std, a=-std, b=std)
+        init.orthogonal_(self.turned)
+        init.normal_(self.inner.weight, std=std)
+        self.inner.weight.data.div_(math.sqrt(4))
+        self.inner.bias.data.fill_(bias)
+
+
+def test_initialisers_are_called_with_the_arguments_that_they_had() -> None:
+    found = part_of(lambda part: part.add_module("gate", Gate(0.1)))
+    assert torch.equal(found["gate.scale"], torch.tensor([7.0, 7, *[1e-4] * 6]))
+    assert is_uniform(found["gate.cut"], 0.1)
+    turned = found["gate.turned"]
+    torch.testing.assert_close(turned.T @ turned, torch.eye(5))
+    assert found["gate.inner.weight"].std().item() == pytest.approx(0.05, rel=0.3)
+    assert (found["gate.inner.bias"] == 3).all()
+
+
+class Wide(Gate):
+    """A subclass that scales what the class above it sets."""
+
+    def reset_parameters(self, std: float, *, bias: int) -> None:
+        super().reset_parameters(2 * std, bias=bias)
+        self.scale.data.mul_(2)
+
+
+def test_a_method_that_calls_that_of_the_class_above() -> None:
+    found = part_of(lambda part: part.add_module("gate", Wide(0.1)))
+    assert torch.equal(found["gate.scale"], torch.tensor([14.0, 14, *[2e-4] * 6]))
+    assert is_uniform(found["gate.cut"], 0.2)
+
+
+class Titan(Model):
+    """As models of torchtitan: one call initialises all, with a scale for each depth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        for depth, block in enumerate(self.blocks):
+            init.normal_(block.weight, std=0.1 / 10**depth)
+            block.bias.fill_(depth)
+
+
+def test_a_model_that_initialises_all_of_itself() -> None:
+    found = starts(Titan)
+    for depth in range(3):
+        assert found[f"blocks.{depth}.weight"].std().item() == pytest.approx(0.1 / 10**depth, rel=0.3)
+        assert (found[f"blocks.{depth}.bias"] == depth).all()
+
+
+def to_small(module: nn.Module) -> None:
+    if isinstance(module, Linear | nn.MultiheadAttention):
+        for parameter in module.parameters(recurse=False):
+            init.uniform_(parameter, -0.01, 0.01)
+
+
+def of_constants(part: Any) -> None:
+    part.layer = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)  # deep copies
+    part.scaled = Linear(8, 8)
+    part.scaled.weight.data.mul_(9)
+
+
+def test_a_function_that_is_applied_counts_and_may_set_copies() -> None:
+    def make() -> nn.Module:
+        model = Model(of_constants)
+        for layer in model.part.layer.layers:
+            layer.norm1.reset_parameters()
+            layer.norm2.reset_parameters()
+        return model.apply(to_small)
+
+    found = starts(make)
+    assert all(is_uniform(value, 0.01) for name, value in found.items() if "norm" not in name and value.numel() > 32)
+    assert (found["part.layer.layers.1.norm1.weight"] == 1).all()
+
+
+class Constant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+        self.kept = nn.Parameter(torch.tensor([1.0, 2.0]))  # its values come from outside
+
+
+def test_init_sets_what_has_no_initialiser() -> None:
+    def set_gain(module: nn.Module) -> None:
+        if isinstance(module, Constant):
+            init.constant_(module.gain, 3)
+
+    found = part_of(lambda part: part.add_module("own", Constant()), init=set_gain)
+    assert (found["own.gain"] == 3).all()
+    assert torch.equal(found["own.kept"], torch.tensor([1.0, 2.0]))
+
+
+def test_tied_parameters_are_made_once_as_the_last_initialiser_says() -> None:
+    def fill(part: Any) -> None:
+        part.embedding, part.head = nn.Embedding(6, 4), Linear(4, 6, bias=False)
+        part.head.weight = part.embedding.weight
+        part.head.reset_parameters()
+
+    model = built(lambda: Model(fill))
+    found = start_of(model)
+    assert model.part.head.weight is model.part.embedding.weight
+    assert torch.equal(found["part.head.weight"], found["part.embedding.weight"])
+    assert is_uniform(found["part.head.weight"], 0.5)
+
+
+def test_initialisers_leave_alone_what_has_values() -> None:
+    """The batch norm sets its statistics along with its weight, and here a script has set them since."""
+    model = built(lambda: Model(lambda part: part.add_module("norm", nn.BatchNorm1d(3))))
+    model.part.norm.running_mean += 2
+    assert (start_of(model)["part.norm.running_mean"] == 2).all()
+
+
+def test_types_may_be_converted_inside() -> None:
+    def fill(part: Any) -> None:
+        part.short, part.long = Linear(4, 4).to(torch.bfloat16), Linear(4, 4, dtype=torch.bfloat16).float()
+        part.own = Gate().half()
+
+    model = built(lambda: Model(fill))
     with protrain.empty_parameters():
-        model = Model(fill)
-        assert [storage() for storage in storages] == [None]
-    assert all(parameter.is_meta for parameter in model.parameters())
+        model.part.own.bfloat16()
+    found = start_of(model)
+    assert torch.equal(found["part.short.weight"], found["part.short.weight"].bfloat16().float())
+    assert model.part.own.scale.dtype == torch.float32
+    assert (found["part.own.inner.bias"] == 3).all()
 
 
 def test_attributes_hooks_and_groups_survive() -> None:
     seen: list[Tensor] = []
 
-    def fill(part: Any) -> None:
-        weight: Any = nn.Parameter(torch.ones(8))
-        weight.no_decay = True
-        part.weight = weight
-        part.weight.register_post_accumulate_grad_hook(seen.append)
-
     class Used(Model):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * self.part.weight)
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+            weight: Any = self.norm.weight
+            weight.no_decay = True
+            weight.register_post_accumulate_grad_hook(seen.append)
 
-    with protrain.empty_parameters():
-        model = Used(fill)
-    kept = model.part.weight
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.norm.weight)
+
+    model = built(Used)
+    kept = model.norm.weight
     wrapped: Any
     wrapped, _ = wrap_under(TIGHT, model, adamw(model), BATCH, device=CPU)
-    assert wrapped.part.weight is kept
+    assert wrapped.norm.weight is kept
     assert kept.no_decay
     del seen[:]
     wrapped(*BATCH).backward()
     assert len(seen) == 1
 
 
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "num_key_value_heads": 2},
+    "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 8},
+    "gemma2": {**SMALL, "num_key_value_heads": 2, "head_dim": 8},
+    "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
+    "opt": {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "bert": {**SMALL, "is_decoder": True},  # its head has a tied bias, which transformers pads
+    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
 @pytest.mark.slow
-def test_adapters_of_peft_start_as_their_own_init_says() -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_transformers_start_as_they_say(family: str) -> None:
+    """Constants are those of plain construction, and random values have its mean and its deviation."""
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.arange(16).view(2, 8)
+    config = transformers.AutoConfig.for_model(family, use_cache=False, **FAMILIES[family])
+
+    def make() -> Any:
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+    found = starts(make, {"input_ids": tokens, "labels": tokens})
+    for name, expected in make().state_dict().items():
+        if expected.std() == 0 or name.endswith("A_log"):
+            assert torch.equal(found[name], expected), name
+        elif expected.numel() > 64:
+            deviation = expected.std().item()
+            assert found[name].std().item() == pytest.approx(deviation, rel=0.25), name
+            assert abs(found[name].mean() - expected.mean()) < 6 * deviation / expected.numel() ** 0.5, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "deviation"), [(True, 96**-0.5), ("gaussian", 0.5)])
+def test_adapters_start_as_peft_says(how: str | bool, deviation: float) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     tokens = torch.zeros(1, 4, dtype=torch.long)
 
-    def make(how: str | bool) -> nn.Module:
-        config = transformers.LlamaConfig(
-            vocab_size=32,
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            use_cache=False,
-        )
-        adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=how, use_dora=how is True)
-        model: nn.Module = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
-        return model
+    def make() -> nn.Module:
+        adapters = peft.LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"], init_lora_weights=how)
+        return peft.get_peft_model(transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), adapters)
 
-    for how in (True, "pissa"):
-        check_built_alike(lambda how=how: make(how), {"input_ids": tokens, "labels": tokens})  # type: ignore[misc]
+    found = starts(make, {"input_ids": tokens, "labels": tokens})
+    layer = "base_model.model.model.layers.1.self_attn.q_proj"
+    assert not found[f"{layer}.lora_B.default.weight"].any()
+    assert found[f"{layer}.lora_A.default.weight"].std().item() == pytest.approx(deviation, rel=0.2)
+    assert not found["base_model.model.model.embed_tokens.lora_embedding_A.default"].any()
+    plain = starts(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), {"input_ids": tokens})
+    assert torch.equal(found[f"{layer}.base_layer.weight"], plain["model.layers.1.self_attn.q_proj.weight"])
+
+
+def test_adapters_may_be_added_in_another_block() -> None:
+    model = built(Model)
+    with seeded(5), protrain.empty_parameters():
+        model.blocks[1].adapter = Gate()
+    found = start_of(model)
+    assert torch.equal(found["blocks.1.weight"], start_of(built(Model))["blocks.1.weight"])
+    assert (found["blocks.1.adapter.inner.bias"] == 3).all()

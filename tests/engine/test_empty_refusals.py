@@ -1,4 +1,4 @@
-"""Parameters whose values nobody recorded are refused by name; changes are recorded or refused, never lost."""
+"""Parameters that something else than an initialiser set are refused by name; changes are never lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import Linear, init
 
 import protrain
 from protrain.common.errors import MisuseError
-from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, seeded, wrap_under
+from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, wrap_under
 
 CPU = torch.device("cpu")
 TIGHT, LOOSE = Spec("none", "least", (CKPT,)), Spec("all", "all", (NONE,))
@@ -47,143 +47,213 @@ def fails_to_wrap(model: nn.Module, match: str) -> None:
 
 
 @torch.no_grad()
-def _a_row(model: Any) -> None:
-    model.blocks[1].weight[0] = 1
+def _a_row(block: Any) -> None:
+    block.weight[0] = 1
 
 
-def _all(model: Any) -> None:
-    model.blocks[1].apply(lambda module: init.zeros_(module.weight))
+def _all(block: Any) -> None:
+    init.zeros_(block.weight)
 
 
-def _its_data(model: Any) -> None:
-    model.blocks[1].weight.data.mul_(2)
+def _skipped_on_meta(block: Any) -> None:
+    init.orthogonal_(block.weight)
 
 
-def _a_part_of_its_data(model: Any) -> None:
-    model.blocks[1].weight.data[:2].zero_()
+def _skipped_data(block: Any) -> None:
+    init.trunc_normal_(block.weight.data, std=0.02)
+
+
+def _scaled(block: Any) -> None:
+    block.weight.data.mul_(2)
+
+
+def _constant(block: Any) -> None:
+    block.weight.data.fill_(3)
+
+
+def _a_part_of_its_data(block: Any) -> None:
+    block.weight.data[:2].zero_()
+
+
+def _copied(block: Any) -> None:
+    block.weight.data.copy_(Linear(8, 8).weight.data)
+
+
+def _into_out(block: Any) -> None:
+    with torch.no_grad():
+        torch.eye(8, out=block.weight)
+
+
+def _other_data(block: Any) -> None:
+    block.weight.data = torch.eye(8)
+
+
+def _data_of_itself(block: Any) -> None:
+    block.weight.data = block.weight.data * 2
+
+
+def _a_parameter_of_another(block: Any) -> None:
+    block.weight = nn.Parameter(Linear(8, 8).weight.detach() * 2)
+
+
+def _ones(block: Any) -> None:
+    block.weight = nn.Parameter(torch.ones(8, 8))
+
+
+def _never(block: Any) -> None:
+    block.weight = nn.Parameter(torch.empty(8, 8))
+
+
+def init_weights(block: Any) -> None:
+    """A function of this name is no method of a module."""
+    init.normal_(block.weight)
 
 
 @pytest.mark.filterwarnings("ignore:for .*weight. copying from a non-meta parameter")
-def _from_a_state(model: Any) -> None:
-    model.blocks[1].load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(8)})
+def _from_a_state(block: Any) -> None:
+    block.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(8)})
 
 
-CHANGES = (_a_row, _all, _its_data, _a_part_of_its_data, _from_a_state)
+WRITES = (_a_row, _all, _scaled, _constant, _a_part_of_its_data, _copied, _into_out, init_weights)
+UNSEEN = (_skipped_on_meta, _skipped_data)  # by the version of a parameter
+REPLACED = (_other_data, _data_of_itself)
+NEVER_SET = (_a_parameter_of_another, _ones, _never)
+
+
+@pytest.mark.parametrize("change", [*WRITES, *UNSEEN, *REPLACED], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("same_block", [True, False])
+def test_what_no_initialiser_set_is_refused_by_name_and_place(change: Callable[[Any], None], same_block: bool) -> None:
+    with protrain.empty_parameters():
+        model = Blocks()
+        if same_block:
+            change(model.blocks[1])
+    if not same_block:
+        with protrain.empty_parameters():
+            change(model.blocks[1])
+    place = rf"test_empty_refusals\.py, line \d+ \({change.__name__}\)"
+    fails_to_wrap(model, rf"parameter blocks\.1\.weight was set by {place}, which is no initialiser.*: pass weights=")
+
+
+@pytest.mark.parametrize("change", NEVER_SET, ids=lambda change: change.__name__)
+def test_what_no_initialiser_ever_set_is_refused_by_name(change: Callable[[Any], None]) -> None:
+    with protrain.empty_parameters():
+        model = Blocks()
+        change(model.blocks[1])
+    fails_to_wrap(model, r"parameter blocks\.1\.weight was set by no initialiser.*: pass weights=")
+
+
+def test_an_initialiser_that_sets_all_of_it_again_makes_up_for_a_change() -> None:
+    with protrain.empty_parameters():
+        model = Blocks()
+        _constant(model.blocks[1])
+        model.blocks[1].reset_parameters()
+    assert_same(dict(wrap(model)[0].state_dict()), dict(wrap(empty())[0].state_dict()))
+
+
+def test_a_change_of_a_part_by_an_initialiser_does_not() -> None:
+    with protrain.empty_parameters():
+        model = Blocks()
+        _constant(model.blocks[1])
+        model.apply(lambda module: _a_row(module) if isinstance(module, Linear) else None)
+    fails_to_wrap(model, r"parameter blocks\.1\.weight was set by .*\(_constant\)")
 
 
 @pytest.mark.filterwarnings("ignore:for .*. copying from a non-meta parameter")
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_after_the_context_are_refused_by_name(change: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("change", WRITES, ids=lambda change: change.__name__)
+def test_changes_after_the_block_are_refused_by_name(change: Callable[[Any], None]) -> None:
     model = empty()
-    change(model)
-    fails_to_wrap(model, r"parameter blocks\.1\.weight was changed after it had been built under .* do that inside")
-    with pytest.raises(ValueError, match=r"parameter Linear\.weight was changed after it had been built"):
-        copy.deepcopy(model)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_the_same_changes_in_another_context_are_recorded(change: Callable[[Any], None]) -> None:
-    with seeded(3):
-        model = empty()
-    untouched = copy.deepcopy(model)
+    change(model.blocks[1])
+    fails_to_wrap(model, r"parameter blocks\.1\.weight was changed after the block .* pass weights=")
     with protrain.empty_parameters():
-        change(model)
-    expected = {name: value.clone() for name, value in wrap(untouched)[0].state_dict().items()}
-    plain = Blocks()
-    plain.load_state_dict(expected)
-    change(plain)
-    for spec in (TIGHT, LOOSE):
-        again = copy.deepcopy(model)
-        wrapped, _ = wrap_under(spec, again, adamw(again), BATCH, device=CPU)
-        assert_same(dict(wrapped.state_dict()), dict(plain.state_dict()), where=str(spec))
+        _a_row(model.blocks[1])  # which does not hide it
+        model.blocks[2].reset_parameters()
+    fails_to_wrap(model, r"parameter blocks\.1\.weight was set by ")
 
 
-def test_other_data_after_the_context_is_refused_at_once() -> None:
+def test_other_data_after_the_block_is_refused_at_once() -> None:
     model = empty()
-    with pytest.raises(MisuseError, match=r"parameter Linear\.weight was built under protrain\.empty_parameters"):
+    with pytest.raises(MisuseError, match=r"built under protrain\.empty_parameters.* do that inside"):
         model.blocks[0].weight.data = torch.ones(8, 8)
-    with pytest.raises(MisuseError, match=r"parameter Linear\.weight .* do that inside `with protrain"):
+    with pytest.raises(MisuseError, match=r"do that inside `with protrain"):
         model.to(torch.bfloat16)
     model.float()  # which changes nothing
     wrap(model)
 
 
-def test_a_copy_of_an_empty_model_has_its_values() -> None:
+def test_copies_are_refused_by_name() -> None:
     model = empty()
-    target = copy.deepcopy(model)
-    assert target.blocks[0].weight is not model.blocks[0].weight
-    assert_same(dict(wrap(target)[0].state_dict()), dict(wrap(model)[0].state_dict()))
+    fails_to_wrap(copy.deepcopy(model), r"parameter blocks\.0\.weight was set by copy\.deepcopy\(\)")
+    with protrain.empty_parameters():
+        model.blocks[1] = copy.deepcopy(model.blocks[0])
+    fails_to_wrap(model, r"parameter blocks\.1\.weight was set by copy\.deepcopy\(\)")
 
 
 def test_a_model_on_the_meta_device_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = Blocks()
     fails_to_wrap(model, r"parameter blocks\.0\.weight is on the meta device.*protrain\.empty_parameters\(\).*weights=")
-    with protrain.empty_parameters(), torch.device("meta"):
-        model = Blocks()  # asked for there, so that libraries leave out what would initialise it
-    fails_to_wrap(model, r"parameter blocks\.0\.weight is on the meta device")
     model = empty()
     model.blocks[1].adapter = Linear(8, 8, bias=False, device="meta")  # as it is made beside a weight that is there
     fails_to_wrap(model, r"parameter blocks\.1\.adapter\.weight is on the meta device")
 
 
-def test_a_model_on_the_meta_device_takes_weights(tmp_path: Path) -> None:
+def test_a_model_whose_parameters_have_no_start_takes_weights(tmp_path: Path) -> None:
     safetensors_torch = pytest.importorskip("safetensors.torch")
     source = Blocks()
     safetensors_torch.save_file(source.state_dict(), tmp_path / "model.safetensors")
     for spec in (TIGHT, LOOSE):
         with torch.device("meta"):
+            on_meta = Blocks()
+        with protrain.empty_parameters():
+            changed = Blocks()
+            _constant(changed.blocks[1])
+        for model in (on_meta, changed):
+            wrapped, _ = wrap_under(spec, model, adamw(model), BATCH, device=CPU, weights=tmp_path)
+            assert_same(dict(wrapped.state_dict()), source.state_dict())
+
+
+class Copying(nn.Module):
+    """Its initialiser makes one parameter of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.empty(8)), nn.Parameter(torch.empty(8))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        init.normal_(self.a)
+        with torch.no_grad():
+            self.b.copy_(self.a)
+
+
+class Once(nn.Module):
+    """Its initialiser does nothing when it is called again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.is_done = nn.Parameter(torch.empty(8)), False
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if not self.is_done:
+            init.normal_(self.weight)
+        self.is_done = True
+
+
+def test_an_initialiser_that_cannot_be_called_again_is_named() -> None:
+    for kind, words in ((Copying, r"b: Copying\.reset_parameters does not run for it alone"), (Once, "weight is left")):
+        with protrain.empty_parameters():
             model = Blocks()
-        wrapped, _ = wrap_under(spec, model, adamw(model), BATCH, device=CPU, weights=tmp_path)
-        assert_same(dict(wrapped.state_dict()), source.state_dict())
+            model.blocks[2].odd = kind()
+        fails_to_wrap(model, rf"parameter blocks\.2\.odd\.{words}.*: pass weights=")
+        assert all(parameter.is_meta for parameter in model.blocks[2].odd.parameters())
 
 
-def test_parameters_that_are_never_initialised_are_refused_by_name() -> None:
+def test_a_buffer_that_is_computed_from_a_parameter_is_refused_by_name() -> None:
     with protrain.empty_parameters():
         model = Blocks()
-        model.blocks[2].odd = nn.Parameter(torch.empty(8))
-    fails_to_wrap(model, r"parameter blocks\.2\.odd is left without values by its constructor: initialise it inside")
-
-
-def test_what_comes_from_the_meta_device_is_refused_where_it_is_used() -> None:
-    with torch.device("meta"):
-        other = Linear(8, 8)
-    with protrain.empty_parameters():
-        model = Blocks()
-        with pytest.raises(ValueError, match=r"writes Linear\.weight with a tensor on the meta device"):
-            model.blocks[0].weight.data.copy_(other.weight.data)
-
-
-READS: dict[str, Callable[[Tensor], Any]] = {
-    "item": lambda weight: weight.sum().item(),
-    "float": lambda weight: float(weight[0, 0]),
-    "if": lambda weight: 1 if (weight > 0).any() else 0,
-    "tolist": lambda weight: weight.tolist(),
-    "numpy": lambda weight: weight.detach().numpy(),
-    "mask": lambda weight: weight[weight > 0],
-    "nonzero": lambda weight: torch.nonzero(weight),
-    "equal": lambda weight: torch.equal(weight, weight),
-    "unique": lambda weight: torch.unique(weight),
-    "format": lambda weight: f"{weight[0, 0]:.2f}",
-    "buffer": lambda weight: torch.zeros(8, 8).copy_(weight.detach()).tolist(),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_what_depends_on_values_is_an_error_that_names_the_parameter(read: Callable[[Tensor], Any]) -> None:
-    with protrain.empty_parameters():
-        model = Blocks()
-        with pytest.raises(ValueError, match=r"needs the value of Linear\.weight, .* build the model outside it"):
-            read(model.blocks[0].weight)
-
-
-def test_writing_a_value_to_a_tensor_from_outside_is_an_error() -> None:
-    outside = torch.zeros(8, 8)
-    with protrain.empty_parameters():
-        model = Blocks()
-        with pytest.raises(ValueError, match=r"writes the value of a parameter into a tensor that was made outside"):
-            outside.copy_(model.blocks[0].weight.detach())
+        model.register_buffer("shadow", model.blocks[0].weight.detach().clone())
+    fails_to_wrap(model, r"buffer shadow is on the meta device")
 
 
 def test_an_error_inside_leaves_torch_as_it_was() -> None:
@@ -198,6 +268,14 @@ def test_an_error_inside_leaves_torch_as_it_was() -> None:
     assert not copy.deepcopy(Linear(2, 2)).weight.is_meta
 
 
+def test_parameters_with_values_keep_them_inside() -> None:
+    plain = Blocks()
+    expected = {name: value.clone() for name, value in plain.state_dict().items()}
+    with protrain.empty_parameters():
+        plain.blocks[0].weight = plain.blocks[0].weight
+    assert_same(dict(plain.state_dict()), expected)
+
+
 def test_wrapping_inside_is_refused() -> None:
     with protrain.empty_parameters():
         model = Blocks()
@@ -205,11 +283,11 @@ def test_wrapping_inside_is_refused() -> None:
     wrap(model)
 
 
-def test_contexts_nest() -> None:
+def test_blocks_nest() -> None:
     with protrain.empty_parameters():
-        with protrain.empty_parameters():
+        with protrain.empty_parameters(init=lambda module: init.ones_(module.bias)):  # type: ignore[arg-type]
             inner = Blocks()
         outer = Blocks()
     assert all(parameter.is_meta for model in (inner, outer) for parameter in model.parameters())
-    wrap(inner)
-    wrap(outer)
+    assert (wrap(inner)[0].state_dict()["blocks.0.bias"] == 1).all()
+    assert not (wrap(outer)[0].state_dict()["blocks.0.bias"] == 1).any()

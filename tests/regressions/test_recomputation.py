@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -255,15 +254,3 @@ def test_a_batch_for_which_there_is_no_memory_is_refused_with_what_is_missing() 
         optimizer.step()
         found.append(left(model, optimizer))
     assert_same(*found)
-
-
-@both_plans
-def test_warnings_of_a_call_name_the_line_of_the_script(plan: str) -> None:
-    """Warnings of calls of the model name the line of the script that makes the call, and no line of ProTrain."""
-    model, _ = wrapped(plan, device_memory="4GiB")
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        vars(model)["gradient_checkpointing"] = True
-        model(rows()).square().mean().backward()
-    assert given
-    assert all(each.filename == __file__ for each in given), [str(each) for each in given]

@@ -1,90 +1,117 @@
-"""Models that are built without memory: their parameters have a record of their construction in place of values."""
+"""Models that are built without memory for their parameters, and what sets these meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import is_managed
-from protrain.engine.states.construction import is_empty, record_of, replay, view_of
-from protrain.engine.states.recorder import AsOnCpu, Recorder, unwatched
+from protrain.common.trees import tensors_in
+from protrain.engine.states.initialisers import (
+    REMEDY,
+    Start,
+    exchange,
+    initialise,
+    missing_start,
+    note_write,
+    parameter_of,
+    set_start,
+    share_writes,
+    start_of,
+    storage_of,
+    written_by,
+)
+from protrain.forward.dispatch import RuntimeMode
 
-_VERSION = "protrain_version"  # attribute of an empty tensor: its version when recording ended
-_EMPTY = "protrain_empty"  # attribute of a tensor with memory: the empty tensor that replaced it
-_INSIDE = "inside `with protrain.empty_parameters():`, which records it, or after protrain.wrap"
+_INSIDE = "protrain_inside"  # attribute of a storage that was made inside of a block
+_RAW: Any = torch.Tensor
+_SET_DATA, _IS_META = _RAW.data.__set__, _RAW.is_meta.__get__
+_META = torch.device("meta")
+_aten: Any = torch.ops.aten
+_deepcopy = nn.Parameter.__deepcopy__
 
 
 class EmptyParameter(nn.Parameter):
-    """A parameter on the meta device whose values follow from a record, and recording has ended.
+    """A parameter on the meta device after the block in which it was built."""
 
-    A later write to it would be lost, so its version is checked, and ``check_recorded`` refuses the write.
-    """
-
-    def _refuse_data(self, value: Tensor) -> None:
+    def _set_data(self, value: Tensor) -> None:
         if value is self:  # as in `model.float()` when there is nothing to convert
             return
-        record = record_of(self)
-        raise MisuseError(
-            f"parameter {record.name if record is not None else ''} was built under protrain.empty_parameters(), so it "
-            f"has no data to replace: do that {_INSIDE}"
-        )
+        if _active is None:
+            raise MisuseError(
+                "a parameter that was built under protrain.empty_parameters() has no data to replace: do that inside "
+                "`with protrain.empty_parameters():`, or after protrain.wrap"
+            )
+        _active.replace(self, value)
 
     # The data is what `detach` returns, so that a change of it counts as a change of the parameter.
-    data: Any = property(lambda parameter: parameter.detach(), _refuse_data)
+    data: Any = property(lambda parameter: parameter.detach(), _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        with empty_parameters():
-            assert _active is not None
-            _active.reopen(self)
-            return nn.Parameter.__deepcopy__(self, memo)
+        return _copied(self, memo)
 
 
-_active: _Construction | None = None
+def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+    """A deep copy without a start value: as it has another name it would get another one than the original."""
+    copied: Any = _deepcopy(parameter, memo)
+    if start_of(parameter) is not None and start_of(copied) is None:
+        start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
+        set_start(copied, start)
+    return copied
+
+
+_active: _Watch | None = None
 
 
 @contextmanager
-def empty_parameters() -> Iterator[None]:
-    """Models that are built inside take no memory for their parameters, and train as if they had been built plainly.
+def empty_parameters(*, init: Callable[[nn.Module], object] | None = None) -> Iterator[None]:
+    """Models that are built inside take no memory for their parameters.
 
-    The operations that make the values of each parameter are recorded: those of its module's constructor, of later
-    calls such as ``model.apply(init)``, and of copies and computations from other parameters. ``protrain.wrap``
-    replays them for one parameter at a time, where the values are needed, or loads weights with ``weights=``. After the
-    ``with`` block parameters are on the meta device. Buffers have values, except those computed from parameters. A
-    parameter whose values were made outside (a tensor that was loaded, a numpy array) has them at once.
+    They are on the meta device until ``protrain.wrap`` gives each the value from ``weights=``, or else the one that its
+    initialisers make: ``reset_parameters`` of its module, ``_init_weights`` of transformers, what peft initialises its
+    adapters by, the model's own ``init_weights``, or a function that ``model.apply`` or ``init`` is given. They are
+    called again, with the arguments that they had, for one parameter at a time. Buffers have values at once, and so
+    have parameters whose values were made outside.
 
-    Constants, and values that are computed from other parameters, are exactly those of a model that is built plainly.
-    Random numbers have the same distribution but other values: every random operation draws one number from the
-    generator that it would have used (``torch.manual_seed`` seeds it), and uses that number as its own seed. So the
-    values are the same under every plan. On a GPU they differ from those on the CPU.
+    Random values follow from the seed of ``torch.manual_seed`` and the name of the parameter, so that they are the same
+    under every plan and on any number of ranks. They have the same distribution as those of a model that is built
+    plainly with that seed, but are others. On a GPU they differ from those on the CPU.
 
-    Raises:
-        ValueError: inside, when code needs the value of a parameter (``.item()``, ``if weight.any():``).
+    Without ``weights=`` a parameter that anything else has set is an error of ``wrap``: one that is scaled or filled
+    after it was initialised, that is copied, or a constant that only ``nn.Parameter(torch.ones(n))`` says.
+
+    Args:
+        init: is called with every module that was given parameters inside, at the end of the block, in the order of
+            their first parameters. It is given here, because here the model is built: whoever makes the values later
+            needs not know of it.
     """
     global _active
-    if _active is not None:
-        yield
-        return
-    construction = _Construction()
-    _active = construction
+    watch, is_outer = _active or _Watch(), _active is None
+    known, _active = len(watch.owners), watch
     try:
-        with construction.watched():
+        with watch.watching() if is_outer else nullcontext():
             yield
+            for module in list(watch.owners.values())[known:]:
+                if init is not None:
+                    initialise(module, init)
     finally:
-        _active = None
-        construction.close()
+        if is_outer:
+            _active = None
 
 
-def check_recorded(model: nn.Module, *, loaded: bool) -> None:
-    """ValueError if a parameter of ``model`` has neither values nor a record of them.
+def check_start_values(model: nn.Module, *, loaded: bool) -> None:
+    """ValueError if a parameter of ``model`` has no start value.
 
     Args:
         model: the model that is to be wrapped.
-        loaded: whether its parameters are loaded from files, so that they need neither.
+        loaded: whether its parameters are loaded from files, so that they need none.
     """
     if _active is not None:
         raise ValueError(
@@ -92,165 +119,109 @@ def check_recorded(model: nn.Module, *, loaded: bool) -> None:
         )
     if loaded:
         return
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        record = record_of(tensor)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        what = f"parameter {name}" if is_parameter else f"buffer {name}"
-        if record is None:
-            if tensor.is_meta and is_parameter:
-                raise ValueError(
-                    f"{what} is on the meta device, so it has no values: build it under `with "
-                    "protrain.empty_parameters():`, which records them, or pass weights="
-                )
-        elif record.empty:
-            _refuse_change(what, tensor)
-            if record.last is None and tensor.numel():
-                raise ValueError(
-                    f"{what} is left without values by its constructor: initialise it inside `with "
-                    "protrain.empty_parameters():`, or pass weights="
-                )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta and (why := missing_start(parameter)):
+            raise ValueError(f"parameter {name} {why}: {REMEDY}")
 
 
-def fill_buffers(model: nn.Module, device: torch.device) -> None:
-    """Give the buffers of ``model`` that were computed from empty parameters their values, on the CPU.
-
-    They are computed on ``device``, as the values of parameters are.
-    """
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and is_empty(buffer):
-                if id(buffer) not in made:
-                    made[id(buffer)] = values_of(buffer, device).cpu()
-                module._buffers[name] = made[id(buffer)]
-
-
-def values_of(tensor: Tensor, device: torch.device) -> Tensor:
-    """The values of ``tensor`` according to its record, made on ``device`` and in its dtype."""
-    record = record_of(tensor)
-    assert record is not None
-    return replay(view_of(tensor, record), device)
-
-
-class _Construction:
-    """The parameters and buffers that are built inside one ``empty_parameters``."""
+class _Watch(RuntimeMode):
+    """Empties the parameters of one block, and notes who sets them."""
 
     def __init__(self) -> None:
-        self._recorder = Recorder()
-        self._parameters: list[nn.Parameter] = []  # the empty ones
-        self._buffers: list[tuple[nn.Module, str]] = []
+        super().__init__()
+        self.owners: dict[int, nn.Module] = {}  # of parameters that were registered inside
+        self._noted: dict[int, nn.Parameter] = {}  # whose start may have changed inside
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Record all operations inside."""
+    def watching(self) -> Iterator[None]:
+        """Watch what happens inside."""
         module: Any = nn.Module
-        init: Any = nn.init
-        register_parameter, register_buffer = module.register_parameter, module.register_buffer
-        deepcopy, truncated = nn.Parameter.__deepcopy__, init._no_grad_trunc_normal_
+        parameters: Any = nn.Parameter
+        register = module.register_parameter
 
-        def empty_parameter(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            register_parameter(owner, name, self._emptied(param, f"{type(owner).__name__}.{name}"))
+        def register_empty(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None:
+                self._empty(param)
+                self.owners.setdefault(id(owner), owner)
+            register(owner, name, param)
 
-        def noted_buffer(owner: nn.Module, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-            register_buffer(owner, name, tensor, persistent)
-            self._buffers.append((owner, name))
-
-        def deep_copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
-            found = deepcopy(parameter, memo)
-            self._parameters.append(found)
-            return found
-
-        def trunc_normal_(
-            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: torch.Generator | None = None
-        ) -> Tensor:
-            # It draws until all values are within bounds, so that its operations depend on values: record it as one.
-            return self._recorder.call(truncated, tensor, mean, std, a, b, generator=generator)
-
-        with ExitStack() as stack:
-            for owner, name, value in (
-                (module, "register_parameter", empty_parameter),
-                (module, "register_buffer", noted_buffer),
-                (nn.Parameter, "__deepcopy__", deep_copied),
-                (init, "_no_grad_trunc_normal_", trunc_normal_),
-            ):
-                stack.callback(setattr, owner, name, getattr(owner, name))
-                setattr(owner, name, value)
-            stack.enter_context(self._recorder)
-            stack.enter_context(AsOnCpu(self._recorder, self.reopen))
-            yield
-
-    def reopen(self, tensor: Tensor) -> None:
-        """Continue to record ``tensor``, if it is a parameter that was built in an earlier context.
-
-        Raises:
-            ValueError: it was changed in between.
-        """
-        if isinstance(tensor, EmptyParameter):
-            record = record_of(tensor)
-            _refuse_change(f"parameter {record.name if record is not None else ''}", tensor)
-            tensor.__class__ = nn.Parameter  # type: ignore[assignment]
-            self._parameters.append(tensor)
-
-    def close(self) -> None:
-        """Stop recording. Tensors without values are on the meta device afterwards."""
-        for owner, name in self._buffers:
-            buffer = owner._buffers.get(name)
-            if buffer is not None and is_empty(buffer):
-                if not buffer.is_meta:
-                    buffer = vars(buffer).setdefault(_EMPTY, self._recorder.empty(buffer))
-                owner._buffers[name] = buffer
-                vars(buffer)[_VERSION] = buffer._version
-        for parameter in self._parameters:
-            if is_empty(parameter):
-                vars(parameter)[_VERSION] = parameter._version
-                if type(parameter) is nn.Parameter:
+        module.register_parameter, parameters.__deepcopy__ = register_empty, _copied
+        try:
+            with self, _Unseen(self):
+                yield
+        finally:
+            module.register_parameter, parameters.__deepcopy__ = register, _deepcopy
+            for parameter in self._noted.values():
+                if (start := start_of(parameter)) is not None:
+                    start.version = parameter._version
                     parameter.__class__ = EmptyParameter
-        self._recorder.close()
 
-    def _emptied(self, parameter: nn.Parameter | None, name: str) -> nn.Parameter | None:
-        """The parameter to register in place of ``parameter``, which is itself if its values were made outside."""
-        with unwatched():
-            if type(parameter) is not nn.Parameter or not is_managed(parameter):
-                return parameter  # another class may have more than values
-            record = record_of(parameter)
-            if record is None:
-                return parameter
-            record.name = record.name or name
-            if parameter.is_meta:
-                record.empty = True
-                self._parameters.append(parameter)
-                return parameter
-            if _EMPTY not in vars(parameter):
-                empty = nn.Parameter(self._recorder.empty(parameter), requires_grad=parameter.requires_grad)
-                vars(empty).update(vars(parameter))
-                _keep_hooks(empty, parameter)
-                vars(parameter)[_EMPTY] = empty
-                self._parameters.append(empty)
-            found: nn.Parameter = vars(parameter)[_EMPTY]
-            return found
+    def _empty(self, parameter: nn.Parameter) -> None:
+        """Take the memory of ``parameter``, unless its values were made outside."""
+        if type(parameter) is not nn.Parameter or not is_managed(parameter) or parameter_of(parameter) is parameter:
+            return  # another class may have more than values, and a tied parameter has a start already
+        if not parameter.is_meta:
+            if _INSIDE not in vars(parameter.untyped_storage()):
+                return
+            exchange(parameter, nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad))
+        set_start(parameter, Start(torch.initial_seed(), parameter.dtype))
+        self._noted[id(parameter)] = parameter
+
+    def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
+        """Let ``parameter``, which has no memory, have the shape and the type of ``value``."""
+        if parameter_of(value) is not parameter or value.shape != parameter.shape:  # it is no conversion
+            self.note(parameter, whole=True)
+        with torch._C.DisableTorchFunction():
+            _SET_DATA(parameter, torch.empty_like(value, device=_META))
+        share_writes(parameter, parameter)
+
+    def note(self, tensor: Tensor, *, whole: bool) -> None:
+        """Note that ``tensor`` is about to be set, ``whole`` or in part, if it is a parameter without memory."""
+        parameter, start = parameter_of(tensor), start_of(tensor)
+        if parameter is None or start is None:
+            return
+        if start.version is not None and start.version != parameter._version:
+            start.set_by = "code between two blocks of protrain.empty_parameters()"
+        start.version, start.dtype = None, parameter.dtype  # the version is set at the end of the block
+        self._noted[id(parameter)] = parameter
+        note_write(start, whole=whole and tensor.numel() == parameter.numel())
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``. Note what it writes, and which storages it makes."""
+        kwargs = kwargs or {}
+        for tensor, overwritten in written_by(func, args, kwargs):
+            self.note(tensor, whole=overwritten)
+        result = func(*args, **kwargs)
+        schema = getattr(func, "_schema", None)
+        if schema is not None and all(made.alias_info is None for made in schema.returns):
+            for tensor in tensors_in(result):
+                if (storage := storage_of(tensor)) is not None:
+                    vars(storage)[_INSIDE] = True
+            # A parameter may become its copy in another type, or in transformers one that is padded by nothing.
+            is_copy = func is _aten._to_copy.default or (func is _aten.constant_pad_nd.default and not any(args[1]))
+            if is_copy and (parameter := parameter_of(args[0])) is not None:
+                share_writes(result, parameter)
+        return result
 
 
-def _refuse_change(what: str, tensor: Tensor) -> None:
-    if tensor._version != vars(tensor).get(_VERSION, tensor._version):
-        raise ValueError(
-            f"{what} was changed after it had been built under protrain.empty_parameters(), and it has no values that "
-            f"could change: do that {_INSIDE}"
-        )
+class _Unseen(TorchFunctionMode):
+    """Notes what is no operation: new data of a parameter, and what ``torch.nn.init`` leaves out on the meta device.
 
-
-def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
-    """Give ``parameter``, which is empty, the data of ``other``. It stays the same object with its hooks.
-
-    ``torch.utils.swap_tensors`` would refuse parameters to which modules such as ``nn.LSTM`` have weak references.
+    Its functions that do so set the whole tensor, and ask for its device first.
     """
-    parameter.__class__ = nn.Parameter
-    vars(parameter).pop(_VERSION, None)
-    _keep_hooks(other, parameter)
-    torch._C._swap_tensor_impl(parameter, other)
 
+    def __init__(self, watch: _Watch) -> None:
+        super().__init__()
+        self._watch = watch
 
-def _keep_hooks(target: Any, source: Any) -> None:
-    """Let ``target`` share the hooks of ``source``. The handles of hooks remove them from both."""
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (hooks := getattr(source, kind)) is not None:
-            setattr(target, kind, hooks)
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``, and note what follows if it is that question, or what it does if it replaces the data."""
+        if func == _SET_DATA and start_of(args[0]) is not None:
+            return self._watch.replace(args[0], args[1])
+        if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
+            self._watch.note(args[0], whole=True)
+        return func(*args, **(kwargs or {}))

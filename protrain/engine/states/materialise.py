@@ -1,4 +1,4 @@
-"""Weights into chunks: from a model in memory, from safetensors, or from the record of their construction.
+"""Weights into chunks: from a model in memory, from safetensors, or from the initialisers of the model.
 
 What stays outside of chunks, such as buffers, begins with the values of the first rank, as weights do.
 
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from protrain.common.parameters import is_managed, kept_beside, made_of
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.construction import is_empty
-from protrain.engine.states.empty import exchange, values_of
+from protrain.engine.states.initialisers import exchange, held_storages, start_of, start_value
 from protrain.engine.states.parameter_state import write_master, write_weight
 from protrain.engine.states.stored_tensors import reading
 from protrain.engine.states.weight_files import unmanaged, weight_sources
@@ -37,12 +36,15 @@ def fill(
 ) -> None:
     """Give every member its value, and free the parameter's own memory as soon as it is copied.
 
+    Parameters without memory stay so until all have their values, so that no initialiser can read what is in a chunk.
+
     ``show`` is called with the name of each parameter and the share of elements that are done.
 
     Raises:
         ValueError: a weight file is missing or does not match.
     """
     done, total = 0, sum(member.numel for member in members)
+    without_memory: list[Member] = []
 
     def write_and_free(member: Member, value: Tensor) -> None:
         nonlocal done
@@ -50,18 +52,28 @@ def fill(
             write_weight(member, value)
         else:
             write_master(member, value)
-        _drop(member)
+        if member.parameter.is_meta:
+            without_memory.append(member)
+        else:
+            _drop(member)
         done += member.numel
         show(member.name, done / total)
 
     remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
-    others = _other_than_first(remaining)
-    for member in remaining:
-        value = values_of(member.parameter, device) if is_empty(member.parameter) else member.parameter.data
+    others, held = _other_than_first(remaining), held_storages(model)
+    # Those that initialisers make come first, while what the others hold is still there.
+    for member in sorted(remaining, key=lambda member: start_of(member.parameter) is None):
+        if start_of(member.parameter) is None:
+            held.clear()  # it would keep the memory that is to be freed
+            value = member.parameter.data
+        else:
+            value = start_value(member.parameter, member.name, device, held)
         if member.index in others:
             value = value.detach().to("cpu", copy=True).contiguous()
             member.chunk.ranks.broadcast(value, f"the start values of {member.name}")
         write_and_free(member, value)
+    for member in without_memory:
+        _drop(member)
 
 
 def _load(
@@ -93,12 +105,16 @@ def _other_than_first(members: list[Member]) -> set[int]:
     """The members whose start values on any rank are not those of the first rank, which all ranks then take.
 
     Models that several processes build may come from several seeds. Those that were read from the same files are alike,
-    so that nothing needs to be sent.
+    so that nothing needs to be sent. Of those without values the seeds become those of the first rank.
     """
     if not members or not members[0].chunk.ranks.several:
         return set()
-    made = [member for member in members if not is_empty(member.parameter)]
-    differ = _differ([member.parameter.data for member in made], members[0].chunk.ranks)
+    ranks = members[0].chunk.ranks
+    starts = [start for member in members if (start := start_of(member.parameter)) is not None]
+    for start, seed in zip(starts, ranks.of_first([start.seed for start in starts], "the seeds"), strict=True):
+        start.seed = seed
+    made = [member for member in members if start_of(member.parameter) is None]
+    differ = _differ([member.parameter.data for member in made], ranks)
     return {member.index for member, does in zip(made, differ, strict=True) if does}
 
 

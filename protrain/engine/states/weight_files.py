@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from protrain.common.adapters import adapter_names, base_name, copied_names, within_peft
 from protrain.common.parameters import is_managed
 from protrain.common.warned import warn_user
-from protrain.engine.states.construction import Record, is_empty, read_records, record_of
 from protrain.engine.states.conversions import Conversions
+from protrain.engine.states.initialisers import missing_start
 from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
 
@@ -114,45 +114,21 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
     ]
     if missing:
         besides = f"; it holds {_listed(unused)}, which the model has no place for" if unused else ""
+        if missing[0] in added and (first := model.get_parameter(missing[0])).is_meta:
+            besides += (
+                f". It {missing_start(first)}: build the model with its weights, as from_pretrained does, before an "
+                "adapter that is computed from them, and leave out weights="
+            )
         raise ValueError(
             f"weights: {folder} lacks {len(missing)} of {len(names.managed)} parameters, among them "
             f"{missing[0]}{besides}"
         )
-    _refuse_computed(model, found, [name for name in names.managed if name not in found])
     return WeightSources(sources=sources, repeated=repeated, unused=unused)
 
 
-def _refuse_computed(model: nn.Module, found: Iterable[str], kept: list[str]) -> None:
-    """Raise a ValueError if a parameter in ``kept`` is made of the values that one in ``found`` had before its file's.
-
-    Adapters of peft that begin as part of the weight beside them are such: DoRA, PiSSA and OLoRA.
-    """
-    parameters = dict(model.named_parameters())
-    used_by = {name: _parameters_read(parameters[name]) for name in kept}
-    if not any(used_by.values()):
-        return
-    loaded = {record: name for name in found if name in parameters for record in _parameters_read(parameters[name])}
-    for name, used in used_by.items():
-        sources = [loaded[record] for record in used if record in loaded]
-        if sources:
-            raise ValueError(
-                f"weights: {name} is computed from {min(sources)}, whose values come from the files and were others "
-                "when the model was built: build the model with its weights, as from_pretrained does, before "
-                "what is computed from them, and leave out weights="
-            )
-
-
-def _parameters_read(parameter: nn.Parameter) -> set[Record]:
-    """The records of the parameters, past ones too, from which the values of an empty ``parameter`` are made."""
-    record = record_of(parameter)
-    if record is None or not record.empty:
-        return set()
-    return {other for other in {record, *read_records(record)} if other.name}
-
-
 def _has_values(parameter: nn.Parameter) -> bool:
-    """Whether the model itself has the values of ``parameter``, or the record of how they are made."""
-    return is_empty(parameter) or not (parameter.is_meta or has_moved(parameter))
+    """Whether the model itself has the value of ``parameter``, or initialisers that make it."""
+    return not (missing_start(parameter) if parameter.is_meta else has_moved(parameter))
 
 
 def check_weights(model: nn.Module, folder: Path) -> None:

@@ -1,0 +1,261 @@
+"""The start value of a parameter without memory: its initialisers are called again when the value is needed.
+
+A model that is built under ``protrain.empty_parameters`` has no values. Of each parameter it is known which calls of
+initialisers set it, and with which arguments. These calls are made again, while this parameter alone has memory.
+
+[Note: initialisers] An initialiser is a method of a module by which libraries set start values: ``reset_parameters`` as
+torch's layers have it, ``_init_weights`` of transformers, ``reset_lora_parameters`` and its like of peft,
+``init_weights`` of a model; or a function that ``model.apply`` or ``empty_parameters(init=...)`` is given. Nothing is
+known of how other code would make a value again, so a parameter that such code set last has no start value.
+
+[Note: keyed by name] Random numbers are seeded by the seed that ``torch.manual_seed`` had set when the parameter was
+built, and by the parameter's name. Initialisers draw nothing for other parameters meanwhile. So the value is the same
+whenever it is made, by whichever rank, and whatever else is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+import sys
+import weakref
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from protrain.common.adapters import base_name
+from protrain.common.trees import tensors_in
+from protrain.forward.dispatch import RuntimeMode
+
+_PARAMETER = "protrain_parameter"  # attribute of a storage: a weak reference to the parameter without memory
+_START = "protrain_start"  # attribute of a parameter without memory
+_METHODS = re.compile(r"_?reset_(\w+_)?parameters\w*|_?init_weights")
+_FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+_aten: Any = torch.ops.aten
+_OVERWRITES = frozenset((_aten.copy_, _aten.fill_, _aten.zero_))  # as do those that draw random numbers
+REMEDY = (
+    "pass weights=, set it by reset_parameters() of its module or by model.apply(function) inside `with "
+    "protrain.empty_parameters():`, or build the model outside of that block"
+)
+
+
+@dataclass(eq=False)
+class Start:
+    """What is known of the start value of a parameter without memory."""
+
+    seed: int  # [Note: keyed by name]
+    dtype: torch.dtype  # in which initialisers set it, before the model was converted
+    calls: list[partial[Any]] = field(default_factory=list)  # of initialisers, since one of them set all of it
+    set_by: str = ""  # code that is no initialiser and has set it since then
+    version: int | None = None  # of the parameter when the last block ended; None inside of the first
+
+
+def start_of(tensor: Tensor) -> Start | None:
+    """The start of the parameter without memory that ``tensor`` is, or of which it is a view. None if it has memory."""
+    parameter = parameter_of(tensor)
+    return None if parameter is None else vars(parameter).get(_START)
+
+
+def parameter_of(tensor: Tensor) -> nn.Parameter | None:
+    """The parameter without memory that ``tensor`` is, or of which it is a view or a copy in another type."""
+    storage = storage_of(tensor)
+    reference = None if storage is None or not tensor.is_meta else vars(storage).get(_PARAMETER)
+    return None if reference is None else reference()
+
+
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of ``tensor``. It is None for a wrapper around other tensors, and for one that is not strided."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):  # as inside torch.vmap
+        return None
+    is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return tensor.untyped_storage() if is_plain else None
+
+
+def set_start(parameter: nn.Parameter, start: Start) -> None:
+    """Let ``start`` be that of ``parameter``, which is on the meta device."""
+    vars(parameter)[_START] = start
+    share_writes(parameter, parameter)
+
+
+def share_writes(tensor: Tensor, parameter: nn.Parameter) -> None:
+    """Let a write to the storage of ``tensor`` count as one to ``parameter``, if it does not to another one."""
+    vars(tensor.untyped_storage()).setdefault(_PARAMETER, weakref.ref(parameter))
+
+
+def note_write(start: Start, *, whole: bool) -> None:
+    """Note who sets the parameter of ``start`` now, by the frames of Python.
+
+    ``whole`` says whether nothing of its earlier value can remain.
+    """
+    call = _call_in_progress()
+    if call is None:
+        places = (frame for frame in _frames() if not frame.f_code.co_filename.startswith(_FOLDERS))
+        frame = next(places, sys._getframe())
+        start.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
+        return
+    if whole:
+        start.calls, start.set_by = [], ""
+    if not start.calls or _identity(start.calls[-1]) != _identity(call):
+        start.calls.append(call)
+
+
+def initialise(self: nn.Module, fn: Callable[[nn.Module], object]) -> None:
+    """Call ``fn`` for a module. The arguments have the names that those of ``nn.Module.apply`` have."""
+    fn(self)
+
+
+_APPLYING = nn.Module.apply.__code__, initialise.__code__
+
+
+def missing_start(parameter: nn.Parameter) -> str:
+    """Why ``parameter``, which is on the meta device, has no start value. It is empty if it has one."""
+    start = start_of(parameter)
+    if start is None:
+        return "is on the meta device and was not built under protrain.empty_parameters()"
+    if start.version != parameter._version:
+        return "was changed after the block of protrain.empty_parameters() in which it was built"
+    if start.set_by:
+        return f"was set by {start.set_by}, which is no initialiser that could be called again"
+    if not start.calls and parameter.numel():
+        return "was set by no initialiser, such as a reset_parameters() of its module"
+    return ""
+
+
+def held_storages(model: nn.Module) -> dict[int, torch.UntypedStorage]:
+    """The storages of the parameters and buffers of ``model`` that have values, by what tells them apart."""
+    storages = (storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return {storage._cdata: storage for storage in storages if storage is not None}
+
+
+def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: Container[int]) -> Tensor:
+    """The start value of ``parameter``, which is on the meta device and has memory only while its initialisers run.
+
+    Args:
+        parameter: as it was built under ``protrain.empty_parameters``.
+        name: its name in the model, from which random numbers follow: [Note: keyed by name].
+        device: where the value is made.
+        held: storages that initialisers, which set all of a module, are to leave as they are.
+
+    Raises:
+        ValueError: its initialisers do not make it, which is only known when they run.
+    """
+    start, kind, dtype = start_of(parameter), type(parameter), parameter.dtype
+    assert start is not None
+    nothing = torch.full_like(parameter, float("nan"), dtype=start.dtype, device=device, requires_grad=False)
+    other: Any = nn.Parameter(nothing)
+    called = " and ".join(getattr(call.func, "__qualname__", repr(call.func)) for call in start.calls)
+    parameter.__class__ = nn.Parameter  # initialisers may also replace its data
+    torch._C._swap_tensor_impl(parameter, other)
+    try:
+        with _seeded(f"{start.seed} {base_name(name)}", device), torch.no_grad(), _Keep(held):
+            for call in start.calls:
+                call()
+        value = parameter.detach().to(device, dtype)
+    except Exception as error:
+        raise ValueError(f"parameter {name}: {called} does not run for it alone ({error}): {REMEDY}") from error
+    finally:
+        torch._C._swap_tensor_impl(parameter, other)
+        parameter.__class__ = kind
+    if value.sum().isnan():
+        raise ValueError(f"parameter {name} is left without a value by {called} when called again: {REMEDY}")
+    return value
+
+
+class _Keep(RuntimeMode):
+    """Leaves out what would write to any of some storages."""
+
+    def __init__(self, storages: Container[int]) -> None:
+        super().__init__()
+        self._storages = storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, unless it writes there."""
+        written = [tensor for tensor, _ in written_by(func, args, kwargs or {})]
+        if any(getattr(storage_of(tensor), "_cdata", None) in self._storages for tensor in written):
+            return written[0] if func._schema.returns else None
+        return func(*args, **(kwargs or {}))
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors that the operator ``func`` writes, each with whether nothing of its values can remain."""
+    schema = getattr(func, "_schema", None)
+    for position, argument in enumerate(schema.arguments if schema is not None else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            draws = torch.Tag.nondeterministic_seeded in func.tags
+            overwrites = draws or argument.is_out or func.overloadpacket in _OVERWRITES
+            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(argument.name)):
+                yield tensor, overwrites
+
+
+@contextmanager
+def _seeded(key: str, device: torch.device) -> Iterator[None]:
+    """Seed the random generators of the CPU and of ``device`` inside, and restore their states afterwards."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
+
+
+def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
+    """Give ``parameter`` the data of ``other``. It stays the same object with its hooks, and has no start any more.
+
+    ``torch.utils.swap_tensors`` would refuse parameters to which modules such as ``nn.LSTM`` have weak references.
+    """
+    parameter.__class__ = nn.Parameter
+    vars(parameter).pop(_START, None)
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):  # shared, so that handles remove them from both
+        if (hooks := getattr(parameter, kind)) is not None:
+            setattr(other, kind, hooks)
+    torch._C._swap_tensor_impl(parameter, other)
+
+
+def _call_in_progress() -> partial[Any] | None:
+    """The innermost call of an initialiser that runs now. Where a method calls its like above it, it is the outer."""
+    found: partial[Any] | None = None
+    for frame in _frames():
+        call = _call_of(frame)
+        if found is not None and call is not None and (call.func != found.func or frame.f_code in _APPLYING):
+            break
+        found = call or found
+    return found
+
+
+def _call_of(frame: FrameType) -> partial[Any] | None:
+    """The call of an initialiser that ``frame`` is. None if it is another call."""
+    code, values = frame.f_code, frame.f_locals
+    if code in _APPLYING:
+        return partial(values["fn"], values["self"])
+    owner = values.get(code.co_varnames[0]) if code.co_argcount and _METHODS.fullmatch(code.co_name) else None
+    methods = (vars(kind).get(code.co_name) for kind in type(owner).__mro__ if isinstance(owner, nn.Module))
+    if not any(getattr(inspect.unwrap(method), "__code__", None) is code for method in methods if method is not None):
+        return None  # also a function of such a name
+    names, rest, keywords, _ = inspect.getargvalues(frame)
+    args = [*(values[name] for name in names[1 : code.co_argcount]), *(values[rest] if rest else ())]
+    kwargs = {name: values[name] for name in names[code.co_argcount :]} | (values[keywords] if keywords else {})
+    return partial(getattr(owner, code.co_name), *args, **kwargs)
+
+
+def _identity(call: partial[Any]) -> tuple[Any, list[int]]:
+    """What two calls share if they are the same."""
+    return call.func, [id(each) for each in (*call.args, *call.keywords.values())]
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
