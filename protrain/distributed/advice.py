@@ -109,7 +109,8 @@ def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) 
             return
         handle.remove()
         drops = module.training and any(map(_drops, module.modules()))
-        own = _checksum((args, kwargs)), _generator_state(device) if drops else None
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        own = _checksum((args, kwargs)), state.numpy().tobytes() if drops else None
         batches, states = zip(*ranks.all_values(own, "the first forward of the training"), strict=True)
         if ranks.rank == 0:
             _warn(batches, states)
@@ -130,17 +131,11 @@ def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
             "torch.manual_seed(seed + rank) after protrain.wrap",
         ),
     ):
-        if (same := _alike(values)) is not None:
-            warn_user(f"ranks {same[0]} and {same[1]} {what}")
-
-
-def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:
-    """The first two ranks with the same value, leaving out None."""
-    first: dict[Hashable, int] = {}
-    for rank, value in enumerate(values):
-        if value is not None and first.setdefault(value, rank) != rank:
-            return first[value], rank
-    return None
+        # The first two ranks with the same value.
+        for other, value in enumerate(values):
+            if value is not None and value in values[:other]:
+                warn_user(f"ranks {values.index(value)} and {other} {what}")
+                break
 
 
 def _checksum(batch: Any) -> int | None:
@@ -159,8 +154,3 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-
-
-def _generator_state(device: torch.device) -> bytes:
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.numpy().tobytes()
