@@ -115,15 +115,10 @@ class Ranks:
             self.raised(error, where)
             raise
 
-    @property
-    def trail(self) -> tuple[int, int]:
-        """Stands for all that this rank has done with the others: the same on all ranks that are in step."""
-        return self.watch.trail
-
     def refuse_out_of_step(self, trails: Sequence[Sequence[int]]) -> None:
-        """MisuseError on every rank if their ``trails`` differ, which all of them know."""
+        """MisuseError on every rank if their ``trails`` differ, those of their watches, which all of them know."""
         if any(trail != trails[0] for trail in trails):
-            difference = first_difference(dict(enumerate(self.all_values(self.watch.notes))))
+            difference = first_difference(dict(enumerate(self.all_values(list(self.watch.notes)))))
             self.watch.refuse(difference or "the ranks have been out of step for long: start them anew")
         self.watch.agreed()
 

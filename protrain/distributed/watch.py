@@ -49,11 +49,9 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from protrain.common.errors import MisuseError
 from protrain.common.warned import warn_user
@@ -124,8 +122,8 @@ class Watch:
         self._trains = threading.get_ident()  # the thread that does
         self._number = 0
         self._agreed = 0  # a number that all ranks have come to in step
-        self._notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)
-        self._trail = 0
+        self.notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)  # the last since all ranks agreed
+        self.trail = 0, 0  # the number of notes, and a hash of them all: the same on all ranks that are in step
         self._peers = {other: State() for other in range(size) if other != rank}
         self._raised: Raised | None = None
         self._ended = False
@@ -147,9 +145,9 @@ class Watch:
         """This rank is about to do ``what``, which all ranks do next. MisuseError if they are out of step."""
         if self.decided is not None:
             self.refuse(self.decided)
-        self._trail = zlib.crc32(f"{what}, {size_bytes}".encode(), self._trail)
         number = self._number + 1
-        self._notes.append((number, what, size_bytes))
+        self.trail = number, zlib.crc32(f"{what}, {size_bytes}".encode(), self.trail[1])
+        self.notes.append((number, what, size_bytes))
         self._number = number
 
     def is_gone(self, rank: int) -> bool:
@@ -163,20 +161,10 @@ class Watch:
         while is_other and self._passes < passes + 2 and monotonic() < end:
             sleep(_LISTEN_S / 10)
 
-    @property
-    def trail(self) -> tuple[int, int]:
-        """The number of notes so far, and a hash of them all: the same on all ranks that are in step."""
-        return self._number, self._trail
-
-    @property
-    def notes(self) -> Notes:
-        """The last notes since all ranks agreed."""
-        return list(self._notes)
-
     def agreed(self) -> None:
         """All ranks have come to the last note in step: neither notes nor errors until then part them."""
         self._agreed, self._raised = self._number, None
-        self._notes.clear()
+        self.notes.clear()
 
     def wait(self, work: dist.Work, *, timeout_s: float = math.inf, absent: str = "") -> None:
         """Wait for ``work`` of the last note. MisuseError if the ranks are out of step, or others do not come.
@@ -235,9 +223,12 @@ class Watch:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
         if isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
             self.settle()  # torch itself only knows that a rank is gone from a collective
-            raised = [(rank, peer.raised) for rank, peer in self._peers.items() if peer.raised is not None]
-            told = [f"rank {rank} has raised an exception{each.place}: {each.error or '?'}" for rank, each in raised]
-            for reason in [self.decided] if self.decided is not None else told:
+            told = (
+                f"rank {rank} has raised an exception{peer.raised.place}: {peer.raised.error or '?'}"
+                for rank, peer in self._peers.items()
+                if peer.raised is not None and peer.raised.number >= self._agreed
+            )
+            for reason in told if self.decided is None else [self.decided]:
                 error.add_note(f"The ranks are out of step: {reason}")
         known = self._raised or Raised(-1, "", "", 0)
         is_told = known.number == self._number  # of a failed backward autograd tells before or after its error is known
@@ -283,7 +274,7 @@ class Watch:
         )
 
     def _place(self, number: int) -> str:
-        return next((what for noted, what, _ in self.notes if noted == number), "a later collective")
+        return next((what for noted, what, _ in list(self.notes) if noted == number), "a later collective")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
@@ -309,7 +300,7 @@ class Watch:
             state = State(self._number, self._raised, self._ended, self.decided, self._call)
             if state != told and (paused or state[1:] != told[1:]):
                 told = state
-                self._links.send([*state[:5], [each for each in self.notes if each[0] <= state.number]])
+                self._links.send([*state[:5], [each for each in list(self.notes) if each[0] <= state.number]])
             self._judge(compares=ticks)
             self._passes += 1
 
@@ -329,7 +320,7 @@ class Watch:
     def _judge(self, *, compares: bool) -> None:
         """Decide who is to blame, if anyone is."""
         if compares:
-            notes = {rank: peer.notes for rank, peer in self._peers.items()} | {self._rank: self.notes}
+            notes = {rank: peer.notes for rank, peer in self._peers.items()} | {self._rank: list(self.notes)}
             before, self._suspected = self._suspected, first_difference(notes)
             if before is not None and before == self._suspected:  # all ranks had a tick to tell their notes
                 self._decide(before)
@@ -343,10 +334,10 @@ class Watch:
         raised, own = peer.raised if peer.raised is not None and peer.raised.number == number else None, self._raised
         if self._number > number:
             here = f"while rank {self._rank} went on to {self._place(number + 1)}"
-        elif peer.ended and self._number == number and waited_s > CAUGHT_S:
-            here = f"while rank {self._rank} waits in {self._place(number)}"
         elif peer.ended and self._call is not None and (peer.gone or raised is not None):
             here = f"while rank {self._rank} is in torch.distributed.{self._call[0]}()"
+        elif peer.ended and self._number == number and waited_s > CAUGHT_S:
+            here = f"while rank {self._rank} waits in {self._place(number)}"
         else:
             return None
         # This rank may have raised as often, and caught it as the other may.
@@ -411,9 +402,11 @@ def _is_done(work: dist.Work) -> bool:
 
 def _script_call(thread: int) -> Call | None:
     """The collective of the script that ``thread`` is in, of those that no rank leaves before all have come."""
-    frames = [frame for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))]
-    calls = [each for each in frames if each.f_code.co_filename == distributed_c10d.__file__]
-    calls = [each for each in calls if each.f_code.co_name.startswith(_OF_ALL)]
+    calls = [
+        frame
+        for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and frame.f_code.co_name.startswith(_OF_ALL)
+    ]
     # A collective may be made of others: the outermost is that which the script has called.
     if not calls or calls[-1].f_locals.get("group") not in (None, dist.group.WORLD):
         return None
@@ -481,9 +474,7 @@ def _end_all_the_same() -> None:
         signal.alarm(_END_S)
 
 
-def _report_uncaught(
-    before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
+def _report_uncaught(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Let all watches hear of an exception that ends the process."""
     for watch in list(_watches):
         watch.raised(error)

@@ -94,7 +94,7 @@ class ShardedGradients(Gradients):
     def combine(self, settings: Callable[[], Settings]) -> None:
         late = self.members[min(self._waiting)].name if self._waiting else ""
         requests = self._ranks.requests
-        value = (self._ranks.trail, settings(), late, bytes(self.present), requests.received)
+        value = (self._ranks.watch.trail, settings(), late, bytes(self.present), requests.received)
         every = self._ranks.all_values(value, "the end of a backward")
         self._ranks.refuse_out_of_step([trail for trail, *_ in every])
         refuse_late([late for _, _, late, *_ in every])
