@@ -142,10 +142,9 @@ def _checksum(batch: Any) -> int | None:
     """A hash of all dense tensors in ``batch``. None: there are none."""
     found: int | None = None
     for name, tensor in named_tensors(batch):
-        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-            continue
-        found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
-        found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
+            found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
 
 

@@ -70,7 +70,7 @@ class Aside:
     def _come(self, key: str, rank: int) -> Any:
         """What ``rank`` puts into the store as ``key``, once it has done so."""
         while True:
-            is_gone = self._watch.is_gone(rank)  # before the look at what it may have left
+            is_gone = rank != self.rank and self._watch.peers[rank].gone  # before the look at what it may have left
             if self._store.check([key]):
                 return self._store.get(key)
             if is_gone or self._watch.decided is not None:
@@ -118,9 +118,7 @@ def generate_together(model: nn.Module, ranks: Ranks) -> None:
     transformers does so with ``synced_gpus=True``, which is passed now in any case, because Trainer passes False. It
     would ask all processes of the default group whether they are done. Here it asks ``ranks``, with their watcher.
     """
-    if not ranks.several:
-        return
-    found: Iterable[Any] = model.modules()
+    found: Iterable[Any] = model.modules() if ranks.several else ()
     for module in found:
         if hasattr(module, "_has_unfinished_sequences"):
             vars(module).update(

@@ -85,9 +85,8 @@ def refuse_shared_gpu(ranks: Ranks, device: torch.device) -> None:
 
     Without this, NCCL would refuse it late, or both ranks would run out of memory.
     """
-    own = None
-    if device.type == "cuda":
-        own = f"GPU-{torch.cuda.get_device_properties(device).uuid}", socket.gethostname()
+    has_gpu = device.type == "cuda"
+    own = (f"GPU-{torch.cuda.get_device_properties(device).uuid}", socket.gethostname()) if has_gpu else None
     gpus = ranks.all_values(own, "the GPU of each rank")
     for rank, gpu in enumerate(gpus):
         if gpu is not None and gpu in gpus[:rank]:

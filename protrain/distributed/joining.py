@@ -82,8 +82,8 @@ def start_group() -> None:
             )
     rank, timeout = int(os.environ["RANK"]), dist.default_pg_timeout
     # torchrun may give processes that it starts again the store of before, which tells of processes that are dead.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", _store(rank, timeout))
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(attempt, _store(rank, timeout))
     communicators = Communicators(rank, range(size), store, timeout)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     start = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size)
@@ -141,9 +141,8 @@ def refuse_others(ranks: Ranks, processes: int) -> None:
 
 def announced_processes() -> int:
     """The number of processes that train: of the default group, or that the environment announces (torchrun)."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size()
-    return announced("WORLD_SIZE", 1)
+    has_group = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if has_group else announced("WORLD_SIZE", 1)
 
 
 def own_store() -> Any:
@@ -190,13 +189,12 @@ def announced_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]  # such as 4(x2),2
     found = re.findall(r"(\d+)(\(x(\d+)\))?", counts)
     per_node = [int(count) for count, _, times in found for _ in range(int(times or 1))]
-    node = int(environment.get("SLURM_NODEID", "0"))
     step = int(environment.get("SLURM_JOB_ID", "0")) * 31 + int(environment["SLURM_STEP_ID"])
     variables = {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(per_node[node]),
+        "LOCAL_WORLD_SIZE": str(per_node[int(environment.get("SLURM_NODEID", "0"))]),
         "MASTER_ADDR": "127.0.0.1" if len(per_node) == 1 else _first_node(environment),
         "MASTER_PORT": str(_FIRST_PORT + step % _PORTS),
     }

@@ -46,8 +46,9 @@ class Links:
         self._rank_of = dict[Connection, int]()  # who has said something in a connection, or was called
         self._line = json.dumps((rank, [])).encode()  # the last message, which begins each new connection
         dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
+        self._server = socket.create_server(
+            ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, backlog=size, dualstack_ipv6=dual
+        )
         self._server.setblocking(False)
         os.register_at_fork(after_in_child=self._close)
         host, own = _host_of(store), str(rank)

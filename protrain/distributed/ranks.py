@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -66,11 +66,10 @@ class Ranks:
         self.received_bytes = 0  # of weights, from other ranks
         self.sent_bytes = 0  # of gradients, to other ranks
         self.requests = StopRequests()  # of which the ranks tell each other at the end of each backward
-        if group is None:
-            return
-        self._communicators = _communicators(group)
-        self._control = self._communicators.control
-        self.watch = self._communicators.watch
+        if group is not None:
+            self._communicators = _communicators(group)
+            self._control = self._communicators.control
+            self.watch = self._communicators.watch
 
     def use(self, device: torch.device) -> None:
         """Let tensors on ``device`` travel between the ranks. All ranks have a device of the same type.
@@ -78,10 +77,9 @@ class Ranks:
         NCCL takes its memory of a GPU when the first tensor of a kind travels. So one of each kind travels here, and
         what is free afterwards is free for the training. In the first step there might be too little left.
         """
-        if not self.several:
-            return
-        self._gathers, self._reductions = self._communicators.on(device)
-        if device.type == "cuda":
+        if self.several:
+            self._gathers, self._reductions = self._communicators.on(device)
+        if self.several and device.type == "cuda":
             self.watch.during("the first use of the devices", partial(self._connect, device))
 
     def _connect(self, device: torch.device) -> None:
@@ -118,8 +116,10 @@ class Ranks:
     def refuse_out_of_step(self, trails: Sequence[Sequence[int]]) -> None:
         """MisuseError on every rank if their ``trails`` differ, those of their watches, which all of them know."""
         if any(trail != trails[0] for trail in trails):
-            difference = first_difference(dict(enumerate(self.all_values(list(self.watch.notes)))))
-            self.watch.refuse(difference or "the ranks have been out of step for long: start them anew")
+            notes = self.all_values(list(self.watch.notes))
+            self.watch.refuse(
+                first_difference(dict(enumerate(notes))) or "the ranks have been out of step for long: start them anew"
+            )
         self.watch.agreed()
 
     # -- on the device -------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ class Ranks:
         every = torch.zeros(self.size * longest, dtype=torch.uint8)
         every[self.rank * longest :][: data.numel()] = data
         self._all_gather(every, self._control, **limits)
-        rows = every.view(self.size, longest)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        found = zip(every.view(self.size, longest), sizes.tolist(), strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in found]
 
     def of_first(self, value: Value, what: str = "a value of rank 0") -> Value:
         """The ``value`` of the first rank."""
@@ -202,8 +202,7 @@ class Ranks:
         if self.rank != 0:
             data = torch.zeros(int(size), dtype=torch.uint8)
         self._broadcast(data)
-        result: Value = pickle.loads(data.numpy().tobytes())
-        return result
+        return cast(Value, pickle.loads(data.numpy().tobytes()))
 
     def agree(self, what: str, items: Sequence[object]) -> None:
         """MisuseError on every rank unless all have the same ``items``. It shows the first that differs."""
@@ -229,8 +228,7 @@ class Ranks:
 
     def _all_gather(self, data: Tensor, group: dist.ProcessGroup, **limits: Any) -> None:
         """Fill ``data``, of which each rank has its own part."""
-        shard = data.numel() // self.size
-        own = data[self.rank * shard : (self.rank + 1) * shard]
+        own = data.view(self.size, -1)[self.rank]
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
         self._do(lambda: gather(data, own, group=group, async_op=not data.is_cuda), **limits)
 

@@ -63,8 +63,7 @@ STUCK_S = 5.0  # how long ranks wait for each other before that is taken for cer
 WARN_S = 30.0  # a wait of so long brings a warning, or half of one that may not last a minute
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _THREAD_S = 10.0  # how long the main thread waits for the watcher's, which a busy machine may hold up
-_TURN = timedelta(seconds=0.2)  # of a wait
-_LISTEN_S = 0.1  # a turn of the thread, after which it looks for what is to be told
+_TURN_S = 0.1  # after which a wait looks for a decision, and the thread for what is to be told
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
 _ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
 _END_S = 10  # how long it may take to end after that
@@ -78,7 +77,6 @@ WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits 
 
 Result = TypeVar("Result")
 Notes: TypeAlias = Sequence[tuple[int, str, int]]  # of each collective its number, what it is for, and its bytes
-Call: TypeAlias = tuple[str, int]  # a collective of the script, and how many have begun with it on the default group
 
 
 class Raised(NamedTuple):
@@ -97,7 +95,7 @@ class State(NamedTuple):
     raised: Raised | None = None  # its last exception since all ranks agreed
     ended: bool = False  # it takes no part any more
     decided: str | None = None  # who is to blame
-    call: Call | None = None  # where it pauses
+    call: tuple[str, int] | None = None  # the collective of the script in which it pauses, as ``_script_call`` has it
     notes: Notes = ()
     gone: bool = False  # its process has ended
     heard: float = math.inf  # when this came from it, in seconds
@@ -124,12 +122,12 @@ class Watch:
         self._agreed = 0  # a number that all ranks have come to in step
         self.notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)  # the last since all ranks agreed
         self.trail = 0, 0  # the number of notes, and a hash of them all: the same on all ranks that are in step
-        self._peers = {other: State() for other in range(size) if other != rank}
+        self.peers = {other: State() for other in range(size) if other != rank}  # as far as they have told
         self._raised: Raised | None = None
         self._ended = False
         self._waits_since = math.inf  # when the main thread has begun to wait for other ranks, in seconds
         self.decided: str | None = None  # why the ranks are out of step
-        self._call: Call | None = None
+        self._call: tuple[str, int] | None = None
         self._suspected: str | None = None  # a difference that the last comparison has found
         self._passes = 0  # how often the thread has heard and told
         self._deciding = threading.Lock()
@@ -150,16 +148,12 @@ class Watch:
         self.notes.append((number, what, size_bytes))
         self._number = number
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether the process of another rank has ended."""
-        return rank != self._rank and self._peers[rank].gone
-
     def settle(self, timeout_s: float = _THREAD_S) -> None:
         """Let the thread hear all that has come until now, and tell the others what is new."""
         end, passes = monotonic() + timeout_s, self._passes
         is_other = self._thread.is_alive() and threading.current_thread() is not self._thread  # it is not in a fork
         while is_other and self._passes < passes + 2 and monotonic() < end:
-            sleep(_LISTEN_S / 10)
+            sleep(_TURN_S / 10)
 
     def agreed(self) -> None:
         """All ranks have come to the last note in step: neither notes nor errors until then part them."""
@@ -197,7 +191,7 @@ class Watch:
         thread = threading.Thread(target=act, name=f"protrain: {what}", daemon=True)
         thread.start()
         try:
-            self._wait_until(lambda: bool(wait([found], _TURN.total_seconds()).done))
+            self._wait_until(lambda: bool(wait([found], _TURN_S).done))
             return found.result()
         except BaseException as error:  # Ctrl-C, too
             _left.append(thread)
@@ -225,7 +219,7 @@ class Watch:
             self.settle()  # torch itself only knows that a rank is gone from a collective
             told = (
                 f"rank {rank} has raised an exception{peer.raised.place}: {peer.raised.error or '?'}"
-                for rank, peer in self._peers.items()
+                for rank, peer in self.peers.items()
                 if peer.raised is not None and peer.raised.number >= self._agreed
             )
             for reason in told if self.decided is None else [self.decided]:
@@ -267,7 +261,7 @@ class Watch:
 
     def _absence(self, waited_s: float) -> str:
         """For whom this rank waits."""
-        late = [rank for rank, peer in self._peers.items() if max(peer.number, self._agreed) < self._number]
+        late = [rank for rank, peer in self.peers.items() if max(peer.number, self._agreed) < self._number]
         return (
             f"rank {self._rank} has waited {waited_s:.0f} s for {_named(late) if late else 'other ranks'} in "
             f"{self._place(self._number)} (collective {self._number})"
@@ -281,9 +275,9 @@ class Watch:
     def _run(self) -> None:
         moved_s, next_tick = monotonic(), monotonic() + TICK_S
         told, seen = State(), 0
-        call: Call | None = None
+        call: tuple[str, int] | None = None
         while True:
-            for rank, message in self._links.receive(_LISTEN_S):
+            for rank, message in self._links.receive(_TURN_S):
                 self._hear(rank, message)
             paused, ticks = False, monotonic() >= next_tick
             if ticks:
@@ -293,7 +287,7 @@ class Watch:
                 self._call = call if call == before else None  # an asynchronous one is left at once
                 if not is_absent:
                     moved_s = monotonic()
-                elif monotonic() - moved_s > WARN_S and any(peer.number > seen for peer in self._peers.values()):
+                elif monotonic() - moved_s > WARN_S and any(peer.number > seen for peer in self.peers.values()):
                     moved_s = math.inf
                     print(f"Other ranks wait for rank {self._rank}, which is here:", file=sys.stderr, flush=True)
                     faulthandler.dump_traceback(2)
@@ -305,28 +299,25 @@ class Watch:
             self._passes += 1
 
     def _hear(self, rank: int, message: Message | None) -> None:
-        peer = self._peers[rank]
+        peer = self.peers[rank]
         if message is None:
-            self._peers[rank] = peer._replace(gone=True)
+            self.peers[rank] = peer._replace(gone=True)
             if not peer.ended:
                 self._decide(DIED.format(rank))
         elif message:
-            number, raised, ended, decided, call, notes = message
-            raised = raised and Raised(*raised)
-            self._peers[rank] = State(number, raised, ended, decided, call, notes, peer.gone, monotonic())
-            if decided is not None:
-                self._decide(decided)
+            state = State(*message)
+            raised = state.raised and Raised(*state.raised)
+            self.peers[rank] = state._replace(raised=raised, gone=peer.gone, heard=monotonic())
+            self._decide(state.decided)
 
     def _judge(self, *, compares: bool) -> None:
         """Decide who is to blame, if anyone is."""
         if compares:
-            notes = {rank: peer.notes for rank, peer in self._peers.items()} | {self._rank: list(self.notes)}
+            notes = {rank: peer.notes for rank, peer in self.peers.items()} | {self._rank: list(self.notes)}
             before, self._suspected = self._suspected, first_difference(notes)
-            if before is not None and before == self._suspected:  # all ranks had a tick to tell their notes
-                self._decide(before)
-        for rank, peer in self._peers.items():
-            if reason := self._blame(rank, peer):
-                self._decide(reason)
+            self._decide(before if before == self._suspected else None)  # all ranks had a tick to tell their notes
+        for rank, peer in self.peers.items():
+            self._decide(self._blame(rank, peer))
 
     def _blame(self, rank: int, peer: State) -> str | None:
         """An error in words if this rank can't go on, as ``rank`` has raised, has ended, or waits for it."""
@@ -350,9 +341,10 @@ class Watch:
             return f"rank {rank} is in torch.distributed.{peer.call[0]}(), {here}. {REMEDY}"
         return None
 
-    def _decide(self, reason: str) -> None:
+    def _decide(self, reason: str | None) -> None:
+        """The ranks are out of step for ``reason``, unless it is None or one is known already."""
         with self._deciding:
-            if self.decided is not None or self._ended:
+            if reason is None or self.decided is not None or self._ended:
                 return
             self.decided = reason  # before a thread comes free that waits for the GPU
         _give_up(self._abort)
@@ -366,18 +358,15 @@ def first_difference(notes: Mapping[int, Notes]) -> str | None:
     Args:
         notes: by rank.
     """
-    ranks_of: dict[int, dict[tuple[str, int], list[int]]] = {}
+    ranks_of: dict[int, dict[str, list[int]]] = {}
     for rank in sorted(notes):
         for number, what, size_bytes in notes[rank]:
-            ranks_of.setdefault(number, {}).setdefault((what, size_bytes), []).append(rank)
+            place = f"{what} with {size_bytes:,} bytes" if size_bytes else what
+            ranks_of.setdefault(number, {}).setdefault(place, []).append(rank)
     for _, found in sorted(ranks_of.items()):
         if len(found) > 1:
             # Most ranks do what is right, or the first one does.
-            ((usual, usual_bytes), most), ((other, other_bytes), few), *_ = sorted(
-                found.items(), key=lambda item: (-len(item[1]), item[1][0])
-            )
-            if usual == other:
-                usual, other = f"{usual} with {usual_bytes:,} bytes", f"{other} with {other_bytes:,} bytes"
+            (usual, most), (other, few), *_ = sorted(found.items(), key=lambda item: (-len(item[1]), item[1][0]))
             return f"{_named(few)} came to {other}, while {_named(most)} came to {usual}. {REMEDY}"
     return None
 
@@ -389,7 +378,7 @@ def _named(ranks: Sequence[int]) -> str:
 def _is_done(work: dist.Work) -> bool:
     """Whether ``work`` ends within a turn. An error in it is raised."""
     try:
-        work.wait(_TURN)
+        work.wait(timedelta(seconds=_TURN_S))
     except RuntimeError:
         if not work.is_completed():  # the turn is over
             return False
@@ -400,7 +389,7 @@ def _is_done(work: dist.Work) -> bool:
 # -- collectives of the script on the default group --------------------------------------------------------------------
 
 
-def _script_call(thread: int) -> Call | None:
+def _script_call(thread: int) -> tuple[str, int] | None:
     """The collective of the script that ``thread`` is in, of those that no rank leaves before all have come."""
     calls = [
         frame

@@ -196,4 +196,6 @@ def test_first_difference() -> None:
     other = [(6, "a backward", 0), (7, "the gather of chunk 1", 256)]
     said = first_difference({0: other, 1: usual, 2: other, 3: [*usual, (7, "a forward", 0)]})
     assert said is not None
-    assert said.startswith("ranks 1, 3 came to the gather of chunk 1, while ranks 0, 2 came to a backward. ")
+    assert said.startswith(
+        "ranks 1, 3 came to the gather of chunk 1 with 256 bytes, while ranks 0, 2 came to a backward"
+    )
