@@ -113,14 +113,14 @@ class Ranks:
             self.raised(error, where)
             raise
 
-    def refuse_out_of_step(self, trails: Sequence[Sequence[int]]) -> None:
-        """MisuseError on every rank if their ``trails`` differ, those of their watches, which all of them know."""
+    def all_in_step(self, value: Value, what: str, **limits: Any) -> list[Value]:
+        """``all_values``, which raises a MisuseError on every rank if they have not done the same until now."""
+        trails, values = zip(*self.all_values((self.watch.trail, value), what, **limits), strict=True)
         if any(trail != trails[0] for trail in trails):
-            notes = self.all_values(list(self.watch.notes))
-            self.watch.refuse(
-                first_difference(dict(enumerate(notes))) or "the ranks have been out of step for long: start them anew"
-            )
+            difference = first_difference(dict(enumerate(self.all_values(list(self.watch.notes)))))
+            self.watch.refuse(difference or "the ranks have been out of step for long: start them anew")
         self.watch.agreed()
+        return list(values)
 
     # -- on the device -------------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ class Ranks:
         """
         if self.several:
             remedy = f"Call {what} in every process: only what is done with its result may stand under `if rank == 0`"
-            self.refuse_out_of_step(self.all_values(self.watch.trail, what, timeout_s=_ABSENT_S, absent=remedy))
+            self.all_in_step(None, what, timeout_s=_ABSENT_S, absent=remedy)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

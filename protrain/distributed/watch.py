@@ -217,13 +217,14 @@ class Watch:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
         if isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
             self.settle()  # torch itself only knows that a rank is gone from a collective
-            told = (
+            reasons = [
                 f"rank {rank} has raised an exception{peer.raised.place}: {peer.raised.error or '?'}"
                 for rank, peer in self.peers.items()
                 if peer.raised is not None and peer.raised.number >= self._agreed
-            )
-            for reason in told if self.decided is None else [self.decided]:
-                error.add_note(f"The ranks are out of step: {reason}")
+            ]
+            note = f"The ranks are out of step: {self.decided or '; '.join(reasons)}"
+            if (self.decided or reasons) and note not in getattr(error, "__notes__", []):
+                error.add_note(note)
         known = self._raised or Raised(-1, "", "", 0)
         is_told = known.number == self._number  # of a failed backward autograd tells before or after its error is known
         if error is not None or not is_told:
@@ -233,9 +234,8 @@ class Watch:
 
     def end(self) -> None:
         """This rank takes no part any more. Returns when the others were told."""
-        if (
-            error := sys.exception()
-        ) is not None:  # which a script has not left yet that ends its process group in a ``finally``
+        error = sys.exception()
+        if error is not None:  # which a script has not left yet that ends its process group in a ``finally``
             self.raised(error)
         self._ended = True
         self.settle(TICK_S)
