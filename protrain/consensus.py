@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from protrain.distributed.agreement import raised_on_all
-from protrain.distributed.processes import nodes_of
+from protrain.distributed.joining import nodes_of
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration.ranks import Collectives, most_contended
 from protrain.hardware.calibration.timing import batch_s

@@ -22,8 +22,8 @@ from protrain.common.hub import on_disk
 from protrain.common.parameters import is_managed, refuse_moves
 from protrain.common.progress import heard
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
+from protrain.distributed.agreement import generate_together
 from protrain.distributed.devices import refuse_shared_gpu
-from protrain.distributed.generation import generate_together
 from protrain.distributed.joining import check_group, join
 from protrain.engine.weights.parameter import PresentParameter, frozen_error
 from protrain.hardware.allocator import use_expandable_segments

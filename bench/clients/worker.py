@@ -27,7 +27,7 @@ from bench.train.task import Task
 from bench.train.trainers import count
 from bench.train.worker import finish, peaks, work
 from protrain.cli.summary import device_name
-from protrain.distributed.processes import local_rank
+from protrain.distributed.joining import local_rank
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan

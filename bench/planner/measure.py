@@ -18,7 +18,7 @@ from bench.planner.clock import durations_ms, now
 from protrain.cli.models import load_model
 from protrain.common.errors import BudgetError
 from protrain.common.records import Record
-from protrain.distributed.processes import local_rank
+from protrain.distributed.joining import local_rank
 from protrain.forwards import change_forwards
 from protrain.planning import Plan
 from protrain.profiler.cache import cached_profile

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from bench.train.results import UNFINISHED, Outcome
-from protrain.distributed.processes import announced_processes
+from protrain.distributed.joining import announced_processes
 from protrain.hardware.memory import usable_cores
 
 _HOST = "127.0.0.1"

@@ -32,7 +32,7 @@ from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
 from protrain.distributed.devices import own_device
-from protrain.distributed.processes import local_rank
+from protrain.distributed.joining import local_rank
 from protrain.forward.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
 

@@ -13,7 +13,7 @@ from protrain.cli.options import emit
 from protrain.common.progress import bar, note
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
-from protrain.distributed.processes import announced_processes
+from protrain.distributed.joining import announced_processes
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile

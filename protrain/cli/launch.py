@@ -24,8 +24,7 @@ import torch.distributed as dist
 
 from protrain.common.progress import heard, say
 from protrain.common.signals import InterruptedRun, StopRequests, stop_requests
-from protrain.distributed.joining import start_group
-from protrain.distributed.processes import announced_by_slurm, announced_processes, own_store
+from protrain.distributed.joining import announced_by_slurm, announced_processes, own_store, start_group
 
 _LOOK_S = 0.05  # the time between two looks at the processes
 _GRACE_S = 15.0  # the time that the others have to end by themselves once one has failed

@@ -21,8 +21,7 @@ from protrain.common.hub import on_disk
 from protrain.common.progress import heard, note
 from protrain.common.signals import StopRequests, stop_requests
 from protrain.common.tables import wrapped
-from protrain.distributed.joining import join
-from protrain.distributed.processes import local_rank
+from protrain.distributed.joining import join, local_rank
 from protrain.distributed.ranks import Ranks
 
 

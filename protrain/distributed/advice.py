@@ -109,7 +109,8 @@ def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) 
             return
         handle.remove()
         drops = module.training and any(map(_drops, module.modules()))
-        own = _checksum((args, kwargs)), _generator_state(device) if drops else None
+        state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        own = _checksum((args, kwargs)), state.numpy().tobytes() if drops else None
         batches, states = zip(*ranks.all_values(own, "the first forward of the training"), strict=True)
         if ranks.rank == 0:
             _warn(batches, states)
@@ -130,27 +131,20 @@ def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
             "torch.manual_seed(seed + rank) after protrain.wrap",
         ),
     ):
-        if (same := _alike(values)) is not None:
-            warn_user(f"ranks {same[0]} and {same[1]} {what}")
-
-
-def _alike(values: Sequence[Hashable]) -> tuple[int, int] | None:
-    """The first two ranks with the same value, leaving out None."""
-    first: dict[Hashable, int] = {}
-    for rank, value in enumerate(values):
-        if value is not None and first.setdefault(value, rank) != rank:
-            return first[value], rank
-    return None
+        # The first two ranks with the same value.
+        for other, value in enumerate(values):
+            if value is not None and value in values[:other]:
+                warn_user(f"ranks {values.index(value)} and {other} {what}")
+                break
 
 
 def _checksum(batch: Any) -> int | None:
     """A hash of all dense tensors in ``batch``. None: there are none."""
     found: int | None = None
     for name, tensor in named_tensors(batch):
-        if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
-            continue
-        found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
-        found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
+        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
+            found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
     return found
 
 
@@ -159,8 +153,3 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, _DropoutNd):
         return module.p > 0
     return any("dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
-
-
-def _generator_state(device: torch.device) -> bytes:
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.numpy().tobytes()

@@ -1,18 +1,20 @@
-"""Whether an action succeeded on all ranks, also one of threads beside the training."""
+"""What ranks tell each other of an action: whether it succeeded on all, also in threads, and whether all are done."""
 
 from __future__ import annotations
 
+import functools
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from time import sleep
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 
 from protrain.common.errors import MisuseError
+from protrain.distributed.joining import own_store
 from protrain.distributed.links import STORE_IS_GONE
-from protrain.distributed.processes import own_store
 from protrain.distributed.ranks import Ranks
 
 _TURN_S = 0.05
@@ -33,7 +35,7 @@ class Aside:
 
     def __init__(self, ranks: Ranks, name: str) -> None:
         self.rank, self.size, self.several, self.on_node = ranks.rank, ranks.size, ranks.several, ranks.on_node
-        self._ranks = ranks
+        self._watch: Any = ranks.watch if ranks.several else None
         self._name = name
         self._exchanges = 0
         # It is held, as scripts end with destroy_process_group() while their last save is under way.
@@ -49,35 +51,32 @@ class Aside:
         """
         if not self.several:
             return [value]
-        store, name = self._store, self._name
         self._exchanges += 1
-        keys = {rank: f"protrain/{name}/{self._exchanges}/{rank}" for rank in range(self.size)}
-        read = {rank: f"{key}/read" for rank, key in keys.items() if rank > 0}
+        store, key = self._store, f"protrain/{self._name}/{self._exchanges}"
         try:
-            store.set(keys[self.rank], pickle.dumps(value))
-            self._wait_for(keys)
-            found = [pickle.loads(store.get(key)) for key in keys.values()]
-            if self.rank > 0:
-                store.set(read[self.rank], b"")
-            else:
-                self._wait_for(read)
-                for key in (*keys.values(), *read.values()):
-                    store.delete_key(key)
+            store.set(f"{key}/{self.rank}", pickle.dumps(value))
+            found = [pickle.loads(self._come(f"{key}/{rank}", rank)) for rank in range(self.size)]
+            store.set(f"{key}/{self.rank}/read", b"")
+            read = {rank: f"{key}/{rank}/read" for rank in range(self.size if self.rank == 0 else 0)}
+            for rank, each in read.items():
+                self._come(each, rank)
+            for rank, each in read.items():
+                store.delete_key(f"{key}/{rank}")
+                store.delete_key(each)
         except dist.DistError as error:
-            raise MisuseError(f"{name} was given up, as {STORE_IS_GONE}: {error}") from None
+            raise MisuseError(f"{self._name} was given up, as {STORE_IS_GONE}: {error}") from None
         return found
 
-    def _wait_for(self, keys: Mapping[int, str]) -> None:
-        """Wait until the store has what each rank puts there, whose key is that of ``keys``."""
-        for rank, key in keys.items():
-            while True:
-                is_gone = self._ranks.is_gone(rank)  # before the look at what it may have left
-                if self._store.check([key]):
-                    break
-                if is_gone or self._ranks.is_out_of_step:
-                    why = f"rank {rank} has ended" if is_gone else "the ranks are out of step"
-                    raise MisuseError(f"{self._name} was given up, as {why}")
-                sleep(_TURN_S)
+    def _come(self, key: str, rank: int) -> Any:
+        """What ``rank`` puts into the store as ``key``, once it has done so."""
+        while True:
+            is_gone = rank != self.rank and self._watch.peers[rank].gone  # before the look at what it may have left
+            if self._store.check([key]):
+                return self._store.get(key)
+            if is_gone or self._watch.decided is not None:
+                why = f"rank {rank} has ended" if is_gone else "the ranks are out of step"
+                raise MisuseError(f"{self._name} was given up, as {why}")
+            sleep(_TURN_S)
 
 
 @contextmanager
@@ -111,3 +110,32 @@ def _sendable(error: BaseException) -> Exception:
         if isinstance(error, Exception):
             return error
     return RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def generate_together(model: nn.Module, ranks: Ranks) -> None:
+    """Let ``generate()`` of ``model``, or of a model inside, call forward until all ranks have all their tokens.
+
+    transformers does so with ``synced_gpus=True``, which is passed now in any case, because Trainer passes False. It
+    would ask all processes of the default group whether they are done. Here it asks ``ranks``, with their watcher.
+    """
+    found: Iterable[Any] = model.modules() if ranks.several else ()
+    for module in found:
+        if hasattr(module, "_has_unfinished_sequences"):
+            vars(module).update(
+                generate=_synced(module.generate),
+                _has_unfinished_sequences=functools.partial(_is_any_unfinished, ranks),
+            )
+
+
+def _synced(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(generate)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return generate(*args, **(kwargs | {"synced_gpus": True}))
+
+    return run
+
+
+def _is_any_unfinished(ranks: Ranks, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
+    if not synced_gpus:
+        return not this_peer_finished
+    return not all(ranks.all_values(bool(this_peer_finished), "the end of generate()"))

@@ -7,7 +7,7 @@ import socket
 
 import torch
 
-from protrain.distributed.processes import announced_processes, local_rank
+from protrain.distributed.joining import announced_processes, local_rank
 from protrain.distributed.ranks import Ranks
 
 _AMPERE = 8  # the major number of its compute capability
@@ -85,18 +85,13 @@ def refuse_shared_gpu(ranks: Ranks, device: torch.device) -> None:
 
     Without this, NCCL would refuse it late, or both ranks would run out of memory.
     """
-    own = None
-    if device.type == "cuda":
-        own = f"GPU-{torch.cuda.get_device_properties(device).uuid}", socket.gethostname()
-    ranks_on: dict[tuple[str, str], list[int]] = {}
-    for rank, gpu in enumerate(ranks.all_values(own, "the GPU of each rank")):
-        if gpu is not None:
-            ranks_on.setdefault(gpu, []).append(rank)
-    for (gpu_name, host), sharing in ranks_on.items():
-        if len(sharing) > 1:
-            *others, last = map(str, sharing)
+    has_gpu = device.type == "cuda"
+    own = (f"GPU-{torch.cuda.get_device_properties(device).uuid}", socket.gethostname()) if has_gpu else None
+    gpus = ranks.all_values(own, "the GPU of each rank")
+    for rank, gpu in enumerate(gpus):
+        if gpu is not None and gpu in gpus[:rank]:
             raise ValueError(
-                f"ranks {', '.join(others)} and {last} are on the same GPU, {gpu_name} of {host}, and each needs its "
+                f"ranks {gpus.index(gpu)} and {rank} are on the same GPU, {gpu[0]} of {gpu[1]}, and each needs its "
                 "own: start as many processes on each machine as it has GPUs, as torchrun --nproc-per-node does, and "
                 "pass device='cuda', or call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) in each of them"
             )

@@ -1,13 +1,20 @@
-"""How a process finds the others: the group it is given, the default group, or the one that a launcher announces."""
+"""How many processes there are, and how one finds the others, as a process group or a launcher says.
+
+They meet in the group that is given, in the default group, or in one that a launcher announces.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import re
+import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
 from time import monotonic
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from protrain.common.errors import MisuseError
 from protrain.common.warned import warn_user
-from protrain.distributed.processes import CONNECT, announced_processes
-from protrain.distributed.ranks import Communicators, Ranks
+from protrain.distributed.ranks import Communicators, Ranks, announced
 from protrain.distributed.watch import WARN_S
+
+CONNECT = timedelta(seconds=15)  # how long torch tries to reach a store, which it does twice, and rests between
+_FIRST_PORT, _PORTS = 20_000, 10_000  # those that job steps of SLURM take in turn
 
 
 def join(group: dist.ProcessGroup | None) -> Ranks:
@@ -73,8 +82,8 @@ def start_group() -> None:
             )
     rank, timeout = int(os.environ["RANK"]), dist.default_pg_timeout
     # torchrun may give processes that it starts again the store of before, which tells of processes that are dead.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt {attempt}", _store(rank, timeout))
+    attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = dist.PrefixStore(attempt, _store(rank, timeout))
     communicators = Communicators(rank, range(size), store, timeout)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     start = partial(dist.init_process_group, backend, store=store, rank=rank, world_size=size)
@@ -108,7 +117,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
 def _end_group(ranks: Ranks) -> None:
     """End the default group, unless it is ended, or an error ends this process: others may be gone by then."""
     if dist.is_initialized() and not hasattr(sys, "last_value"):
-        ranks.end()
+        ranks.watch.end()
         dist.destroy_process_group()
 
 
@@ -128,3 +137,81 @@ def refuse_others(ranks: Ranks, processes: int) -> None:
             "the wrapped model runs inside DistributedDataParallel, which would wait for gradients that it never gets: "
             "call the model itself, as protrain.wrap reduces gradients over all ranks"
         )
+
+
+def announced_processes() -> int:
+    """The number of processes that train: of the default group, or that the environment announces (torchrun)."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if has_group else announced("WORLD_SIZE", 1)
+
+
+def own_store() -> Any:
+    """The store in which the processes of the default group meet, by a connection of its own.
+
+    Where a thread waits for others in a store, as at the start of a process group, further threads that use the same
+    connection wait as well. Where the process with the store was killed, a DistError is raised within a minute, and not
+    after the timeout of the group.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    timeout = store.timeout
+    store.set_timeout(CONNECT)
+    try:
+        return store.clone()
+    finally:
+        store.set_timeout(timeout)
+
+
+def local_rank() -> int:
+    """The number of this process among those of its node, which is the number of its GPU."""
+    return announced("LOCAL_RANK", 0)
+
+
+def local_processes() -> int:
+    """The number of processes on this node, which share its host memory and its cores."""
+    return announced("LOCAL_WORLD_SIZE", announced_processes())
+
+
+def nodes_of(processes: int) -> int:
+    """The number of machines that so many processes are on, if each has as many as this one."""
+    return -(-processes // local_processes())
+
+
+def announced_by_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would set for this task of a SLURM job step.
+
+    They are none if a launcher has set its own already, or if this is no task of a step of several: a batch script has
+    the number of its tasks too, but runs once. The first task of a step runs on the first node of its list, which
+    scontrol can name. Where there is no scontrol, the node that launched the step is taken for it.
+    """
+    tasks = environment.get("SLURM_NTASKS", "1")
+    if "WORLD_SIZE" in environment or "SLURM_STEP_ID" not in environment or tasks == "1":
+        return {}
+    counts = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]  # such as 4(x2),2
+    found = re.findall(r"(\d+)(\(x(\d+)\))?", counts)
+    per_node = [int(count) for count, _, times in found for _ in range(int(times or 1))]
+    step = int(environment.get("SLURM_JOB_ID", "0")) * 31 + int(environment["SLURM_STEP_ID"])
+    variables = {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": tasks,
+        "LOCAL_RANK": environment["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(per_node[int(environment.get("SLURM_NODEID", "0"))]),
+        "MASTER_ADDR": "127.0.0.1" if len(per_node) == 1 else _first_node(environment),
+        "MASTER_PORT": str(_FIRST_PORT + step % _PORTS),
+    }
+    return {name: environment.get(name, value) for name, value in variables.items()}
+
+
+def _first_node(environment: Mapping[str, str]) -> str:
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_NODELIST", "")
+    try:
+        listed = subprocess.run(
+            ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
+        ).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        listed = []
+    if not listed and "SLURM_LAUNCH_NODE_IPADDR" not in environment:
+        raise ValueError(
+            "SLURM does not say where the first task runs, as there is neither scontrol nor SLURM_LAUNCH_NODE_IPADDR: "
+            "set MASTER_ADDR to the first node, for example by srun --export=ALL,MASTER_ADDR=node1"
+        )
+    return listed[0] if listed else environment["SLURM_LAUNCH_NODE_IPADDR"]

@@ -7,36 +7,32 @@ death, which a slow machine would cross.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import secrets
-import selectors
 import socket
-import weakref
 from contextlib import suppress
-from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
 
+DIED = "rank {} has died: its process was killed or crashed. See what it printed last"
 STORE_IS_GONE = "the process has ended that has the store of all ranks, which is rank 0 or the launcher"
 
-Message: TypeAlias = dict[str, Any]  # anything that JSON has
+Message: TypeAlias = list[Any]  # of what JSON has
 
 _CALL_S = 20.0  # how long the system of another rank may take to accept a call, whatever its process does
-_RECEIVED_BYTES = 1 << 20  # at once, more than any message has
-_SEND_S = 1.0  # a rank that takes nothing for so long is stopped, and gets no further message
-_TOKEN_BYTES = 8  # which keep strangers out
+_MESSAGE_BYTES = 1 << 24  # more than any message has, and less than what a stranger's first letters mean as a number
 
 
 class Links:
-    """One connection to every other rank. The thread that calls ``receive`` alone may call the other methods.
+    """Connections to every other rank. The thread that calls ``receive`` alone may call the other methods.
 
-    Ranks come at different times. Each leaves its address in the store, and calls those that have come before it. So
-    one that dies before all have come is known to all that have.
+    Ranks come at different times. Each leaves its address in the store, and then calls those whose address is there.
+    So of two ranks that both have left their addresses, at least one calls the other, and one that dies before all
+    have come is known to all that have. If both call, they have two connections, which harms nobody.
 
     Args:
         rank: of this process.
@@ -45,148 +41,76 @@ class Links:
     """
 
     def __init__(self, rank: int, size: int, store: dist.Store) -> None:
-        self._by_rank: dict[int, socket.socket] = {}
-        self._received: dict[int, bytes] = {}
-        self._deaf = set[int]()
-        self._token = secrets.token_hex(_TOKEN_BYTES)
+        self._rank = rank
+        self._open = list[Connection]()  # of which the other end may still say something
+        self._rank_of = dict[Connection, int]()  # who has said something in a connection, or was called
+        self._line = json.dumps((rank, [])).encode()  # the last message, which begins each new connection
         dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._server = socket.create_server(("", 0), family=family, backlog=size, dualstack_ipv6=dual)
+        self._server = socket.create_server(
+            ("", 0), family=socket.AF_INET6 if dual else socket.AF_INET, backlog=size, dualstack_ipv6=dual
+        )
         self._server.setblocking(False)
-        self._woken, self._wakes = socket.socketpair()
-        self._wakes.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, self._awake)
-        self._selector.register(self._server, selectors.EVENT_READ, self._accept)
-        _all.add(self)
-        _close_in_children()
+        os.register_at_fork(after_in_child=self._close)
+        host, own = _host_of(store), str(rank)
         try:
-            self._news = self._call_who_has_come(rank, store)
+            store.set(own, json.dumps((_own_address(host), self._server.getsockname()[1])))
+            for other in range(size):
+                if other != rank and store.check([str(other)]):
+                    address, port = json.loads(store.get(str(other)))
+                    self._call(other, address or host, port)
         except dist.DistError as error:
             raise MisuseError(f"rank {rank} cannot find the others, as {STORE_IS_GONE}: {error}") from None
 
-    def wake(self) -> None:
-        """Let ``receive`` return at once. Any thread may call this."""
-        with suppress(BlockingIOError):  # it has been woken many times already
-            self._wakes.send(b".")
-
     def send(self, message: Message) -> None:
-        """Send ``message`` to every rank that is there."""
-        line = json.dumps(message).encode() + b"\n"
-        for rank, connection in self._by_rank.items():
-            if rank not in self._deaf:
-                try:
-                    connection.sendall(line)
-                except OSError:  # it has ended, or is stopped
-                    self._deaf.add(rank)
+        """Send ``message`` to every rank that is there, and to those that come later unless another is sent before."""
+        self._line = json.dumps((self._rank, message)).encode()
+        for connection in self._open:
+            self._send(connection)
 
     def receive(self, timeout_s: float) -> list[tuple[int, Message | None]]:
-        """What has come from other ranks, by rank.
-
-        An empty message is the first of a rank, which has heard nothing yet. One with the name "unreachable" says why
-        this rank cannot connect to that one. None comes from a rank whose process has ended.
-        """
-        found, self._news = self._news, []
-        for key, _ in self._selector.select(0.0 if found else timeout_s):
-            found += key.data()
-        return found
-
-    def descriptors(self) -> list[int]:
-        """The file descriptors of all connections."""
-        return [each.fileno() for each in (*self._by_rank.values(), self._server, self._woken, self._wakes)]
-
-    def _awake(self) -> list[tuple[int, Message | None]]:
-        self._woken.recv(4096)
-        return []
-
-    def _read(self, rank: int) -> list[tuple[int, Message | None]]:
-        """What ``rank`` has sent."""
-        connection = self._by_rank[rank]
-        try:
-            data = connection.recv(_RECEIVED_BYTES)
-        except OSError:  # reset by the end of the other process
-            data = b""
-        *lines, self._received[rank] = (self._received[rank] + data).split(b"\n")
-        found: list[tuple[int, Message | None]] = [(rank, json.loads(line)) for line in lines]
-        if not data:
-            self._selector.unregister(connection)
-            self._deaf.add(rank)
-            found.append((rank, None))
-        return found
-
-    def _call_who_has_come(self, rank: int, store: dist.Store) -> list[tuple[int, Message | None]]:
-        """Leave the address of this rank in the store, and connect to the ranks that have done so before."""
-        host, found = _host_of(store), list[tuple[int, Message | None]]()
-        own = rank, _own_address(host), self._server.getsockname()[1], self._token
-        place = store.add("come", 1)
-        store.set(str(place), json.dumps(own))
-        for before in map(str, range(1, place)):
-            store.wait([before], timedelta(seconds=_CALL_S))  # it may have come just now
-            other, address, port, token = json.loads(store.get(before))
+        """What has come from other ranks, by rank, [] from a new one. None, maybe twice, if its process has ended."""
+        found = list[tuple[int, Message | None]]()
+        for ready in wait([self._server, *self._open], timeout_s):
+            if not isinstance(ready, Connection):
+                with suppress(OSError):  # whoever called has given up
+                    self._add(self._server.accept()[0])
+                continue
             try:
-                connection = socket.create_connection((address or host, port), timeout=_CALL_S)
-                connection.sendall(f"{token} {rank:8d}".encode())
-            except ConnectionError:  # it has died since
-                found.append((other, None))
-            except OSError as error:
-                found.append((other, {"unreachable": f"{address or host}, port {port}: {error}"}))
-            else:
-                found += self._linked(other, connection)
+                self._rank_of[ready], message = json.loads(ready.recv_bytes(_MESSAGE_BYTES))
+                found.append((self._rank_of[ready], message))
+            except (OSError, EOFError, ValueError, TypeError):  # the end of the other process, or no rank at all
+                self._open.remove(ready)
+                found += [(self._rank_of[ready], None)] if ready in self._rank_of else []
         return found
 
-    def _accept(self) -> list[tuple[int, Message | None]]:
-        """Someone calls."""
+    def _close(self) -> None:
+        """Close connections in a forked process, such as that of a DataLoader.
+
+        A child that has them, too, would keep them open when this process is killed.
+        """
+        self._server.close()
+        for each in self._open:
+            each.close()
+
+    def _call(self, rank: int, address: str, port: int) -> None:
         try:
-            connection, _ = self._server.accept()
-        except OSError:  # and has given up
-            return []
-        self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._greet, connection, b""))
-        return []
+            self._rank_of[self._add(socket.create_connection((address, port), timeout=_CALL_S))] = rank
+        except ConnectionError:
+            raise MisuseError(DIED.format(rank)) from None
+        except OSError as error:
+            reason = f"rank {self._rank} cannot connect to rank {rank} at {address}, port {port}: {error}"
+            raise MisuseError(reason) from None
 
-    def _greet(self, connection: socket.socket, heard: bytes) -> list[tuple[int, Message | None]]:
-        """``connection`` says who calls, of which ``heard`` came before."""
-        self._selector.unregister(connection)
-        whole = len(self._token) + 9
-        try:
-            more = connection.recv(whole - len(heard))
-        except OSError:
-            more = b""
-        heard += more
-        if len(heard) == whole and heard.startswith(self._token.encode()):
-            return self._linked(int(heard[-8:]), connection)
-        if more and len(heard) < whole:
-            self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._greet, connection, heard))
-        else:  # a stranger
-            connection.close()
-        return []
+    def _add(self, called: socket.socket) -> Connection:
+        called.settimeout(None)
+        connection = Connection(called.detach())
+        self._open.append(connection)
+        self._send(connection)
+        return connection
 
-    def _linked(self, rank: int, connection: socket.socket) -> list[tuple[int, Message | None]]:
-        """``connection`` is that to ``rank``."""
-        connection.settimeout(_SEND_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._by_rank[rank], self._received[rank] = connection, b""
-        self._selector.register(connection, selectors.EVENT_READ, functools.partial(self._read, rank))
-        return [(rank, {})]
-
-
-_all: weakref.WeakSet[Links] = weakref.WeakSet()
-
-
-@functools.cache
-def _close_in_children() -> None:
-    """Close connections in forked processes, such as those of a DataLoader.
-
-    A child that has them, too, would keep them open when this process is killed.
-    """
-    os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    for links in _all:
-        for descriptor in links.descriptors():
-            if descriptor >= 0:
-                os.close(descriptor)
-    _all.clear()
+    def _send(self, connection: Connection) -> None:
+        with suppress(OSError):  # the other rank has ended
+            connection.send_bytes(self._line)
 
 
 def _host_of(store: Any) -> str:

@@ -17,6 +17,7 @@ step raise an error which says so.
 
 from __future__ import annotations
 
+import os
 import pickle
 import weakref
 from collections import Counter
@@ -25,7 +26,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,17 +35,20 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.common.signals import StopRequests
-from protrain.distributed.endings import never_free
 from protrain.distributed.links import Links
-from protrain.distributed.notes import by_number, first_difference
-from protrain.distributed.processes import local_processes
-from protrain.distributed.watch import Watch
+from protrain.distributed.watch import Watch, first_difference, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
 _CONNECTING_BYTES = 1024, 4 * 1024**2  # for each rank: NCCL has several ways to send, depending on the size
 _MARGIN = timedelta(seconds=60)  # by which the watcher is earlier than the timeouts of backends
 
 Value = TypeVar("Value")
+
+
+def announced(variable: str, default: int) -> int:
+    """The number that a launcher has set as ``variable`` of the environment, or else ``default``."""
+    value = os.environ.get(variable, "")
+    return int(value) if value.isdecimal() else default
 
 
 class Ranks:
@@ -57,14 +61,15 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
+        self.several = self.size > 1
+        self.on_node = min(announced("LOCAL_WORLD_SIZE", self.size), self.size)  # they share its host memory and cores
         self.received_bytes = 0  # of weights, from other ranks
         self.sent_bytes = 0  # of gradients, to other ranks
         self.requests = StopRequests()  # of which the ranks tell each other at the end of each backward
-        if group is None:
-            return
-        self._communicators = _communicators(group)
-        self._control = self._communicators.control
-        self._watch = self._communicators.watch
+        if group is not None:
+            self._communicators = _communicators(group)
+            self._control = self._communicators.control
+            self.watch = self._communicators.watch
 
     def use(self, device: torch.device) -> None:
         """Let tensors on ``device`` travel between the ranks. All ranks have a device of the same type.
@@ -72,11 +77,10 @@ class Ranks:
         NCCL takes its memory of a GPU when the first tensor of a kind travels. So one of each kind travels here, and
         what is free afterwards is free for the training. In the first step there might be too little left.
         """
-        if not self.several:
-            return
-        self._gathers, self._reductions = self._communicators.on(device)
-        if device.type == "cuda":
-            self._watch.during("the first use of the devices", partial(self._connect, device))
+        if self.several:
+            self._gathers, self._reductions = self._communicators.on(device)
+        if self.several and device.type == "cuda":
+            self.watch.during("the first use of the devices", partial(self._connect, device))
 
     def _connect(self, device: torch.device) -> None:
         torch.cuda.set_device(device)  # of this thread
@@ -88,32 +92,17 @@ class Ranks:
             self.add_disjoint(sent, what)
         torch.cuda.synchronize(device)
 
-    @property
-    def several(self) -> bool:
-        """Whether there is more than one rank."""
-        return self.size > 1
-
-    @property
-    def on_node(self) -> int:
-        """How many of the ranks are on this node, whose host memory and cores they share."""
-        return min(local_processes(), self.size)
-
     # -- staying in step -----------------------------------------------------------------------------------------------
 
     def note(self, what: str) -> None:
         """All ranks begin ``what`` now. MisuseError if they are out of step."""
         if self.several:
-            self._watch.note(what)
+            self.watch.note(what)
 
     def raised(self, error: BaseException | None, where: str) -> None:
         """An exception leaves ``where`` on this rank. If others wait for it, they raise an error that says so."""
         if self.several:
-            self._watch.raised(error, where)
-
-    def end(self) -> None:
-        """This rank takes no part any more. It is no collective: the others are told."""
-        if self.several:
-            self._watch.end()
+            self.watch.raised(error, where)
 
     @contextmanager
     def reporting(self, where: str) -> Iterator[None]:
@@ -124,27 +113,14 @@ class Ranks:
             self.raised(error, where)
             raise
 
-    @property
-    def trail(self) -> tuple[int, int]:
-        """Stands for all that this rank has done with the others: the same on all ranks that are in step."""
-        return self._watch.trail
-
-    @property
-    def is_out_of_step(self) -> bool:
-        """Whether it is decided that the ranks are out of step."""
-        return self.several and self._watch.is_out_of_step
-
-    def is_gone(self, rank: int) -> bool:
-        """Whether the process of ``rank`` has ended."""
-        return self._watch.is_gone(rank)
-
-    def refuse_out_of_step(self, trails: Sequence[Sequence[int]]) -> None:
-        """MisuseError on every rank if their ``trails`` differ, which all of them know."""
+    def all_in_step(self, value: Value, what: str, **limits: Any) -> list[Value]:
+        """``all_values``, which raises a MisuseError on every rank if they have not done the same until now."""
+        trails, values = zip(*self.all_values((self.watch.trail, value), what, **limits), strict=True)
         if any(trail != trails[0] for trail in trails):
-            notes = self.all_values(self._watch.notes)
-            difference = first_difference({rank: by_number(each) for rank, each in enumerate(notes)})
-            self._watch.refuse(difference or "the ranks have been out of step for long: start them anew")
-        self._watch.agreed(trails[0][0])
+            difference = first_difference(dict(enumerate(self.all_values(list(self.watch.notes)))))
+            self.watch.refuse(difference or "the ranks have been out of step for long: start them anew")
+        self.watch.agreed()
+        return list(values)
 
     # -- on the device -------------------------------------------------------------------------------------------------
 
@@ -155,7 +131,7 @@ class Ranks:
             whole: on the device.
             what: it is, for the watcher, as in all methods here.
         """
-        self._watch.note(what, whole.nbytes)
+        self.watch.note(what, whole.nbytes)
         self.received_bytes += whole.nbytes - whole.nbytes // self.size
         self._all_gather(_bytes(whole), self._gathers)
 
@@ -170,7 +146,7 @@ class Ranks:
         """
         itemsize = sent.element_size()
         own = counts[self.rank] * itemsize
-        self._watch.note(what, sent.nbytes)
+        self.watch.note(what, sent.nbytes)
         self.sent_bytes += sent.nbytes - own
         self._do(
             lambda: dist.all_to_all_single(
@@ -185,7 +161,7 @@ class Ranks:
 
     def add_disjoint(self, values: Tensor, what: str) -> None:
         """Add ``values`` of all ranks in place. At each element at most one rank has another value than zero."""
-        self._watch.note(what, values.nbytes)
+        self.watch.note(what, values.nbytes)
         group = self._reductions
         self._do(lambda: dist.all_reduce(values, group=group, async_op=not values.is_cuda))
 
@@ -193,38 +169,40 @@ class Ranks:
 
     def broadcast(self, tensor: Tensor, what: str, *, source: int = 0) -> None:
         """Copy ``tensor`` of the rank ``source``, on the CPU and contiguous, to all ranks."""
-        self._watch.note(what, tensor.nbytes)
+        self.watch.note(what, tensor.nbytes)
         self._broadcast(_bytes(tensor), source)
 
-    def all_values(self, value: Value, what: str = "a comparison of values") -> list[Value]:
-        """The ``value`` of every rank, in rank order: any object that can be pickled."""
+    def all_values(self, value: Value, what: str = "a comparison of values", **limits: Any) -> list[Value]:
+        """The ``value`` of every rank, in rank order: any object that can be pickled.
+
+        ``limits`` are the options of ``Watch.wait``.
+        """
         if not self.several:
             return [value]
-        self._watch.note(what)
+        self.watch.note(what)
         data = _pickled(value)
         sizes = torch.zeros(self.size, dtype=torch.int64)
         sizes[self.rank] = data.numel()
-        self._all_gather(sizes.view(torch.uint8), self._control)
+        self._all_gather(sizes.view(torch.uint8), self._control, **limits)
         longest = int(sizes.max())
         every = torch.zeros(self.size * longest, dtype=torch.uint8)
         every[self.rank * longest :][: data.numel()] = data
-        self._all_gather(every, self._control)
-        rows = every.view(self.size, longest)
-        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes.tolist(), strict=True)]
+        self._all_gather(every, self._control, **limits)
+        found = zip(every.view(self.size, longest), sizes.tolist(), strict=True)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in found]
 
     def of_first(self, value: Value, what: str = "a value of rank 0") -> Value:
         """The ``value`` of the first rank."""
         if not self.several:
             return value
-        self._watch.note(what)
+        self.watch.note(what)
         data = _pickled(value if self.rank == 0 else None)
         size = torch.tensor([data.numel()])
         self._broadcast(size.view(torch.uint8))
         if self.rank != 0:
             data = torch.zeros(int(size), dtype=torch.uint8)
         self._broadcast(data)
-        result: Value = pickle.loads(data.numpy().tobytes())
-        return result
+        return cast(Value, pickle.loads(data.numpy().tobytes()))
 
     def agree(self, what: str, items: Sequence[object]) -> None:
         """MisuseError on every rank unless all have the same ``items``. It shows the first that differs."""
@@ -243,34 +221,28 @@ class Ranks:
         MisuseError within seconds if one does not, and if they did not all do the same before, such as the last step.
         """
         if self.several:
-            self._watch.note(what)
             remedy = f"Call {what} in every process: only what is done with its result may stand under `if rank == 0`"
-            trails = torch.zeros(self.size, 2, dtype=torch.int64)
-            trails[self.rank] = torch.tensor(self._watch.trail)
-            work = dist.all_reduce(trails, group=self._control, async_op=True)
-            self._watch.wait(work, timeout_s=_ABSENT_S, absent=remedy)
-            self.refuse_out_of_step(trails.tolist())
+            self.all_in_step(None, what, timeout_s=_ABSENT_S, absent=remedy)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _all_gather(self, data: Tensor, group: dist.ProcessGroup) -> None:
+    def _all_gather(self, data: Tensor, group: dist.ProcessGroup, **limits: Any) -> None:
         """Fill ``data``, of which each rank has its own part."""
-        shard = data.numel() // self.size
-        own = data[self.rank * shard : (self.rank + 1) * shard]
+        own = data.view(self.size, -1)[self.rank]
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
-        self._do(lambda: gather(data, own, group=group, async_op=not data.is_cuda))
+        self._do(lambda: gather(data, own, group=group, async_op=not data.is_cuda), **limits)
 
     def _broadcast(self, data: Tensor, source: int = 0) -> None:
         self._do(lambda: dist.broadcast(data, group=self._control, group_src=source, async_op=True))
 
-    def _do(self, collective: Callable[[], dist.Work | None]) -> None:
+    def _do(self, collective: Callable[[], dist.Work | None], **limits: Any) -> None:
         """Do ``collective``: wait for it on the host, or on a GPU let the current stream do it."""
         try:
             work = collective()
         except RuntimeError as error:  # such as a communicator that the watcher has just aborted
-            self._watch.fail(error)
+            self.watch.fail(error)
         if work is not None:
-            self._watch.wait(work)
+            self.watch.wait(work, **limits)
 
 
 class Communicators:
@@ -296,7 +268,7 @@ class Communicators:
         _meetings[met] += 1
         self._name = f"protrain/{_meetings[met]} of {met}"
         links = Links(rank, len(members), dist.PrefixStore(self._name, store))
-        self.watch = Watch(rank, self._members, links, timeout_s=timeout.total_seconds(), abort=self._abort)
+        self.watch = Watch(rank, len(members), links, timeout_s=timeout.total_seconds(), abort=self._abort)
 
     def serve(self, group: dist.ProcessGroup) -> None:
         """Be the communicators of ``group``, as long as it is there."""
@@ -356,8 +328,8 @@ def _communicators(group: dist.ProcessGroup) -> Communicators:
     """
     known = _known.get(group)
     if known is not None:
-        known.watch.hear()
-    if known is None or known.watch.is_out_of_step:
+        known.watch.settle()
+    if known is None or known.watch.decided is not None:
         timeout = group._get_backend(group._device_types[0]).options._timeout
         members, store = dist.get_process_group_ranks(group), dist.distributed_c10d._get_default_store()
         known = Communicators(dist.get_rank(group), members, store, timeout)

@@ -5,6 +5,8 @@ or dies, the others would wait for it in a collective for as long as their proce
 
     note        The main thread notes each collective before it issues it: what it is for, and its bytes. That takes
                 less than a microsecond and reaches nobody.
+    agreed      At the end of each backward, and in calls that all ranks must make, all exchange a hash of their notes.
+                If these are the same, what was before is forgotten.
     tell        A thread sees that no new note has come for a second. Then it sends the last notes to all other ranks,
                 and so it does at once if its process raises an exception or ends.
     decide      Each thread compares what it hears. If two ranks have different notes of the same number, or a rank has
@@ -17,55 +19,86 @@ or dies, the others would wait for it in a collective for as long as their proce
 The watch begins as soon as a rank has found the store in which all ranks meet, before it waits for any of them.
 
 [Note: an error that is caught] A rank that raises an exception may catch it and go on, and so may all others, if all
-raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, or waits for it in a
-collective of the script, and for some seconds nothing new has come from the one that raised, unless the other has
-raised as often at the same place. If it goes on with another call, its notes tell, and name the exception.
+raise it. So an exception alone decides nothing. It is to blame if another rank has gone further, and for some seconds
+nothing new has come from the one that raised, unless the other has raised as often since they agreed.
 
-[Note: absence] A slow loader or a cold compilation is no error. The others warn once, with the place where that rank
-stands, and raise an error at the timeout of the process group. They do so within seconds if that rank in turn waits for
-them: see [Note: two that wait for each other] in ``standing.py``.
+[Note: absence] A slow loader or a cold compilation is no error. The others warn once, the late rank prints where it
+stands, and the others raise an error at the timeout of the process group. One case is certain before that: rank 1 is
+inside a collective of the script on the default group, such as ``dist.barrier()``, which rank 0 has not begun, and
+rank 0 waits for rank 1 in the model. Torch counts what a rank has begun on a group, which tells so. Such calls alone
+can be recognised from outside: a rank in ``work.wait()`` or ``loss.item()`` is like a slow one.
 """
 
 from __future__ import annotations
 
+import atexit
+import ctypes
+import faulthandler
 import math
 import os
+import signal
 import sys
 import threading
+import traceback
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError
 from protrain.common.warned import warn_user
-from protrain.distributed.endings import give_up, leave_alone, never_free, see_to_the_end
-from protrain.distributed.links import Links
-from protrain.distributed.notes import REMEDY, by_number, first_difference, said
-from protrain.distributed.peers import Own, Peer, Raised, absence, blame, first_raised, whereabouts
-from protrain.distributed.standing import Stand, end_call, stand_of
+from protrain.distributed.links import DIED, Links, Message
 
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
 STUCK_S = 5.0  # how long ranks wait for each other before that is taken for certain
-WARN_S = 30.0  # a wait of so long brings a warning
-CALL_S = 8.0  # so does one for ranks that may not have made the call at all
+WARN_S = 30.0  # a wait of so long brings a warning, or half of one that may not last a minute
 _EXPLAIN_S = 6.0  # how long a failed collective waits for the reason, which others may know first
 _THREAD_S = 10.0  # how long the main thread waits for the watcher's, which a busy machine may hold up
-_TURN = timedelta(seconds=0.2)  # of a wait
+_TURN_S = 0.1  # after which a wait looks for a decision, and the thread for what is to be told
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
+_ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
+_END_S = 10  # how long it may take to end after that
+_OF_ALL = ("barrier", "monitored_barrier", "all_", "reduce_scatter")  # torch's collectives that need all ranks
+
+REMEDY = (
+    "All ranks must make the same calls in the same order, and have equally many batches: only what is done with their "
+    "results may stand under `if rank == 0`"
+)
+WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
 
 Result = TypeVar("Result")
+Notes: TypeAlias = Sequence[tuple[int, str, int]]  # of each collective its number, what it is for, and its bytes
 
-WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
-# The number of the last note, an exception after it, whether the process has ended, and who is to blame.
-State: TypeAlias = tuple[int, Raised | None, bool, str | None]
+
+class Raised(NamedTuple):
+    """An exception."""
+
+    number: int  # of the last note before it
+    place: str  # in words that follow "an exception"
+    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
+    times: int  # how many are known since all ranks agreed, with this one
+
+
+class State(NamedTuple):
+    """What the other ranks should know of one."""
+
+    number: int = 0  # of its last note
+    raised: Raised | None = None  # its last exception since all ranks agreed
+    ended: bool = False  # it takes no part any more
+    decided: str | None = None  # who is to blame
+    call: tuple[str, int] | None = None  # the collective of the script in which it pauses, as ``_script_call`` has it
+    notes: Notes = ()
+    gone: bool = False  # its process has ended
+    heard: float = math.inf  # when this came from it, in seconds
 
 
 class Watch:
@@ -73,40 +106,34 @@ class Watch:
 
     Args:
         rank: of this process.
-        members: the numbers of all ranks in the default group, of at least two.
+        size: how many ranks there are, at least two.
         links: to the other ranks.
         timeout_s: how long a collective may take.
         abort: gives the communicators up. It is called once, when the ranks are out of step.
     """
 
-    def __init__(
-        self, rank: int, members: Sequence[int], links: Links, *, timeout_s: float, abort: Callable[[], None]
-    ) -> None:
+    def __init__(self, rank: int, size: int, links: Links, *, timeout_s: float, abort: Callable[[], None]) -> None:
         self._rank = rank
-        self._members = members
         self._links = links
         self._timeout_s = timeout_s
         self._abort = abort
-        self._process = os.getpid()
         self._trains = threading.get_ident()  # the thread that does
         self._number = 0
-        self._notes: deque[tuple[int, str, int, str]] = deque(maxlen=_KEPT)
-        self._checksums: dict[str, int] = {}
-        self._trail = 0
-        self._peers = {other: Peer() for other in range(len(members)) if other != rank}
-        self._raises: dict[int, Raised] = {}  # own exceptions, by the number of the last note before them
-        self._raised_at = 0.0  # the last of them, in seconds
+        self._agreed = 0  # a number that all ranks have come to in step
+        self.notes: deque[tuple[int, str, int]] = deque(maxlen=_KEPT)  # the last since all ranks agreed
+        self.trail = 0, 0  # the number of notes, and a hash of them all: the same on all ranks that are in step
+        self.peers = {other: State() for other in range(size) if other != rank}  # as far as they have told
+        self._raised: Raised | None = None
         self._ended = False
         self._waits_since = math.inf  # when the main thread has begun to wait for other ranks, in seconds
-        self._remedy = REMEDY  # for ranks that do not come
-        self._decided: str | None = None
-        self._told: State | None = self._state  # what was sent last. None: a rank has come that has heard nothing
-        self._stand: Stand | None = None  # of this rank, as the others know it
-        self._news = False  # whether there may be notes that were not compared
+        self.decided: str | None = None  # why the ranks are out of step
+        self._call: tuple[str, int] | None = None
         self._suspected: str | None = None  # a difference that the last comparison has found
-        self._asked = self._answered = 0  # how often the thread was asked to hear what has come, and did
-        self._at_work = threading.Condition()  # notified when the thread has told or heard
-        see_to_the_end(self)
+        self._passes = 0  # how often the thread has heard and told
+        self._deciding = threading.Lock()
+        if not _watches:
+            sys.excepthook = partial(_report_uncaught, sys.excepthook)
+        _watches.add(self)
         self._thread = threading.Thread(target=self._run, name="protrain watcher", daemon=True)
         self._thread.start()
 
@@ -114,47 +141,24 @@ class Watch:
 
     def note(self, what: str, size_bytes: int = 0) -> None:
         """This rank is about to do ``what``, which all ranks do next. MisuseError if they are out of step."""
-        if self._decided is not None:
-            self._raise()
-        checksum = self._checksums.get(what)
-        if checksum is None:
-            checksum = self._checksums[what] = zlib.crc32(what.encode())
-        self._trail = hash((self._trail, checksum, size_bytes))  # of integers, which is the same in every process
-        before = self._raises.get(self._number)
+        if self.decided is not None:
+            self.refuse(self.decided)
         number = self._number + 1
-        self._notes.append((number, what, size_bytes, before.error if before is not None else ""))
+        self.trail = number, zlib.crc32(f"{what}, {size_bytes}".encode(), self.trail[1])
+        self.notes.append((number, what, size_bytes))
         self._number = number
 
-    @property
-    def is_out_of_step(self) -> bool:
-        """Whether it is decided that the ranks are out of step."""
-        return self._decided is not None
+    def settle(self, timeout_s: float = _THREAD_S) -> None:
+        """Let the thread hear all that has come until now, and tell the others what is new."""
+        end, passes = monotonic() + timeout_s, self._passes
+        is_other = self._thread.is_alive() and threading.current_thread() is not self._thread  # it is not in a fork
+        while is_other and self._passes < passes + 2 and monotonic() < end:
+            sleep(_TURN_S / 10)
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether the process of another rank has ended."""
-        return rank != self._rank and self._peers[rank].gone
-
-    def hear(self) -> None:
-        """Let the thread hear all that has come until now."""
-        if os.getpid() == self._process:
-            with self._at_work:
-                self._asked = asked = self._asked + 1
-                self._links.wake()
-                self._at_work.wait_for(lambda: self._answered >= asked, timeout=_THREAD_S)
-
-    @property
-    def trail(self) -> tuple[int, int]:
-        """The number of notes so far, and a hash of them all: the same on all ranks that are in step."""
-        return self._number, self._trail
-
-    @property
-    def notes(self) -> list[tuple[int, str, int, str]]:
-        """The last notes: number, what, bytes, and the error that was caught before."""
-        return list(self._notes)
-
-    def agreed(self, number: int) -> None:
-        """All ranks have the same notes up to this ``number``: neither those nor errors before them part the ranks."""
-        self._notes = deque((each for each in self._notes if each[0] > number), maxlen=_KEPT)
+    def agreed(self) -> None:
+        """All ranks have come to the last note in step: neither notes nor errors until then part them."""
+        self._agreed, self._raised = self._number, None
+        self.notes.clear()
 
     def wait(self, work: dist.Work, *, timeout_s: float = math.inf, absent: str = "") -> None:
         """Wait for ``work`` of the last note. MisuseError if the ranks are out of step, or others do not come.
@@ -166,10 +170,8 @@ class Watch:
         """
         try:
             self._wait_until(partial(_is_done, work), timeout_s=timeout_s, absent=absent)
-        except MisuseError:
-            never_free(work)
-            raise
         except RuntimeError as error:
+            never_free(work)
             self.fail(error)
 
     def during(self, what: str, action: Callable[[], Result]) -> Result:
@@ -189,212 +191,280 @@ class Watch:
         thread = threading.Thread(target=act, name=f"protrain: {what}", daemon=True)
         thread.start()
         try:
-            self._wait_until(lambda: bool(wait([found], _TURN.total_seconds()).done))
-        except BaseException:  # Ctrl-C, too
-            leave_alone(thread)
-            raise
-        try:
+            self._wait_until(lambda: bool(wait([found], _TURN_S).done))
             return found.result()
-        except MisuseError:
-            raise
-        except RuntimeError as error:
+        except BaseException as error:  # Ctrl-C, too
+            _left.append(thread)
             self.fail(error)
 
     def _wait_until(self, is_done: Callable[[], bool], *, timeout_s: float = math.inf, absent: str = "") -> None:
         """Wait until ``is_done``, which takes a turn, says so. The arguments are those of ``wait``."""
         limit_s = min(timeout_s, self._timeout_s)
-        warn_s = CALL_S if absent else WARN_S
-        self._remedy = absent or REMEDY
-        self._waits_since, warned = monotonic(), False
+        warn_s = min(WARN_S, limit_s / 2)
+        self._waits_since = monotonic()
         try:
             while not is_done():
                 waited_s = monotonic() - self._waits_since
-                if self._decided is None and waited_s > limit_s:
-                    self._decide(f"{self._absence(waited_s)}, and gives up. {self._remedy}")
-                if self._decided is not None:
-                    self._raise()
-                if not warned and waited_s > warn_s:
-                    warned, where = True, whereabouts(self._peers, self._number)
-                    warn_user(f"{self._absence(waited_s)}, and goes on waiting. {where}{absent}".rstrip(". "))
+                if self.decided is not None or waited_s > limit_s:
+                    self.refuse(f"{self._absence(waited_s)}, and gives up. {absent or REMEDY}")
+                if waited_s > warn_s:
+                    warn_s = math.inf
+                    warn_user(f"{self._absence(waited_s)}, and goes on waiting. {absent}".rstrip(". "))
         finally:
             self._waits_since = math.inf
 
     def raised(self, error: BaseException | None, where: str = "") -> None:
         """An exception leaves ``where`` on this rank. See [Note: an error that is caught]."""
-        if os.getpid() != self._process:
-            return
         if isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
-            self._explain(error)
-        if self._decided is not None:
-            return
-        known, mark = self._state[1] or Raised("", "", 0), f"protrain watch {id(self)}"
-        if error is None:
-            if known.where or known.error:  # the same one, of which a failed backward tells before or after it is known
-                return
-            self._raises[self._number] = Raised(where, "", 0)
-        else:
-            if vars(error).get(mark) == self._number:  # it leaves one context after another
-                return
-            vars(error)[mark] = self._number
-            text = f"{type(error).__name__}: {error}"
-            self._raises[self._number] = Raised(where or known.where, text, known.times + 1)
-        self._raised_at = monotonic()
-        if len(self._raises) > _KEPT:
-            del self._raises[min(self._raises)]
-        self._links.wake()
+            self.settle()  # torch itself only knows that a rank is gone from a collective
+            reasons = [
+                f"rank {rank} has raised an exception{peer.raised.place}: {peer.raised.error or '?'}"
+                for rank, peer in self.peers.items()
+                if peer.raised is not None and peer.raised.number >= self._agreed
+            ]
+            note = f"The ranks are out of step: {self.decided or '; '.join(reasons)}"
+            if (self.decided or reasons) and note not in getattr(error, "__notes__", []):
+                error.add_note(note)
+        known = self._raised or Raised(-1, "", "", 0)
+        is_told = known.number == self._number  # of a failed backward autograd tells before or after its error is known
+        if error is not None or not is_told:
+            place = f" in {where}" if where else known.place if is_told else ""
+            text = "" if error is None else f"{type(error).__name__}: {error}"
+            self._raised = Raised(self._number, place, text, known.times + (error is not None))
 
     def end(self) -> None:
         """This rank takes no part any more. Returns when the others were told."""
-        if os.getpid() != self._process:
-            return
         error = sys.exception()
         if error is not None:  # which a script has not left yet that ends its process group in a ``finally``
             self.raised(error)
-        with self._at_work:
-            self._ended = True
-            self._links.wake()
-            if threading.current_thread() is not self._thread:
-                self._at_work.wait_for(lambda: self._told == self._state, timeout=TICK_S)
+        self._ended = True
+        self.settle(TICK_S)
 
-    def fail(self, error: RuntimeError) -> NoReturn:
+    def fail(self, error: BaseException) -> NoReturn:
         """The collective of the last note has failed: find out why, and raise that as a MisuseError."""
+        if isinstance(error, MisuseError) or not isinstance(error, RuntimeError):
+            raise error
         self._waits_since = -math.inf  # it need not wait any longer
         end = monotonic() + _EXPLAIN_S
-        while self._decided is None and monotonic() < end:
+        while self.decided is None and monotonic() < end:
             sleep(0.05)
         self.refuse(f"rank {self._rank} failed in {self._place(self._number)}: {error}")
 
     def refuse(self, reason: str) -> NoReturn:
-        """Raise a MisuseError: the ranks are out of step for ``reason``, or for what was decided before."""
+        """Raise a MisuseError: the ranks are out of step for ``reason``, or for what was decided before.
+
+        It is raised once the others were told, as a script may catch it and train anew with them.
+        """
         self._decide(reason)
-        if self._decided is not None:
-            self._raise()
-        raise MisuseError(reason) from None
-
-    def _raise(self) -> NoReturn:
-        """Raise what is decided, once the others were told: a script may catch it and train anew with them."""
-        with self._at_work:
-            self._at_work.wait_for(lambda: self._told is not None and self._told[3] is not None, timeout=_THREAD_S)
-        raise MisuseError(self._decided) from None
-
-    def _explain(self, error: RuntimeError) -> None:
-        """Note at ``error`` what others have told: torch itself only knows that a rank is gone from a collective."""
-        self.hear()
-        note = f"The ranks are out of step: {self._decided}" if self._decided is not None else first_raised(self._peers)
-        if note is not None and note not in getattr(error, "__notes__", []):
-            error.add_note(note)
+        self.settle()
+        raise MisuseError(self.decided or reason) from None
 
     def _absence(self, waited_s: float) -> str:
-        """Who waits for whom."""
-        return absence(self._peers, self._rank, self._number, self._place(self._number), waited_s)
+        """For whom this rank waits."""
+        late = [rank for rank, peer in self.peers.items() if max(peer.number, self._agreed) < self._number]
+        return (
+            f"rank {self._rank} has waited {waited_s:.0f} s for {_named(late) if late else 'other ranks'} in "
+            f"{self._place(self._number)} (collective {self._number})"
+        )
 
     def _place(self, number: int) -> str:
-        return said(by_number(self.notes), number)
+        return next((what for noted, what, _ in list(self.notes) if noted == number), "a later collective")
 
     # -- the thread ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _state(self) -> State:
-        """What others should know."""
-        number = self._number
-        return number, self._raises.get(number), self._ended, self._decided
-
     def _run(self) -> None:
-        seen, next_tick = 0, monotonic() + TICK_S
-        stand: Stand | None = None
+        moved_s, next_tick = monotonic(), monotonic() + TICK_S
+        told, seen = State(), 0
+        call: tuple[str, int] | None = None
         while True:
-            asked = self._asked
-            wait_s = 0.0 if asked != self._answered else max(0.0, next_tick - monotonic())
-            if any(peer.ended for peer in self._peers.values()):  # so a launcher may end this process soon
-                wait_s = min(wait_s, _TURN.total_seconds())
-                self._judge(compares=False)
-            for rank, message in self._links.receive(wait_s):
+            for rank, message in self._links.receive(_TURN_S):
                 self._hear(rank, message)
-            with self._at_work:
-                self._answered = asked
-                self._at_work.notify_all()
-            state, paused, ticks = self._state, False, monotonic() >= next_tick
+            paused, ticks = False, monotonic() >= next_tick
             if ticks:
-                paused, seen, next_tick = seen == state[0], state[0], monotonic() + TICK_S
-            if paused or self._told is None or state[1:] != self._told[1:]:
-                if state != self._told:
-                    self._tell(state)
-                self._judge()
-            if ticks:
+                next_tick, paused, seen = monotonic() + TICK_S, seen == self._number, self._number
                 is_absent = paused and self._waits_since == math.inf
-                before, stand = stand, stand_of(self._trains) if is_absent else None
-                told = stand if stand == before else None
-                if told != self._stand:
-                    self._stand = told
-                    self._links.send({"stand": told})
+                before, call = call, _script_call(self._trains) if is_absent else None
+                self._call = call if call == before else None  # an asynchronous one is left at once
+                if not is_absent:
+                    moved_s = monotonic()
+                elif monotonic() - moved_s > WARN_S and any(peer.number > seen for peer in self.peers.values()):
+                    moved_s = math.inf
+                    print(f"Other ranks wait for rank {self._rank}, which is here:", file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(2)
+            state = State(self._number, self._raised, self._ended, self.decided, self._call)
+            if state != told and (paused or state[1:] != told[1:]):
+                told = state
+                self._links.send([*state[:5], [each for each in list(self.notes) if each[0] <= state.number]])
+            self._judge(compares=ticks)
+            self._passes += 1
 
-    def _tell(self, state: State) -> None:
-        number, raised, ended, decided = state
-        notes = [each for each in self.notes if each[0] <= number]
-        self._links.send({"number": number, "notes": notes, "raised": raised, "ended": ended, "decided": decided})
-        self._stand = None  # which the others forget with each new state
-        self._news = True
-        with self._at_work:
-            self._told = state
-            self._at_work.notify_all()
-
-    def _hear(self, rank: int, message: Mapping[str, Any] | None) -> None:
-        peer = self._peers[rank]
+    def _hear(self, rank: int, message: Message | None) -> None:
+        peer = self.peers[rank]
         if message is None:
-            peer.gone = True
+            self.peers[rank] = peer._replace(gone=True)
             if not peer.ended:
-                self._decide(f"rank {rank} has died: its process was killed or crashed. See what it printed last")
-            return
-        if not message:
-            self._told = None
-            return
-        if "unreachable" in message:
-            self._decide(f"rank {self._rank} cannot connect to rank {rank} at {message['unreachable']}")
-            return
-        if "stand" in message:
-            peer.stand = Stand.of_message(message["stand"])
-            return
-        raised, peer.stand = message["raised"], None
-        peer.number, peer.ended, peer.raised = message["number"], message["ended"], raised and Raised(*raised)
-        peer.notes, peer.heard, self._news = by_number(message["notes"]), monotonic(), True
-        if message["decided"] is not None:
-            self._decide(message["decided"])
+                self._decide(DIED.format(rank))
+        elif message:
+            state = State(*message)
+            raised = state.raised and Raised(*state.raised)
+            self.peers[rank] = state._replace(raised=raised, gone=peer.gone, heard=monotonic())
+            self._decide(state.decided)
 
-    def _judge(self, *, compares: bool = True) -> None:
+    def _judge(self, *, compares: bool) -> None:
         """Decide who is to blame, if anyone is."""
-        if self._decided is not None:
-            return
-        if self._news and compares:
-            known = {rank: peer.notes for rank, peer in self._peers.items()} | {self._rank: by_number(self.notes)}
-            difference = first_difference(known)
-            if difference is not None and difference == self._suspected:  # all ranks had a tick to tell their notes
-                self._decide(difference)
-                return
-            self._suspected = difference
-            self._news = difference is not None
-        waited_s = monotonic() - self._waits_since
-        own = Own(self._rank, self._number, self._raises, self._raised_at, self._stand, waited_s, self._remedy)
-        if reason := blame(self._peers, own, self._members, self._place, caught_s=CAUGHT_S, stuck_s=STUCK_S):
-            self._decide(reason)
+        if compares:
+            notes = {rank: peer.notes for rank, peer in self.peers.items()} | {self._rank: list(self.notes)}
+            before, self._suspected = self._suspected, first_difference(notes)
+            self._decide(before if before == self._suspected else None)  # all ranks had a tick to tell their notes
+        for rank, peer in self.peers.items():
+            self._decide(self._blame(rank, peer))
 
-    def _decide(self, reason: str) -> None:
-        with self._at_work:
-            if self._decided is not None or self._ended:
+    def _blame(self, rank: int, peer: State) -> str | None:
+        """An error in words if this rank can't go on, as ``rank`` has raised, has ended, or waits for it."""
+        waited_s, number = monotonic() - self._waits_since, max(peer.number, self._agreed)
+        raised, own = peer.raised if peer.raised is not None and peer.raised.number == number else None, self._raised
+        if self._number > number:
+            here = f"while rank {self._rank} went on to {self._place(number + 1)}"
+        elif peer.ended and self._call is not None and (peer.gone or raised is not None):
+            here = f"while rank {self._rank} is in torch.distributed.{self._call[0]}()"
+        elif peer.ended and self._number == number and waited_s > CAUGHT_S:
+            here = f"while rank {self._rank} waits in {self._place(number)}"
+        else:
+            return None
+        # This rank may have raised as often, and caught it as the other may.
+        alike = raised is not None and own is not None and own.times >= raised.times
+        if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
+            return f"rank {rank} has raised an exception{raised.place}, {here}: {raised.error or '?'}"
+        if peer.ended:
+            return f"rank {rank} has ended, {here}. {REMEDY}"
+        if peer.call is not None and waited_s > STUCK_S and peer.call[1] > _begun():
+            return f"rank {rank} is in torch.distributed.{peer.call[0]}(), {here}. {REMEDY}"
+        return None
+
+    def _decide(self, reason: str | None) -> None:
+        """The ranks are out of step for ``reason``, unless it is None or one is known already."""
+        with self._deciding:
+            if reason is None or self.decided is not None or self._ended:
                 return
-            self._decided = reason  # before a thread comes free that waits for the GPU
-        give_up(self._abort)
-        call = self._stand and self._stand.call
-        if call is not None:
-            give_up(partial(end_call, call))
-        self._links.wake()
+            self.decided = reason  # before a thread comes free that waits for the GPU
+        _give_up(self._abort)
+        if self._call is not None:
+            _give_up(_end_call)
+
+
+def first_difference(notes: Mapping[int, Notes]) -> str | None:
+    """The first note that differs between ranks, in words. None: there is none among those that are known.
+
+    Args:
+        notes: by rank.
+    """
+    ranks_of: dict[int, dict[str, list[int]]] = {}
+    for rank in sorted(notes):
+        for number, what, size_bytes in notes[rank]:
+            place = f"{what} with {size_bytes:,} bytes" if size_bytes else what
+            ranks_of.setdefault(number, {}).setdefault(place, []).append(rank)
+    for _, found in sorted(ranks_of.items()):
+        if len(found) > 1:
+            # Most ranks do what is right, or the first one does.
+            (usual, most), (other, few), *_ = sorted(found.items(), key=lambda item: (-len(item[1]), item[1][0]))
+            return f"{_named(few)} came to {other}, while {_named(most)} came to {usual}. {REMEDY}"
+    return None
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _is_done(work: dist.Work) -> bool:
     """Whether ``work`` ends within a turn. An error in it is raised."""
     try:
-        work.wait(_TURN)
+        work.wait(timedelta(seconds=_TURN_S))
     except RuntimeError:
         if not work.is_completed():  # the turn is over
             return False
         work.wait()  # raises what went wrong, or else it has ended just now
     return True
+
+
+# -- collectives of the script on the default group --------------------------------------------------------------------
+
+
+def _script_call(thread: int) -> tuple[str, int] | None:
+    """The collective of the script that ``thread`` is in, of those that no rank leaves before all have come."""
+    calls = [
+        frame
+        for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and frame.f_code.co_name.startswith(_OF_ALL)
+    ]
+    # A collective may be made of others: the outermost is that which the script has called.
+    if not calls or calls[-1].f_locals.get("group") not in (None, dist.group.WORLD):
+        return None
+    return calls[-1].f_code.co_name, _begun()
+
+
+def _begun() -> int:
+    """How many collectives this rank has begun on the default group. 0 if torch does not say so."""
+    with suppress(Exception):
+        group: Any = dist.group.WORLD
+        backends = {group._get_backend(device) for device in group._device_types}
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+    return 0
+
+
+def _end_call() -> None:
+    """End the collective of the script, if it goes through NCCL, which waits for ever. Gloo ends as other ranks do."""
+    with suppress(Exception):  # it may have ended meanwhile
+        group: Any = dist.group.WORLD
+        if any(group._get_backend(device).name() == "nccl" for device in group._device_types):
+            group.abort()
+
+
+# -- the end of a process whose ranks are out of step ------------------------------------------------------------------
+
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_aborting: list[threading.Thread] = []  # which give communicators up
+_left: list[threading.Thread] = []  # which wait inside torch for ranks that may never come
+
+
+def _give_up(abort: Callable[[], None]) -> None:
+    """Call ``abort``, which gives communicators up. It is not waited for: NCCL may wait there for other ranks."""
+    thread = threading.Thread(target=abort, name="protrain abort", daemon=True)
+    thread.start()
+    _aborting.append(thread)
+
+
+def never_free(thing: object) -> None:
+    """Keep ``thing``, a collective of gloo that was given up or its process group, until the process is gone.
+
+    A thread of the group works on the collective until all ranks have come, or for the timeout of the group. To free
+    either would wait for that thread, at the latest when Python ends.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
+
+
+@atexit.register
+def _end_all_the_same() -> None:
+    """Bound how long a process that got out of step takes to end.
+
+    CUDA and NCCL free their memory at the very end, after Python, and may wait there without a limit for a collective
+    that other ranks never came to. The system's alarm ends the process then, whatever waits.
+
+    A thread that comes back from a wait inside torch while Python ends would abort the process. So if there is one, a
+    process that an error ends leaves now.
+    """
+    if any(watch.decided is not None for watch in _watches) and threading.current_thread() is threading.main_thread():
+        for thread in list(_aborting):
+            thread.join(_ABORT_S)
+        if hasattr(sys, "last_value") and any(thread.is_alive() for thread in _left):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(_END_S)
+
+
+def _report_uncaught(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Let all watches hear of an exception that ends the process."""
+    for watch in list(_watches):
+        watch.raised(error)
+    before(kind, error, trace)

@@ -19,8 +19,7 @@ from torch import nn
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
 from protrain.common.warned import warn_user
-from protrain.distributed.joining import refuse_others
-from protrain.distributed.processes import announced_processes
+from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
 from protrain.engine.planned_batch import PlannedBatch
 from protrain.engine.units import Unit

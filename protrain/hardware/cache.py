@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from protrain.distributed.processes import announced_processes, nodes_of
+from protrain.distributed.joining import announced_processes, nodes_of
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile

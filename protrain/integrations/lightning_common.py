@@ -17,7 +17,7 @@ from torch import nn
 from protrain.checkpoint.manifest import find_save, list_saves, read_manifest
 from protrain.checkpoint.saving import own_saves, save_checkpoint
 from protrain.checkpoint.tensor_files import put_in_place
-from protrain.distributed.processes import local_processes
+from protrain.distributed.joining import local_processes
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 

@@ -26,7 +26,7 @@ from protrain.common import batch as batches
 from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
 from protrain.common.warned import warn_user, warned_at_user
-from protrain.distributed.processes import announced_processes
+from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
 from protrain.integrations.accelerate import leave_model
 from protrain.integrations.found_batch import smaller_if_it_fits

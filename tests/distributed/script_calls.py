@@ -15,18 +15,16 @@ from tests.distributed.out_of_step import batch, step, wrapped
 def stuck(rank: int, size: int, odd: int, call: str, where: str, times: dict[str, float], device: str = "cpu") -> None:
     """Train. Rank ``odd`` makes ``call`` where the others do not, which wait for it in ``where``."""
     model = _after_a_step(rank, times, device)
-    other = (odd + 1) % size
-    pair = dist.new_group([odd, other])
     value = batch(rank, 1)
     if where == "forward" and rank == odd:
-        _call(call, other, pair, device)
+        _call(call, device)
     loss = model(value)
     if where == "backward" and rank == odd:
-        _call(call, other, pair, device)
+        _call(call, device)
     loss.backward()
     if where == "state_dict":
         if rank == odd:
-            _call(call, other, pair, device)
+            _call(call, device)
         model.state_dict()
 
 
@@ -59,17 +57,10 @@ def _after_a_step(rank: int, times: dict[str, float], device: str = "cpu") -> nn
     return model
 
 
-def _call(call: str, other: int, pair: dist.ProcessGroup, device: str) -> None:
+def _call(call: str, device: str) -> None:
     print("calls", flush=True)
-    values = torch.ones(1, device=device)
     if call == "barrier":
         dist.barrier()
-    elif call == "all_reduce":
-        dist.all_reduce(values, group=pair)
-    elif call == "broadcast":
-        dist.broadcast(values, other)
-    elif call == "reduce":
-        dist.reduce(values, dist.get_rank())
     else:
-        assert call == "broadcast_object_list"
-        dist.broadcast_object_list([None], other)
+        assert call == "all_reduce"
+        dist.all_reduce(torch.ones(1, device=device))

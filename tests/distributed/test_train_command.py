@@ -26,7 +26,7 @@ from protrain.cli.job import TrainJob
 from protrain.cli.main import main
 from protrain.cli.run_files import LOCK_FILE
 from protrain.cli.training_run import Run
-from protrain.distributed.processes import announced_by_slurm
+from protrain.distributed.joining import announced_by_slurm
 from protrain.planning import Plan
 from tests.distributed.pool import on_ranks
 from tests.distributed.train_runs import LaunchedRanks, command, outcome

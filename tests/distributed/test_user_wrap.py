@@ -135,7 +135,7 @@ def hear_late(rank: int, late: bool) -> None:
     hear = vars(Watch).get("heard_at_once", Watch._hear)
 
     def hear_later(self: Watch, other: int, message: Any) -> None:
-        if message is not None and message.get("decided") is not None:
+        if message and message[3] is not None:  # what is decided
             sleep(2.0)
         hear(self, other, message)
 

@@ -94,11 +94,10 @@ class ShardedGradients(Gradients):
     def combine(self, settings: Callable[[], Settings]) -> None:
         late = self.members[min(self._waiting)].name if self._waiting else ""
         requests = self._ranks.requests
-        value = (self._ranks.trail, settings(), late, bytes(self.present), requests.received)
-        every = self._ranks.all_values(value, "the end of a backward")
-        self._ranks.refuse_out_of_step([trail for trail, *_ in every])
-        refuse_late([late for _, _, late, *_ in every])
-        refuse_other_settings([of_rank for _, of_rank, *_ in every])
+        value = (settings(), late, bytes(self.present), requests.received)
+        every = self._ranks.all_in_step(value, "the end of a backward")
+        refuse_late([late for _, late, *_ in every])
+        refuse_other_settings([of_rank for of_rank, *_ in every])
         requests.of_all = max(received for *_, received in every)
         if not self._brings:
             return

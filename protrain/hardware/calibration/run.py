@@ -12,8 +12,7 @@ from functools import partial
 import torch
 
 from protrain.distributed.devices import has_bf16, own_device, refuse_shared_gpu
-from protrain.distributed.joining import join
-from protrain.distributed.processes import local_rank
+from protrain.distributed.joining import join, local_rank
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.contention import Together, groups_on
