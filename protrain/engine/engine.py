@@ -29,13 +29,11 @@ torch, step() leaves gradients where they are, and zero_grad() forgets them.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
-from types import FrameType
 from typing import Any
 
 import torch
@@ -117,6 +115,7 @@ class Engine:
         self.all_read = False  # whether every rank reads the same parameters now
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
+        self._running = 0  # how many units run now, one inside the other; a hook in them may save the model
         self._process = os.getpid()
         self._ranks = memory.ranks
         self._visits = Visits(managed, buffers=buffers, take_gradients=self._take_gradients)
@@ -176,9 +175,11 @@ class Engine:
     def _run_bound(self, unit: Unit, run: Callable[[], Any]) -> Any:
         """What ``run`` returns, which uses the parameters of ``unit`` on the device."""
         self.bindings.bind(unit, self._visits.schedule)
+        self._running += 1
         try:
             output = copy_escaping_weights(run(), self.buffers)
         finally:
+            self._running -= 1
             self.bindings.unbind(unit)
         if torch.is_grad_enabled():
             refuse_leaked_views(unit, self.buffers)
@@ -363,21 +364,9 @@ class Engine:
                 "and save the model there, or call protrain.wrap in this process"
             )
         self.abandon_backward()
-        if self._backward is None and self.buffers.any_in_use() and not self._runs_a_unit():
+        if self._backward is None and self.buffers.any_in_use() and not self._running:
             self.bindings.release_all()
             self._visits.abandon()
-
-    def _runs_a_unit(self) -> bool:
-        """Whether this is called from the forward of a unit, as by a hook that saves the model.
-
-        The stack is searched because a counter would be wrong after Ctrl-C at the wrong moment.
-        """
-        frame: FrameType | None = sys._getframe()
-        while frame is not None:
-            if frame.f_code is Engine._run_bound.__code__ and frame.f_locals.get("self") is self:
-                return True
-            frame = frame.f_back
-        return False
 
     def _forget_backward(self) -> None:
         """No backward runs any more, as the last one has raised an error."""
