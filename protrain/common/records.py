@@ -16,8 +16,6 @@ from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_t
 from protrain.common.quantities import format_bytes
 from protrain.common.tables import WIDTH, aligned
 
-_JSON_NAMES = {list: "list", str: "string", int: "number", float: "number", bool: "value", type(None): "value"}
-
 
 class Record:
     """A mixin for frozen keyword-only dataclasses: JSON in both directions, files, and a printed table.
@@ -54,7 +52,7 @@ class Record:
         for name, field in fields.items():
             if name in data:
                 values[name] = _typed(hints[name], data[name], f"{cls.__name__}.{name}")
-            elif _is_needed(field):
+            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{cls.__name__} lacks the field {name!r}")
         return cls(**values)
 
@@ -74,22 +72,10 @@ class Record:
             raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
         except (ValueError, RecursionError) as error:  # it is no text, no JSON, or has endless numbers or nesting
             raise ValueError(f"{name} is not {kind}, as it is not JSON: {error}{remedy}") from None
-        if not cls._resembles(data):
-            raise ValueError(f"{name} is not {kind}: {_looks_like(data)}{remedy}")
         try:
             return cls.from_dict(data)
         except ValueError as error:
             raise ValueError(f"{name} is not {kind} of this version of ProTrain: {error}{remedy}") from None
-
-    @classmethod
-    def _resembles(cls, data: Any) -> bool:
-        """Whether ``data`` has most of the required fields. If so, an error should be about one of its fields."""
-        if not isinstance(data, dict):
-            return False
-        needed = [field.name for field in _fields(cls) if _is_needed(field)]
-        return 2 * sum(name in data for name in needed) >= len(needed) and bool(
-            set(data) & {f.name for f in _fields(cls)}
-        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON to ``path``, completely or not at all.
@@ -121,25 +107,6 @@ def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
 @functools.cache  # it takes longer than the rest of reading a record
 def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
-
-
-def _is_needed(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-
-
-def _looks_like(data: Any) -> str:
-    """What the JSON ``data`` seems to be, if it is not the record that was asked for."""
-    if not isinstance(data, dict):
-        return f"it holds a JSON {_JSON_NAMES.get(type(data), 'value')}"
-    kinds = [
-        kind for kind in Record.__subclasses__() if kind.file_kind and set(data) <= {f.name for f in _fields(kind)}
-    ]
-    found = [kind for kind in kinds if kind._resembles(data)]
-    if found:
-        return f"it looks like {found[0].file_kind}"
-    return (
-        f"it holds {', '.join(map(repr, list(data)[:3]))}{', ...' if len(data) > 3 else ''}" if data else "it is empty"
-    )
 
 
 def _plain(value: Any) -> Any:

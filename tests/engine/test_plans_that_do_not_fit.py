@@ -110,8 +110,8 @@ def test_a_plan_file_works(model: nn.Module, batch: Batch, plan: Plan, tmp_path:
     [
         (None, "cannot read a plan from .*plan.json: No such file"),
         ("{ not json", "plan.json is not a plan, as it is not JSON"),
-        ("[]", "plan.json is not a plan: it holds a JSON list"),
-        ("{}", "plan.json is not a plan: it is empty"),
+        ("[]", "plan.json is not a plan of .*: Plan must be a JSON object, not list"),
+        ("{}", "plan.json is not a plan of .*: Plan lacks the field"),
     ],
 )
 def test_a_plan_file_that_is_none(model: nn.Module, batch: Batch, text: str | None, words: str, tmp_path: Path) -> None:

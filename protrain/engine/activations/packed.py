@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.engine.activations.swap import Offload, OffloadedTensor, Storage, SwapEngine, SwapFrame
+from protrain.engine.activations.saved import Engine
+from protrain.engine.activations.swap import Offload, OffloadedTensor, Storage, SwapFrame
 from protrain.engine.units import Unit
 from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached
@@ -36,7 +37,7 @@ class _PackedTensor(OffloadedTensor):
 class PackedOffload(Offload):
     """The tensors that one call of ``unit`` keeps in host memory, packed into one buffer."""
 
-    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self._buffer = Storage(0, None)
         self._plan: PackPlan | None = None

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,10 @@ from protrain.common.errors import MisuseError
 from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
-from protrain.engine.activations.ledger import Ledger
-from protrain.engine.states.arena import EngineMemory
-from protrain.engine.streams import Streams
 from protrain.engine.units import Unit
-from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
-from protrain.planning.plan import Plan
 
 SAVED = "tensors that it saved"
 
@@ -58,42 +53,13 @@ def own_copy(tensor: Tensor) -> Tensor:
     return copy
 
 
-class Offloads(Protocol):
-    """What a frame asks of ``protrain.engine.activations.swap.Swaps``."""
-
-    def offload_deferred(self, arguments: Any) -> set[int]:
-        """Offload deferred inputs of the unit before, except those among ``arguments``. Returns these, by storage."""
-
-    def free_offloaded(self) -> None:
-        """Free the device memory of the block whose offload is under way."""
-
-
-class FrameEngine(Protocol):
-    """What a frame asks of ``protrain.engine.engine.Engine``."""
-
-    memory: EngineMemory
-    plan: Plan
-    streams: Streams
-    ledger: Ledger
-    buffers: BufferPool
-    weights_version: int  # counts changes of weights
-    updated_inside: set[int]  # chunks that backward has updated
-
-    @property
-    def swaps(self) -> Offloads:
-        """The offloads of this step, from a block's forward to its backward."""
-
-    def in_backward_of(self, frame: Frame) -> bool:
-        """Whether backward has reached the call of a unit that ``frame`` stands for."""
-
-    def enter_backward(self, frame: Frame) -> None:
-        """Backward reaches the call of a unit that ``frame`` stands for."""
+Engine: TypeAlias = Any  # protrain.engine.engine.Engine, which makes frames
 
 
 class Frame:
     """One call of a unit whose saved tensors stay on the device (NONE)."""
 
-    def __init__(self, engine: FrameEngine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         self.engine = engine
         self.unit = unit
         self.weights_version = engine.weights_version  # backward must come before weights change
@@ -200,7 +166,7 @@ class CheckpointFrame(Frame, Recomputation):
     ``Plan.keep_attention`` the outputs of attention are kept beside the inputs: [Note: what is not computed twice].
     """
 
-    def __init__(self, engine: FrameEngine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         Frame.__init__(self, engine, unit)
         Recomputation.__init__(self, unit.label, unit.modules, engine.memory.device)
         self.attention = KeptAttention(engine.memory.device) if engine.plan.keep_attention else None

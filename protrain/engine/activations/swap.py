@@ -14,7 +14,7 @@ import enum
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from protrain.common.errors import BudgetError
 from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
-from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame, FrameEngine
+from protrain.engine.activations.saved import SAVED, CheckpointFrame, Engine, Frame
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
@@ -96,14 +96,6 @@ class HostSlots:
         self._free.append((slot, read))
 
 
-class SwapEngine(FrameEngine, Protocol):
-    """What a frame that offloads tensors asks of the engine."""
-
-    @property
-    def swaps(self) -> Swaps:
-        """The offloads of the step."""
-
-
 class _Place(enum.Enum):
     """Where the tensors of an offload are. They go from DEVICE to HOST, and then to FETCHED and back."""
 
@@ -120,7 +112,7 @@ class Offload:
     nothing is offloaded of the graph that ends with that.
     """
 
-    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         self.unit = unit
         self._engine = engine
         # By address. Until the offload starts they belong to their tensors, and then to this.
@@ -245,7 +237,7 @@ class SwapFrame(Frame):
 
     offload_class: ClassVar[type[Offload]] = Offload
 
-    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.offload = self.offload_class(engine, unit)
 
@@ -293,9 +285,9 @@ class CheckpointSwapFrame(CheckpointFrame):
     no result. Kept outputs of attention belong to this unit alone, and are offloaded with the inputs.
     """
 
-    engine: SwapEngine
+    engine: Engine
 
-    def __init__(self, engine: SwapEngine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.offload = Offload(engine, unit)
 

@@ -1,62 +1,18 @@
 """What a managed parameter knows of the engine that holds its weight and its gradient.
 
-A parameter asks the engine for its weight, for the state of its gradient and for the norm of it. The questions are
-listed in a protocol here, so that the classes of parameters need not import the engine, which imports them.
+A parameter asks the engine for its weight, for the state of its gradient and for the norm of it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.states.arena import EngineMemory
-from protrain.engine.states.chunks import Member
-from protrain.engine.weights.buffers import BufferPool
 
-
-class ParameterEngine(Protocol):
-    """What a managed parameter asks of ``protrain.engine.engine.Engine``."""
-
-    memory: EngineMemory
-    placeholder: Tensor  # one NaN element on the device, which expands to any shape
-    weights_version: int  # counts changes of weights
-    all_read: bool  # whether every rank reads the same parameters now, as inside reads_of_all
-    buffers: BufferPool
-    updated_inside: set[int]  # chunks that the current backward has updated
-    thawed: set[int]  # parameters that require a gradient now, and did not when the model was wrapped
-
-    @property
-    def members(self) -> Sequence[Member]:
-        """All managed parameters."""
-
-    def begin_backward(self) -> None:
-        """Begin a backward, unless one runs already. This is called inside it."""
-
-    def end_interrupted(self) -> None:
-        """Clean up after a step that an error has ended. MisuseError in a forked process, which has no states."""
-
-    def quiet(self) -> AbstractContextManager[None]:
-        """A context in which nothing of the engine runs, so that the host may read and write states."""
-
-    def gradient_ready(self, index: int) -> None:
-        """Autograd has accumulated the whole gradient of parameter ``index``."""
-
-    def gradient_pending(self, index: int) -> bool:
-        """Whether parameter ``index`` has a gradient that no step has used."""
-
-    def forget_gradient(self, index: int) -> None:
-        """The user has set ``.grad`` of parameter ``index`` to None."""
-
-    def gradient_norm(self, index: int) -> Tensor:
-        """The 2-norm of the gradient of parameter ``index``."""
-
-    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
-        """The user has multiplied ``.grad`` of parameter ``index`` by ``factor``."""
+Engine: TypeAlias = Any  # protrain.engine.engine.Engine, which imports the classes of parameters
 
 
 class Handle:
@@ -66,7 +22,7 @@ class Handle:
     through a tensor that C++ holds, and a model that the user drops must free its chunks.
     """
 
-    def __init__(self, name: str, index: int, engine: ParameterEngine, *, trainable: bool) -> None:
+    def __init__(self, name: str, index: int, engine: Engine, *, trainable: bool) -> None:
         self.name = name
         self.index = index
         self.trainable = trainable  # whether it required a gradient when the model was wrapped
@@ -74,7 +30,7 @@ class Handle:
         self._engine = weakref.ref(engine)
 
     @property
-    def engine(self) -> ParameterEngine:
+    def engine(self) -> Engine:
         """The engine. MisuseError when model and optimizer are gone."""
         engine = self._engine()
         if engine is None:
