@@ -169,15 +169,15 @@ def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
     machine, plan = load("h100"), tmp_path / "plan.json"
     machine.save(tmp_path / "machine.json")
     (tmp_path / "config.json").write_text('{"architectures": [], "model_type": "llama"}')
-    for name, field in (("machine.json", "all_gather_gbps"), ("config.json", "architectures")):
-        words = f"{name} is not a plan of .*: Plan has no field '{field}'; `protrain plan MODEL --out FILE` writes"
+    for name, unknown in (("machine.json", "all_gather_gbps"), ("config.json", "architectures")):
+        words = f"{name} is not a plan of .*: Plan has no field '{unknown}'; `protrain plan MODEL --out FILE` writes"
         with pytest.raises(ValueError, match=words):
             Plan.load(tmp_path / name)
     with pytest.raises(ValueError, match=r"cannot read a plan from .*plan.json: No such file or directory; `protrain"):
         Plan.load(plan)
     plan.write_text(json.dumps(dict.fromkeys(Plan.__dataclass_fields__)))
     with pytest.raises(
-        ValueError, match="is not a hardware profile of .*: .* has no field 'accumulation'; `protrain calibrate --out"
+        ValueError, match=r"is not a hardware profile of .*: .* has no field 'accumulation'; `protrain calibrate --out"
     ):
         HardwareProfile.load(plan)
 
