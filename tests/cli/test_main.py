@@ -132,9 +132,12 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         ),
         (
             ["train", "--model", "tiny", "--device", "cpu", "--plan", "config.json"],
-            "config.json is not a plan: it holds",
+            "config.json is not a plan of this version of ProTrain: Plan has no field",
         ),
-        (["plan", "tiny", "--hardware", "config.json"], "config.json is not a hardware profile: it holds 'model_type'"),
+        (
+            ["plan", "tiny", "--hardware", "config.json"],
+            "config.json is not a hardware profile of this version of ProTrain: ",
+        ),
         (["train", "--model", "tiny", "--device", "tpu"], "device must be a CUDA GPU or the CPU, not 'tpu'"),
         (["train", "--model", "tiny", "--device", "meta"], "device must be a CUDA GPU or the CPU, not meta"),
         (["train", "--model", "gpt2", "--device", "cpu", "--sequence", "2000"], "longer than the 1024 positions"),
