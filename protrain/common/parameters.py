@@ -1,4 +1,4 @@
-"""Which parameters ProTrain manages, and what the others consist of, which it keeps as they are."""
+"""Which parameters ProTrain manages and lets nobody move, and what the others consist of, which it keeps."""
 
 from __future__ import annotations
 

@@ -102,8 +102,7 @@ class Engine:
         self.phase = Phase.EMPTY
         self._inside = step_during_backward  # updates are made inside backward, not by step()
         self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
-        self.chunks = managed.chunks
-        self.members = managed.members
+        self.chunks, self.members = managed.chunks, managed.members
         self.units = units
         self.buffers = buffers
         self.gradients = gradients

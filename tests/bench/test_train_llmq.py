@@ -44,7 +44,7 @@ class FakeTrainer:
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> list[FakeTrainer]:
-    """Those that are made of a package that is not here."""
+    """The trainers that a contestant has made, of a stand-in for LLM.Q's package."""
     pytest.importorskip("transformers")
     made: list[FakeTrainer] = []
 

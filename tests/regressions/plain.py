@@ -30,7 +30,10 @@ class Blocks(nn.Module):
     def __init__(self, block: Make | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        usual = lambda: nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))  # noqa: E731
+
+        def usual() -> nn.Module:
+            return nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
         self.blocks = nn.ModuleList((block or usual)() for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:

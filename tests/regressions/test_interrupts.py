@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -109,12 +110,17 @@ def test_ctrl_c_at_any_time_of_a_forward_or_backward_changes_nothing(plan: str) 
         raise KeyboardInterrupt
 
     training, undisturbed = wrapped(plan), wrapped(plan)
+    assert train(*training, 1, seed=0) == train(*undisturbed, 1, seed=0)
+    begin = time.perf_counter()
+    training[0](rows()).square().mean().backward()
+    took_s = time.perf_counter() - begin  # on this machine, so that most interrupts come before the end
+    training[1].zero_grad()
     before = signal.signal(signal.SIGALRM, interrupt)
     n_interrupted = 0
     try:
         for number in range(20):
             try:
-                signal.setitimer(signal.ITIMER_REAL, 2e-4 + 3e-4 * number)
+                signal.setitimer(signal.ITIMER_REAL, took_s * (number + 1) / 21)
                 training[0](rows(number)).square().mean().backward()
                 signal.setitimer(signal.ITIMER_REAL, 0)
             except KeyboardInterrupt:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,10 @@ def test_an_adapter_that_is_switched_between_two_forwards_has_its_own_gradient(p
 def test_experts_are_adapted(plan: str) -> None:
     """peft's target_parameters, which adapts the experts of a model, was refused with a wrong reason."""
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    make = lambda: lora(mixtral(), target_parameters=targets)  # noqa: E731
+
+    def make() -> Any:
+        return lora(mixtral(), target_parameters=targets)
+
     check(learn, plan, make, batch=tokens(), chunked_loss=False, n_buffer=3)
 
 
@@ -134,7 +136,10 @@ def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[
 @both_plans
 def test_an_export_of_an_adapter_has_the_modules_that_are_trained_whole(plan: str, tmp_path: Path) -> None:
     """export of an adapter writes what peft saves, also modules that are trained whole, which it refused."""
-    make = lambda: lora(llama(), modules_to_save=["lm_head"])  # noqa: E731
+
+    def make() -> Any:
+        return lora(llama(), modules_to_save=["lm_head"])
+
     model, optimizer = wrapped(plan, make, batch=tokens(), n_buffer=3)
     learn(model, optimizer)
     protrain.export(model, tmp_path / "adapter")
@@ -306,8 +311,7 @@ def test_empty_parameters_have_the_same_values_under_every_plan() -> None:
         with protrain.empty_parameters():
             return Blocks().apply(zeroed)
 
-    read: Callable[[str], dict[str, Tensor]] = lambda plan: wrapped(plan, make)[0].state_dict()  # noqa: E731
-    found, other = read("on the device"), read("offloaded")
+    found, other = (wrapped(plan, make)[0].state_dict() for plan in ("on the device", "offloaded"))
     assert_same(other, found)
     assert found["blocks.0.0.weight"].unique().numel() > 100
     assert not found["blocks.2.2.bias"].any()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.engine.activations.saved import Engine
 from protrain.engine.activations.swap import Offload, OffloadedTensor, Storage, SwapFrame
 from protrain.engine.units import Unit
+from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached
 from protrain_kernels import PackPlan, pack

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
 from protrain.engine.units import Unit
+from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, Recomputation, watch, written_over
@@ -51,9 +52,6 @@ def own_copy(tensor: Tensor) -> Tensor:
     if tensor.numel():
         copy.as_strided((span,), (1,)).copy_(tensor.detach().as_strided((span,), (1,)))
     return copy
-
-
-Engine: TypeAlias = Any  # protrain.engine.engine.Engine, which makes frames
 
 
 class Frame:

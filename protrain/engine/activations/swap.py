@@ -24,10 +24,11 @@ from protrain.common.errors import BudgetError
 from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
 from protrain.common.quantities import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
-from protrain.engine.activations.saved import SAVED, CheckpointFrame, Engine, Frame
+from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams
 from protrain.engine.units import Unit
+from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, watch, written_over

@@ -21,8 +21,8 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
 
 UNPINNED = (
-    "the driver refuses to pin host memory, so that copies to and from the GPU take several times as long and overlap "
-    "with nothing: raise the limit of locked memory (ulimit -l, --ulimit memlock=-1 of a container, memory= in WSL's "
+    "the driver refuses to pin host memory, so that copies to and from the GPU are slow and nothing overlaps them: "
+    "raise the limit of locked memory (ulimit -l, --ulimit memlock=-1 of a container, memory= in WSL's "
     ".wslconfig), or pass a smaller host_memory"
 )
 

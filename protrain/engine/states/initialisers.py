@@ -50,7 +50,7 @@ REMEDY = (
 
 @dataclass(eq=False)
 class Start:
-    """What is known of the start value of a parameter without memory."""
+    """How the start value of a parameter without memory is made: the calls of initialisers that set it."""
 
     seed: int  # [Note: keyed by name]
     dtype: torch.dtype  # in which initialisers set it, before the model was converted

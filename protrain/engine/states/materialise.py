@@ -61,7 +61,7 @@ def fill(
 
     remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
     others, held = _other_than_first(remaining), held_storages(model)
-    # Those that initialisers make come first, while what the others hold is still there.
+    # Parameters whose values initialisers make come first, while what the others hold is still there.
     for member in sorted(remaining, key=lambda member: start_of(member.parameter) is None):
         if start_of(member.parameter) is None:
             held.clear()  # it would keep the memory that is to be freed

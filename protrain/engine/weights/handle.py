@@ -12,7 +12,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 
-Engine: TypeAlias = Any  # protrain.engine.engine.Engine, which imports the classes of parameters
+Engine: TypeAlias = Any  # protrain.engine.engine.Engine, which imports all files that ask it
 
 
 class Handle:
