@@ -156,6 +156,7 @@ class Clipping:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
         if not self._norms:
             # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
+            self._gradients.host_gradients.settle()
             indices, squares = self._gradients.squares.by_parameter()
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
@@ -183,6 +184,7 @@ class Clipping:
 
     def _total_squares(self) -> Tensor:
         if self._sum_of_squares is None:
+            self._gradients.host_gradients.settle()
             self._sum_of_squares = self._gradients.squares.total()
         return self._sum_of_squares
 

@@ -139,7 +139,8 @@ class Gradients:
         Raises:
             MisuseError: it is not the same, or a gradient came too late to be reduced.
         """
-        self._streams.compute.wait_for(self.host_gradients.added)
+        if self.is_last:
+            self.host_gradients.settle()
 
     def forget(self, index: int) -> bool:
         """The user has set ``.grad`` of parameter ``index`` to None. Returns whether this was the last gradient."""

@@ -12,8 +12,9 @@ one of three places:
     in host memory      in every backward the sum passes through the device in parts: a part comes to a buffer, the
                         gradient is added to it, and it goes back
 
-Additions to sums in host memory run on the stream of reductions, under the backward of the next unit. So does the
-rounding of finished sums.
+Additions to sums in host memory run on the stream of reductions, under the backward of the next unit and, after the
+first unit, under the next forward. So does the rounding of finished sums. Whatever reads gradients waits for them first
+(``settle``).
 
 A sum that is not sent stays fp32. The norm and the update each round it once to the type of the weights when they read
 it (``protrain_kernels.rounding``), so they see a gradient of that type after any number of backwards.
@@ -200,13 +201,18 @@ class HostGradients:
         self._offload(chunk, copies, lane, after=self.added)
 
     def send_all(self) -> None:
-        """``send`` every chunk."""
+        """``send`` every chunk, and ``settle``."""
         for chunk in list(self._unsent):
             self.send(chunk)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the compute stream wait for all additions. Until then it does what follows in the model beside them."""
+        self._streams.compute.wait_for(self.added)
 
     def reset(self) -> None:
         """Forget what was not sent, as all gradients are forgotten."""
-        self._streams.compute.wait_for(self.added)  # what is added on the other stream must not come later
+        self.settle()  # what is added on the other stream must not come later
         self._unsent.clear()
 
     def _offload(self, chunk: Chunk, copies: Sequence[tuple[Tensor, Tensor]], lane: Lane, *, after: Mark) -> None:
