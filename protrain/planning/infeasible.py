@@ -76,7 +76,7 @@ def host_error(
     needed = memory.host_bytes(counts, activations)
     copies = memory.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
-    gradients += memory.sent_sum_bytes(counts.n_device_sum)
+    gradients += memory.sent_sum_bytes(n_persist, counts.n_device_sum)
     sums = memory.host_sum_bytes(n_persist, counts.n_device_sum)
     states = needed - activations.swapped_bytes - copies - gradients - sums
     parts = {

@@ -221,7 +221,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     parts = {
         "weights": sum(memory.layout.shard_elements(chunk) * element for chunk in away),
         "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes)
-        + memory.sent_sum_bytes(plan.n_device_sum),
+        + memory.sent_sum_bytes(plan.n_persist, plan.n_device_sum),
         "optimizer states": states - trained,
         "swapped activations": activations.swapped_bytes - offloaded,
     }
