@@ -17,7 +17,6 @@ from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.sharded import ShardedGradients
 from protrain.engine.hooks import install
 from protrain.engine.states.allocation import (
     complete_chunks,
@@ -131,7 +130,7 @@ def build_engine(
         members=members,
     )
     worker = HostWorker(threads=host_threads, device=device)
-    gradients = (ShardedGradients if ranks.several else Gradients)(managed)
+    gradients = Gradients(managed)
     streamer = _streamer(managed, sharing)
     staging_bytes = 0 if streamer is None else sharing.staging_bytes
     ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)

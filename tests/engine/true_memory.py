@@ -142,11 +142,11 @@ def resident(engine: Engine) -> list[Tensor]:
     persistent = [chunk for chunk in engine.chunks if chunk.persistent]
     tensors = [state for chunk in persistent for state in (chunk.weight, chunk.exp_avg) if state is not None]
     tensors += [chunk.accumulator for chunk in engine.chunks if chunk.accumulator is not None]
-    lanes = engine.gradients.host_gradients
+    lanes = engine.gradients.reduction
     tensors += [part for lane in (*lanes._usual, lanes._large) for part in (lane.sent, lane.shard)]
     tensors += [buffer.memory for buffer in lanes._sums]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
-    tensors += [tensor for tensor in vars(engine.gradients.host_gradients).values() if isinstance(tensor, Tensor)]
+    tensors += [tensor for tensor in vars(engine.gradients.reduction).values() if isinstance(tensor, Tensor)]
     for pool in engine.gradients.pools._pools.values():
         tensors += [*pool._free, *pool._in_use.values(), *pool._released.values()]
     tensors += engine.model.buffers()
