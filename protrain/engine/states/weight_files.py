@@ -131,8 +131,8 @@ def _has_values(parameter: nn.Parameter) -> bool:
     return not (missing_start(parameter) if parameter.is_meta else has_moved(parameter))
 
 
-def check_weights(model: nn.Module, folder: Path) -> None:
-    """Check ``folder`` before it is loaded, and warn of tensors in it that the model has no place for.
+def check_weights(model: nn.Module, folder: Path) -> WeightSources:
+    """``weight_sources``, and warn of tensors in ``folder`` that the model has no place for.
 
     Raises:
         ValueError: as ``weight_sources``, or names of one parameter have different values in the files.
@@ -153,6 +153,7 @@ def check_weights(model: nn.Module, folder: Path) -> None:
             f"weights: {folder} holds what {type(model).__name__} has no place for: "
             f"{_listed(found.unused)}. Left out; for them to count, build the model that they were saved from"
         )
+    return found
 
 
 def unmanaged(model: nn.Module) -> dict[str, Tensor]:
