@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -147,8 +148,8 @@ def resident(engine: Engine) -> list[Tensor]:
     tensors += [buffer.memory for buffer in lanes._sums]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
     tensors += [tensor for tensor in vars(engine.gradients.reduction).values() if isinstance(tensor, Tensor)]
-    for pool in engine.gradients.pools._pools.values():
-        tensors += [*pool._free, *pool._in_use.values(), *pool._released.values()]
+    pools = engine.gradients.pools
+    tensors += [*chain.from_iterable(pools._free.values()), *pools._in_use.values(), *pools._released.values()]
     tensors += engine.model.buffers()
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
     arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.memory.arena._segments}
