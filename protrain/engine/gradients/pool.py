@@ -54,8 +54,6 @@ class GradientPools:
         buffer = self._released.pop(chunk) if chunk in self._released else self._next(chunk.persistent)
         self._in_use[chunk] = buffer
         chunk.grad = buffer[: chunk.shard_elements]
-        if not chunk.persistent:
-            chunk.host_grad = chunk.grad
 
     def release(self, chunk: Chunk) -> None:
         """Take back the buffer of ``chunk``, if it has one. What reads the gradient is queued."""
@@ -77,8 +75,6 @@ class GradientPools:
         chunk = next((one for one in released if one.is_free()), released[0])
         chunk.wait()
         chunk.grad = None
-        if not persistent:
-            chunk.host_grad = None
         return self._released.pop(chunk)
 
     def _more(self, persistent: bool) -> Tensor:

@@ -126,16 +126,14 @@ class Reduction:
                 self._reduce(chunk, run, gradients, again=again)
             return
         values = [gradients.pop(member.index).contiguous() for member in members]
-        squares = self._squares.partials, [self._squares.offsets[member.index] for member in members]
-        where = [member.offset for member in members], *squares
+        squares, offsets = self._squares, [member.offset for member in members]
+        where = offsets, squares.partials, [squares.offsets[member.index] for member in members]
         ranges = [slice(run[0].offset, run[-1].stop) for run in runs(members)]
         if chunk.accumulator is None and not chunk.persistent:
-            assert chunk.host_grad is not None
             lane = self._free_lane(chunk)
             flatten(values, lane.shard, *where)
             self._streams.compute.place(self._filled)
-            copies = [(chunk.host_grad[part], lane.shard[part]) for part in ranges]
-            self._offload(chunk, copies, lane, after=self._filled)
+            self._offload(chunk, lane, ranges, after=self._filled)
             return
         target = chunk.grad if chunk.accumulator is None else chunk.accumulator
         assert target is not None
@@ -145,31 +143,29 @@ class Reduction:
 
     def _reduce(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, again: bool) -> None:
         """``store`` for a run of neighbours: exchange their gradients, and add up what all ranks have sent."""
-        streams, run = self._streams, self._run(tuple(members))
-        lane = self._free_lane(chunk)
-        start, own = members[0].offset, run.own
-        sent = lane.sent[: members[-1].stop - start]
+        lane, run = self._free_lane(chunk), self._run(tuple(members))
+        sent = lane.sent[members[0].offset : members[-1].stop]
         present = [member for member in members if member.index in gradients]
         if len(present) < len(members):
             sent.fill_(ABSENT)
         values = [gradients.pop(member.index).contiguous() for member in present]
-        flatten(values, sent, [member.offset - start for member in present])
-        streams.compute.place(self._filled)
+        flatten(values, lane.sent, [member.offset for member in present])
+        self._streams.compute.place(self._filled)
         pieces = self._exchanged(chunk, run.counts, lane, sent)
-        if own.start == own.stop:
+        if not run.slices:
             return
-        straight = chunk.persistent and chunk.accumulator is None
-        target = chunk.gradient[own] if straight else lane.shard[: own.stop - own.start]
-        total = None if chunk.accumulator is None else chunk.accumulator[own]
-        streams.reduce.wait_for(lane.shard_free)
-        if total is not None and chunk.accumulator_on_host:
-            self._add_to_host(chunk, lane, total, pieces, run.slices, target, again=again)
+        self._streams.reduce.wait_for(lane.shard_free)
+        if chunk.accumulator_on_host:
+            self._add_to_host(chunk, lane, pieces, run, again=again)
             return
-        self._fold(chunk, pieces, run.slices, target, total, again=again)
-        if total is not None and not chunk.persistent:
-            self._note(chunk, [own])
-        elif chunk.host_grad is not None:
-            self._offload(chunk, [(chunk.host_grad[own], target)], lane, after=self.added)
+        total = None if chunk.accumulator is None else chunk.accumulator[run.own]
+        target = chunk.grad if chunk.persistent and total is None else lane.shard
+        assert target is not None
+        self._fold(chunk, pieces, run.slices, target[run.own], total, again=again)
+        if total is None and not chunk.persistent:
+            self._offload(chunk, lane, [run.own], after=self.added)
+        elif not chunk.persistent:
+            self._note(chunk, [run.own])
 
     def _exchanged(self, chunk: Chunk, counts: Sequence[int], lane: Lane, sent: Tensor) -> Tensor:
         """[ranks, elements of this rank's shard]: what all ranks have ``sent`` to this one, in their order."""
@@ -181,23 +177,15 @@ class Reduction:
             self._ranks.exchange(received, sent, counts, f"the reduction of chunk {chunk.index}")
         return received.view(self._ranks.size, own)
 
-    def _add_to_host(
-        self,
-        chunk: Chunk,
-        lane: Lane,
-        total: Tensor,
-        pieces: Tensor,
-        slices: tuple[Slice, ...],
-        target: Tensor,
-        *,
-        again: bool,
-    ) -> None:
-        """Add ``pieces`` to ``total``, a part of the sum of ``chunk`` in host memory. ``target`` gets the gradient."""
+    def _add_to_host(self, chunk: Chunk, lane: Lane, pieces: Tensor, run: _Run, *, again: bool) -> None:
+        """Add ``pieces`` to the sum of ``chunk`` in host memory. The lane gets the gradient, for its squares."""
         streams = self._streams
+        assert chunk.accumulator is not None
+        total, target = chunk.accumulator[run.own], lane.shard[run.own]
         chunk.wait()  # an update may read the sum, if no forward has come in between
         if again:
             streams.h2d.wait_for(chunk.offloaded)
-        for part, own in in_parts(slices, self._sum_elements):
+        for part, slices in in_parts(run.slices, self._sum_elements):
             buffer = self._sums[0]
             self._sums.rotate(-1)
             here, home = buffer.memory[: part.stop - part.start], total[part]
@@ -205,7 +193,7 @@ class Reduction:
             if again:
                 streams.upload(here, home, after=buffer.free, done=buffer.there)
                 streams.reduce.wait_for(buffer.there)
-            self._fold(chunk, pieces[:, part], own, target[part], here, again=again)
+            self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
             streams.offload(home, here, after=self.added, done=chunk.offloaded)
             streams.d2h.place(buffer.free)
         streams.reduce.place(lane.shard_free)
@@ -234,14 +222,12 @@ class Reduction:
         ranges = [slice(*each) for each in sorted(self._unsent.pop(chunk))]
         streams, lane = self._streams, self._lane(chunk)
         assert chunk.accumulator is not None
-        assert chunk.host_grad is not None
         streams.compute.place(self._filled)
         streams.reduce.wait_for(lane.shard_free)
         with streams.reduce.running(after=self._filled, done=self.added):
             for part in ranges:
                 torch.mul(chunk.accumulator[part], chunk.sum_factor, out=lane.shard[part])
-        copies = [(chunk.host_grad[part], lane.shard[part]) for part in ranges]
-        self._offload(chunk, copies, lane, after=self.added)
+        self._offload(chunk, lane, ranges, after=self.added)
 
     def send_all(self) -> None:
         """``send`` every chunk."""
@@ -263,10 +249,12 @@ class Reduction:
         """Gradients were added to ``ranges`` of the sum of ``chunk``, which the device has for host memory."""
         self._unsent.setdefault(chunk, set()).update((part.start, part.stop) for part in ranges)
 
-    def _offload(self, chunk: Chunk, copies: Sequence[tuple[Tensor, Tensor]], lane: Lane, *, after: Mark) -> None:
+    def _offload(self, chunk: Chunk, lane: Lane, ranges: Sequence[slice], *, after: Mark) -> None:
+        """Copy ``ranges`` of ``lane.shard`` to the gradient in host memory."""
         chunk.wait()  # an update may read the target, if no forward has come in between
-        for target, source in copies:
-            self._streams.offload(target, source, after=after, done=chunk.offloaded)
+        assert chunk.grad is not None
+        for part in ranges:
+            self._streams.offload(chunk.grad[part], lane.shard[part], after=after, done=chunk.offloaded)
         self._streams.d2h.place(lane.shard_free)
 
     def _lane(self, chunk: Chunk) -> Lane:
