@@ -55,7 +55,6 @@ class Way:
     checked: Checked
     device_memory: int | str | None
     host_memory: int | str | None
-    weights: str | None
     step_during_backward: bool
     accumulation: int
     compile: bool
@@ -129,7 +128,7 @@ def begin_training(
                 sharing=models.runtime.sharing(chosen.n_persist),
                 groups=wrapped.groups,
                 step_during_backward=inside,
-                weights=way.weights,
+                weights=checked.weights,
                 show=show,
             )
         changes.pop_all()

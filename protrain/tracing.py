@@ -137,8 +137,8 @@ class _Recorder:
         }
         if isinstance(engine.streams, CudaStreams):
             patches[engine.streams, "_copy"] = self._copy
-            for name in ("add", "_offload"):
-                patches[engine.gradients.host_gradients, name] = self._of_gradients
+            for name in ("_add_to_host", "_offload"):
+                patches[engine.gradients.reduction, name] = self._of_gradients
         if engine.memory.ranks.several:
             patches[engine.memory.ranks, "gather"] = partial(self._collective, GATHER)
             patches[engine.memory.ranks, "exchange"] = partial(self._collective, REDUCE)

@@ -19,7 +19,7 @@ from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.common.warned import warn_user
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_start_values
-from protrain.engine.states.weight_files import check_weights
+from protrain.engine.states.weight_files import WeightSources, check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.optim.user_optimizer import check_supported
 from protrain.planning import Plan
@@ -41,6 +41,7 @@ class Checked:
     moment_dtype: str
     plan: Plan | None
     plan_file: str | os.PathLike[str] | None  # the file that the plan was read from
+    weights: WeightSources | None
 
 
 def check_arguments(
@@ -110,9 +111,8 @@ def check_arguments(
     if given is not None:
         with naming(file):
             check_plan(given, model, optimizer, kind)
-    if weights is not None:
-        check_weights(model, Path(weights))
-    return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
+    sources = None if weights is None else check_weights(model, Path(weights))
+    return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file, weights=sources)
 
 
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:

@@ -142,7 +142,6 @@ def wrap(
             checked=checked,
             device_memory=device_memory,
             host_memory=host_memory,
-            weights=os.path.abspath(weights) if weights is not None else None,
             step_during_backward=step_during_backward,
             accumulation=accumulation,
             compile=compile,

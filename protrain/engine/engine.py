@@ -323,7 +323,7 @@ class Engine:
             self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
 
     def _update_inside(self, chunk: Chunk) -> None:
-        self.gradients.host_gradients.send(chunk)
+        self.gradients.reduction.send(chunk)
         self.updates.update_inside(chunk)
         self.updated_inside.add(chunk.index)
 
@@ -483,7 +483,7 @@ class Engine:
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self.memory.device)
             factor = inverse if factor is None else factor * inverse
         scale = None if factor is None else self.updates.publish(factor)
-        self.gradients.host_gradients.send_all()
+        self.gradients.reduction.send_all()
         self.updates.step(scale, assumed_factor=unscaling)
         return True
 

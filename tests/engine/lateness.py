@@ -153,7 +153,7 @@ class Lateness:
             patch.setattr("protrain.engine.build.streams_for", make_streams)
             patch.setattr("protrain.engine.build.HostWorker", make_worker)
             patch.setattr(ProTrainOptimizer, "begin", begun)
-            patch.setattr("protrain.engine.gradients.gradients.flatten", flattened)
+            patch.setattr("protrain.engine.gradients.reduction.flatten", flattened)
             yield self
         faults = [fault for streams in self.streams for fault in streams.faults]
         assert not faults, faults

@@ -58,7 +58,7 @@ def test_what_inference_mode_made_or_surrounds_is_refused(model: nn.Module, batc
 
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("plan", "cannot read a plan from .*nowhere: No such file"), ("weights", "there is no folder .*nowhere")],
+    [("plan", "cannot read a plan from .*nowhere: No such file"), ("weights", "no .safetensors file in .*nowhere")],
 )
 def test_a_missing_file_is_found_before_the_model_runs(
     option: str, words: str, model: nn.Module, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
