@@ -46,6 +46,7 @@ ALLOWED = {
         "protrain.planning.layout",
         "protrain.planning.schedule",
         "protrain.planning.sharing",
+        "protrain.planning.timeline",  # the names of lanes
         "protrain.profiler.blocks",
         "protrain_kernels",
     ),

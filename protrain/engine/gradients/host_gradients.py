@@ -30,9 +30,10 @@ from torch import Tensor
 
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Mark, span
 from protrain.engine.units import ManagedModel
 from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
+from protrain.planning.timeline import DOWN, UP
 from protrain_kernels import Slice, fold, in_parts
 
 ABSENT = -0.0  # what begins a sum, and what a rank without a gradient adds: no value changes by it
@@ -157,10 +158,12 @@ class HostGradients:
             here, home = buffer.memory[: part.stop - part.start], total[part]
             streams.reduce.wait_for(buffer.free)
             if again:
-                streams.upload(here, home, after=buffer.free, done=buffer.there)
+                with span(UP, f"sum {chunk.index}"):
+                    streams.upload(here, home, after=buffer.free, done=buffer.there)
                 streams.reduce.wait_for(buffer.there)
             self._fold(chunk, pieces[:, part], own, target[part], here, again=again)
-            streams.offload(home, here, after=self.added, done=chunk.offloaded)
+            with span(DOWN, f"sum {chunk.index}"):
+                streams.offload(home, here, after=self.added, done=chunk.offloaded)
             streams.d2h.place(buffer.free)
         streams.reduce.place(lane.shard_free)
 
@@ -212,5 +215,6 @@ class HostGradients:
     def _offload(self, chunk: Chunk, copies: Sequence[tuple[Tensor, Tensor]], lane: Lane, *, after: Mark) -> None:
         chunk.wait()  # an update may read the target, if no forward has come in between
         for target, source in copies:
-            self._streams.offload(target, source, after=after, done=chunk.offloaded)
+            with span(DOWN, f"gradients {chunk.index}"):
+                self._streams.offload(target, source, after=after, done=chunk.offloaded)
         self._streams.d2h.place(lane.shard_free)

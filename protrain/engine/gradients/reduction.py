@@ -32,7 +32,9 @@ from protrain.engine.gradients.gradients import Settings, runs
 from protrain.engine.gradients.host_gradients import ABSENT, HostGradients
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.streams import span
 from protrain.engine.units import ManagedModel, Unit
+from protrain.planning.timeline import REDUCE
 from protrain_kernels import Slice, flatten
 
 
@@ -104,7 +106,8 @@ class Reduction:
         streams.compute.place(self._filled)
         own = part.own.stop - part.own.start
         received = self._received[chunk.large][: own * self._ranks.size]
-        with streams.reduce.running(after=self._filled, done=lane.sent_free):
+        running = streams.reduce.running(after=self._filled, done=lane.sent_free)
+        with span(REDUCE, f"reduce {chunk.index}"), running:
             self._ranks.exchange(received, sent, part.counts, f"the reduction of chunk {chunk.index}")
         if not own:
             return
