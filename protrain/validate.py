@@ -19,9 +19,9 @@ from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.common.warned import warn_user
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_start_values
+from protrain.engine.states.groups import check_options
 from protrain.engine.states.weight_files import check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
-from protrain.optim.user_optimizer import check_supported
 from protrain.planning import Plan
 from protrain.planning.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks, refuse_scripted
@@ -30,6 +30,9 @@ from protrain.profiler.trace import parameter_records
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
+
+
+_OPTIMIZERS = torch.optim.Adam, torch.optim.AdamW
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def check_arguments(
             f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
             "moved them. Build the model again, or pass weights="
         )
-    check_supported(optimizer)
+    _check_supported(optimizer)
     if example_batch is not None:
         batches.check(example_batch)
     target = own_device(device)
@@ -113,6 +116,22 @@ def check_arguments(
     if weights is not None:
         check_weights(model, Path(weights))
     return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
+
+
+def _check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
+    if isinstance(inner := getattr(optimizer, "optimizer", None), _OPTIMIZERS):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__} around {type(inner).__name__}: call protrain.wrap first, and "
+            "give what it returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
+        )
+    if type(optimizer) not in _OPTIMIZERS:
+        kind = type(optimizer)
+        raise ValueError(
+            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
+            "ProTrain carries out the update itself and supports these two"
+        )
+    check_options(optimizer.param_groups)
 
 
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
@@ -29,12 +31,12 @@ from protrain.engine.weights.parameter import PresentParameter, frozen_error
 from protrain.hardware.allocator import use_expandable_segments
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.optim.user_optimizer import retire
 from protrain.planning import Plan
 from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
 from protrain.validate import check_arguments, refuse_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
+_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 def wrap(
@@ -182,7 +184,7 @@ def wrap(
         begin(example_batch)
     else:
         _at_first_call(model, begin)
-    retire(optimizer)
+    _retire(optimizer)
     generate_together(model, ranks)
     _extend(model, wrapped, torch.zeros((), dtype=checked.dtype, device=target))
     return model, wrapped
@@ -259,3 +261,50 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
 
     vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
     refuse_moves(model, sample)
+
+
+def _retire(optimizer: torch.optim.Optimizer) -> None:
+    """Make the wrapped ``optimizer`` raise an error where it would now silently do nothing or save nothing.
+
+    Its param_groups stay live, and schedulers that were made with it keep working.
+    """
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        vars(optimizer)[name] = _refused(name)
+    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
+    _retired.add(optimizer)
+    _watch_steps()
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MisuseError(
+            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
+            "its state have moved: use the optimizer that it returned"
+        )
+
+    return refuse
+
+
+@cache  # torch keeps the hook, so one is enough
+def _watch_steps() -> None:
+    """Look from now on at each step of any optimizer, because one that ProTrain does not know of may do nothing.
+
+    It finds no gradients of parameters that are in no group of the wrapped optimizer.
+    """
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer in _retired:
+        _refused("step")()
+    if isinstance(optimizer, ProTrainOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, PresentParameter) and parameter.requires_grad:
+                raise MisuseError(
+                    f"step() of an optimizer that protrain.wrap did not return ({type(optimizer).__name__}) cannot "
+                    f"train {parameter.protrain_handle.name}, which lies in ProTrain's chunks: use the optimizer that "
+                    "it returned, and give protrain.wrap one AdamW or Adam with a group for everything that is to be "
+                    "trained"
+                )
