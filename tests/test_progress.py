@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor, nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.common import progress
 from tests.engine.harness import adamw
 
@@ -43,12 +43,12 @@ def test_a_gpu_that_is_not_calibrated_is_said(
     planned: bool,
     said: bool,
 ) -> None:
-    detect = beginning.detect
+    detect = wrapping.detect
 
     def found(*args: Any, **options: Any) -> Any:
         return dataclasses.replace(detect(*args, **options), device_type=device_type, source=source)
 
-    monkeypatch.setattr(beginning, "detect", found)
+    monkeypatch.setattr(wrapping, "detect", found)
     plan = None
     for _ in range(1 + planned):
         capsys.readouterr()
