@@ -21,8 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.common import caches
-from protrain.common.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
+from protrain.common.trees import (
+    copied_cache,
+    is_cache,
+    knows_to,
+    map_leaves,
+    named_tensors,
+    replace_leaves,
+    tensors_in,
+)
 
 
 def of_one(given: Any) -> Any:
@@ -166,7 +173,7 @@ def own_copy(batch: Any) -> Any:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return own(leaf)
-        return caches.copied(leaf, own) if caches.is_cache(leaf) else leaf
+        return copied_cache(leaf, own) if is_cache(leaf) else leaf
 
     return map_leaves(copied, batch)
 

@@ -1,6 +1,16 @@
-"""Handles signals that ask a training to stop: they are noted between steps, and raise an exception elsewhere.
+"""Signals: how the program `protrain` ends on Ctrl-C, and how a training that is asked to stop does so in good order.
 
-Commands that have nothing to clean up need none of this: see ``protrain.common.interrupt``.
+By default Python raises a KeyboardInterrupt in whatever code is running. That is not enough for a program that imports
+torch and profiles models. During imports it prints a page of traceback. In a finalizer, or in the callback of a weak
+reference, Python prints the exception and goes on as if nothing had happened. C code that looks up an attribute takes
+the exception for a missing attribute, and a profile or a measurement would then silently be wrong.
+
+So importing this module gives the program a handler that writes a line and leaves the process, which nothing can
+swallow. Commands that have to clean up (`train`, `bench`) have handlers of their own while they run: ``stop_requests``
+notes signals between steps, and raises an exception elsewhere. A process that merely imports the library keeps its own
+handlers.
+
+This module must be imported before torch, whose import takes seconds, so it imports only small modules.
 """
 
 from __future__ import annotations
@@ -13,9 +23,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from protrain.common.progress import silence
 
+_CLEARED_LINE = "\r\033[K"  # clears the line of a running stage in a terminal, which has no line end yet
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
@@ -85,8 +97,7 @@ class StopRequests:
         try:
             if self.received:
                 raise Stopped
-            with _without_traces_of_what_is_swallowed():
-                yield
+            yield
         except Exception:
             if self.received:
                 raise Stopped from None
@@ -137,17 +148,31 @@ def _may_handle(handler: object, over_others: bool) -> bool:
     return handler in _DEFAULT or (over_others and handler not in (signal.SIG_IGN, None))
 
 
-@contextmanager
-def _without_traces_of_what_is_swallowed() -> Iterator[None]:
-    """Suppress Python's report of a dropped ``Stopped``, which is raised again. Others are reported as usual."""
-    report = sys.unraisablehook
+def is_program() -> bool:
+    """Whether Python was started as `protrain ...` or as `python -m protrain ...`."""
+    before_arguments = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    return bool(before_arguments) and os.path.basename(before_arguments[-1]) == "protrain"
 
-    def keep_back(unraisable: sys.UnraisableHookArgs) -> None:
-        if not issubclass(unraisable.exc_type, Stopped):
-            report(unraisable)
 
-    sys.unraisablehook = keep_back
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """The signal handler: write `protrain COMMAND: interrupted` to standard error and leave with 128 + ``number``.
+
+    It writes to the file descriptor, because the stream may be in the middle of writing a line.
+    """
+    words = ["protrain", *(word for word in sys.argv[1:2] if not word.startswith("-"))]
     try:
-        yield
+        start = _CLEARED_LINE if os.isatty(2) else ""
+        os.write(2, f"{start}{' '.join(words)}: interrupted\n".encode(errors="replace"))
+    except OSError:  # nobody reads standard error
+        pass
     finally:
-        sys.unraisablehook = report
+        os._exit(128 + number)
+
+
+# A script may start background programs with Ctrl-C ignored. Then it stays ignored.
+if (
+    is_program()
+    and threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, end_at_once)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import protrain
 from protrain import wrapping
 from protrain.common.errors import MisuseError
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.distributed.watch import Watch
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick

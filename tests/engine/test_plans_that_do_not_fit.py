@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import protrain
 from protrain import wrapping
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
 from tests.engine.harness import CKPT, Spec, adamw, wrap_under

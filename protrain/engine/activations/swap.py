@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from protrain.common.errors import BudgetError
 from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
