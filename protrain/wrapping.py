@@ -29,7 +29,7 @@ from protrain.common import tables
 from protrain.common.errors import MisuseError, PlanError
 from protrain.common.hub import on_disk
 from protrain.common.parameters import is_managed, refuse_moves, unmanaged_bytes
-from protrain.common.progress import COUNTED, bar, heard, note, stage
+from protrain.common.progress import COUNTED, heard, note, stage
 from protrain.consensus import ProfilingTogether, largest_of_all, of_all, plan_of_first
 from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies, warn_of_little_memory
 from protrain.distributed.agreement import generate_together
@@ -253,7 +253,7 @@ def _begin_training(
             models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
         note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
-        with bar("moving model states into place") as show:
+        with stage("moving model states into place") as show:
             engine = build_engine(
                 model,
                 model_profile,

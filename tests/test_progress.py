@@ -129,11 +129,9 @@ def test_a_stage_under_a_display_of_rich_is_one_line(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     screen = io.StringIO()
-    with Progress(console=Console(file=screen, force_terminal=True, width=80)):
-        for begin in (progress.stage, progress.bar):
-            with begin("planning"):
-                pass
-    assert screen.getvalue().count("planning") == 2
+    with Progress(console=Console(file=screen, force_terminal=True, width=80)), progress.stage("planning"):
+        pass
+    assert screen.getvalue().count("planning") == 1
 
 
 def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureFixture[str]) -> None:

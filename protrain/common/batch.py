@@ -47,12 +47,6 @@ def check(batch: Any) -> None:
             f"a batch must be a mapping (called as model(**batch)) or a tuple (model(*batch)), not "
             f"{type(batch).__name__}; pass tuple(batch), or for a single input a tuple of one: (input,)"
         )
-    if isinstance(batch, Mapping):
-        wrong = next((key for key in batch if not isinstance(key, str)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"a batch's keys are argument names of the model's forward and must be text, not {wrong!r}"
-            )
     tensors = dict(named_tensors(batch))
     for name, tensor in tensors.items():
         # a tensor without a storage can neither be counted nor moved

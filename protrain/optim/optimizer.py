@@ -309,11 +309,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
-        missing = [key for key in ("state", "param_groups") if key not in state_dict]
-        if missing:
-            raise ValueError(
-                f"an optimizer state needs {missing[0]!r}: load what state_dict() of an optimizer returned"
-            )
         check_options(state_dict["param_groups"])
         found = _match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):

@@ -351,7 +351,6 @@ WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (of_sgd, "the state of enter.weight lacks 'step' and has 'momentum_buffer': load a state of Adam"),
     (without("exp_avg_sq"), "the state of blocks.1.first.weight lacks 'exp_avg_sq' and has 'step', 'exp_avg'"),
     (as_names, "has an entry '0', which is none of the parameters in its groups"),
-    (lambda state: state.pop("state"), "an optimizer state needs 'state'"),
     (with_value("exp_avg", lambda value: value.to("meta")), "exp_avg of blocks.1.first.weight is a meta tensor"),
     (with_value("exp_avg", lambda value: value.to_sparse()), "exp_avg of blocks.1.first.weight is a sparse or nested"),
     (
