@@ -32,7 +32,6 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-_LOOK_S = 0.25  # the time between looks for a swallowed exception
 
 
 class Stopped(KeyboardInterrupt):
@@ -83,16 +82,12 @@ class StopRequests:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Inside, the first signal raises ``Stopped``, also one that came before.
+        """Inside, a signal raises ``Stopped``, also one that came before.
 
-        Python drops what is raised in a finalizer or in the callback of a weak reference, and C code may take it for a
-        missing attribute. So a ``Stopped`` is raised again every second until the body is left. An error that
-        leaves the body after a signal becomes a ``Stopped`` too, because a swallowed exception may be its cause.
+        Python drops what is raised in a finalizer or in the callback of a weak reference. Then the body goes on, and
+        the next signal raises. C code may take what is raised for a missing attribute, so an error that leaves the body
+        after a signal becomes a ``Stopped``, too.
         """
-        left = threading.Event()
-        # The thread is not started by the handler, which may run while the main thread holds a lock that starting
-        # needs.
-        threading.Thread(target=self._ask_again, args=(left,), name="protrain-stop", daemon=True).start()
         self._raises = True
         try:
             if self.received:
@@ -104,16 +99,6 @@ class StopRequests:
             raise
         finally:
             self._raises = False
-            left.set()
-            if self.received:
-                self._last_s = time.monotonic()  # a signal that `_ask_again` has just sent is not a second request
-
-    def _ask_again(self, left: threading.Event) -> None:
-        main = threading.main_thread().ident
-        assert main is not None, "it runs from the start of Python"
-        while not left.wait(_LOOK_S):
-            if self.received and time.monotonic() - self._last_s > _ONE_REQUEST_S:
-                signal.pthread_kill(main, self.received)
 
 
 @contextmanager
