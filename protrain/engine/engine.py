@@ -49,6 +49,7 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
+from protrain.engine.streams import span
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.updates import Updates
 from protrain.engine.visits import Visits
@@ -61,6 +62,7 @@ from protrain.engine.weights.parameter import (
     refuse_hooks_on_sums,
     take_gradient,
 )
+from protrain.planning.timeline import GPU
 
 
 class Phase(State):
@@ -243,6 +245,8 @@ class Engine:
         self._visits.enter_backward(unit)
         self.bindings.bind(unit, self._visits.schedule)
         self._current, self._current_frame = unit, weakref.ref(frame)
+        self._span = span(GPU, f"backward {unit.label}")
+        self._span.__enter__()
         self._visits.prefetch_in_backward(unit)
         before = self._unit_before.get(unit.index)
         if before is not None and not self.in_forward:
@@ -378,6 +382,7 @@ class Engine:
         unit, self._current = self._current, None
         if unit is not None:
             self.bindings.unbind(unit)
+            self._span.__exit__(None, None, None)
 
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""

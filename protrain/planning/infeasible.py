@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from protrain.common.errors import PlanError
-from protrain.common.quantities import format_bytes
-from protrain.common.tables import per_gpu
+from protrain.common.tables import format_bytes, per_gpu
 from protrain.planning.memory.model import Activations, MemoryModel
 from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, block_modes

@@ -48,7 +48,6 @@ class LateWorker(HostWorker):
 
     def __init__(self, *, threads: int, schedule: str, choice: random.Random) -> None:
         self.threads = threads
-        self.times = None
         self.schedule = schedule
         self.choice = choice
         self.followers: deque[Callable[[], None]] = deque()

@@ -41,9 +41,10 @@ from torch import Tensor
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Mark, span
 from protrain.engine.units import ManagedModel
 from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
+from protrain.planning.timeline import DOWN, REDUCE, UP
 from protrain_kernels import Slice, flatten, fold, in_parts
 
 ABSENT = -0.0  # what begins a sum, and what a rank without a gradient adds: no value changes by it
@@ -174,7 +175,8 @@ class Reduction:
             return sent[None]
         own = counts[self._ranks.rank]
         received = self._received[chunk.large][: own * self._ranks.size]
-        with self._streams.reduce.running(after=self._filled, done=lane.sent_free):
+        running = self._streams.reduce.running(after=self._filled, done=lane.sent_free)
+        with span(REDUCE, f"reduce {chunk.index}"), running:
             self._ranks.exchange(received, sent, counts, f"the reduction of chunk {chunk.index}")
         return received.view(self._ranks.size, own)
 
@@ -192,10 +194,12 @@ class Reduction:
             here, home = buffer.memory[: part.stop - part.start], total[part]
             streams.reduce.wait_for(buffer.free)
             if again:
-                streams.upload(here, home, after=buffer.free, done=buffer.there)
+                with span(UP, f"sum {chunk.index}"):
+                    streams.upload(here, home, after=buffer.free, done=buffer.there)
                 streams.reduce.wait_for(buffer.there)
             self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
-            streams.offload(home, here, after=self.added, done=chunk.offloaded)
+            with span(DOWN, f"sum {chunk.index}"):
+                streams.offload(home, here, after=self.added, done=chunk.offloaded)
             streams.d2h.place(buffer.free)
         streams.reduce.place(lane.shard_free)
 
@@ -260,7 +264,8 @@ class Reduction:
         chunk.wait()  # an update may read the target, if no forward has come in between
         assert chunk.grad is not None
         for part in ranges:
-            self._streams.offload(chunk.grad[part], lane.shard[part], after=after, done=chunk.offloaded)
+            with span(DOWN, f"gradients {chunk.index}"):
+                self._streams.offload(chunk.grad[part], lane.shard[part], after=after, done=chunk.offloaded)
         self._streams.d2h.place(lane.shard_free)
 
     def _lane(self, chunk: Chunk) -> Lane:

@@ -9,7 +9,6 @@ powers of two and takes several times longer.
 from __future__ import annotations
 
 import mmap
-import warnings
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.host_memory import HostMapping
+from protrain.common.warned import warn_user
 from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
 
@@ -77,7 +77,7 @@ class Arena:
         segment.used_bytes += occupied_bytes
         if transferred and self._device.type == "cuda" and not segment.mapping.pin(piece, self._device):
             if self.all_pinned:
-                warnings.warn(UNPINNED, stacklevel=2)
+                warn_user(UNPINNED)
             self.all_pinned = False
         return piece[:size_bytes].view(dtype)
 

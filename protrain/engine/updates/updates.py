@@ -39,12 +39,13 @@ from torch import Tensor
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Mark, span
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
+from protrain.planning.timeline import GPU
 from protrain_kernels import AdamScalars
 
 
@@ -226,7 +227,8 @@ class Updates:
 
     def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
         factor = None if scale is None else scale.on_device
-        chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
+        with span(GPU, f"update {chunk.index}"):
+            chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
 
     def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
         """An update of ``chunk``, which is in host memory, before anything is done for it."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu, wrapped
+from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, format_ms, per_gpu, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import Change
 from protrain.planning.evaluate import check
