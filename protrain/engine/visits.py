@@ -155,8 +155,8 @@ class Visits:
         """The backward is over."""
         self._make_up_rest()
 
-    def abandon(self) -> None:
-        """After an interrupt no unit uses any chunk."""
+    def reset(self) -> None:
+        """No unit uses any chunk any more."""
         self._held.clear()
 
     def _enter_unscheduled(self, unit: Unit) -> None:

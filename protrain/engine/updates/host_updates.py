@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from protrain.engine.states.chunks import Chunk, Piece, State
+from protrain.engine.states.chunks import Chunk, ChunkState, Piece, State
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
 
@@ -220,6 +220,10 @@ class HostUpdate:
         """The step asks for this update, which may differ from what was begun."""
         self.as_asked = pieces == self.pieces
         self.pieces, self.scale = pieces, scale
+
+    def begin(self) -> None:
+        """From now on fetches of the chunk wait for the job."""
+        self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""
