@@ -202,7 +202,11 @@ class Engine:
         self.bindings.begin_use(f"the forward of {unit.label}")
         self.reset()
         if self._current is not None:  # inside a backward, in a checkpoint of the user's own
-            self._visits.enter_inside_backward(unit)
+            if self._ranks.several:
+                raise MisuseError(
+                    f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several "
+                    "ranks have no order: call the module without it, as ProTrain recomputes what it must"
+                )
             # The current unit must free its buffers for this one, unless it encloses it.
             if self._current.index not in self.profile.units[unit.index].within:
                 self._leave_unit()
@@ -215,8 +219,12 @@ class Engine:
         if self._backward is not None:
             if self._backward() is not None:  # this backward, or one around it
                 return
-            self._unbind_current()
-            self._visits.go_on_after_error()
+            if self._ranks.several:
+                raise MisuseError(
+                    "backward() after a backward that raised an error, which other ranks have not seen: end all "
+                    "processes and resume from a checkpoint"
+                )
+            self._leave_unit()  # its gradients are added, as autograd adds to ``.grad``
         self.reset()
         self.bindings.begin_use("backward()")
         refuse_hooks_on_sums(self.members, self.gradients.indices())
@@ -337,7 +345,7 @@ class Engine:
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
-            self._visits.end_backward()
+            self._visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self._end_gradients()

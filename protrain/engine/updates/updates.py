@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -43,7 +42,7 @@ from torch import Tensor
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Mark, Stream
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
 from protrain.engine.updates.streamer import Streamer
@@ -76,7 +75,6 @@ class Updates:
             link_is_idle=buffers.link_is_idle,
         )
         self._streams = streams = memory.streams
-        self._ranks = memory.ranks
         self._chunks = managed.chunks
         self._groups = groups
         self._gradients = gradients
@@ -148,11 +146,11 @@ class Updates:
             pieces = self._pieces(chunk)
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             return
-        if not pieces:
-            return  # this rank's shard is padding, which step() neither updates nor commits
         own = [self._gradients.members[index].own for index in chunk.parameters]
-        if sum(part.stop - part.start for part, _ in pieces) != sum(part.stop - part.start for part in own):
-            return  # a commit would take over elements that were not written
+        if not pieces or sum(part.stop - part.start for part, _ in pieces) != sum(
+            part.stop - part.start for part in own
+        ):
+            return  # the shard is padding, or a commit would take over elements that were not written
         update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)
         what = "weight" if chunk.speculates_weight_only else "update"
         update.early = self.worker.submit(update.speculate, f"speculative {what} {chunk.index}")
@@ -187,30 +185,22 @@ class Updates:
             self._last_scale = scale = None if factor is None else self.publish(factor)
             self._gradients.host_gradients.send_all()
             norm = self._end_window()
-            updates = [self._update(chunk, its, scale) for chunk, its in zip(self._chunks, pieces, strict=True)]
+            compute = self._streams.compute
+            updates = [self._update(*each, scale, compute) for each in zip(self._chunks, pieces, strict=True)]
             self._queue([update for update in updates if update is not None], norm, scale, assumed_factor)
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
-        pieces, gradients = self._pieces(chunk), self._gradients
-        self._count_step(chunk)
-        if pieces:
-            self._update_pieces_inside(chunk, pieces)
+        # Several ranks update it where its gradient was folded, so that compute does not wait.
+        stream = self._streams.reduce if chunk.ranks.several else self._streams.compute
+        update = self._update(chunk, self._pieces(chunk), None, stream)
+        if update is not None:
+            self.worker.submit(update.run_in_backward)
+            update.begin()
+            self._begun[chunk] = update
         for index in chunk.parameters:  # the gradient is used up, even if backward fails and zero_grad is never called
-            gradients.present[index] = False
-        gradients.pools.release(chunk)
-
-    def _update_pieces_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
-        if chunk.persistent:
-            # Several ranks update it where its gradient was folded, so that compute does not wait.
-            on_reduce = self._streams.reduce.running(after=chunk.updated, done=chunk.updated)
-            with on_reduce if self._ranks.several else nullcontext():
-                self._update_on_device(chunk, pieces, None)
-            return
-        update = self._offloaded_update(chunk, pieces, None)
-        self.worker.submit(update.run_in_backward)
-        update.begin()
-        self._begun[chunk] = update
+            self._gradients.present[index] = False
+        self._gradients.pools.release(chunk)
 
     def end_backward(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
@@ -227,31 +217,23 @@ class Updates:
         self._window = Window()
         return end
 
-    def _count_step(self, chunk: Chunk) -> None:
-        """Count a step for each parameter of ``chunk`` that has a gradient.
+    def _update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, stream: Stream) -> HostUpdate | None:
+        """Update ``chunk`` on the device now, on ``stream``, or return the update to queue. None: nothing else to do.
 
-        With several ranks the weight is evicted, too, as a buffer has the shards of all of them.
+        It counts a step for each parameter of ``chunk`` that has a gradient.
         """
         for index in chunk.parameters:
-            if self._gradients.present[index]:
-                self._gradients.members[index].steps += 1
-        if self._ranks.several and self._gradients.has_gradients(chunk):
-            self._buffers.invalidate(chunk)  # another rank's shard may change, even if this one's has no parameter
-
-    def _update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> HostUpdate | None:
-        """Update ``chunk`` on the device now, or return the update to queue. None: nothing is left to do."""
-        self._count_step(chunk)
+            self._gradients.members[index].steps += self._gradients.present[index]
+        if self._gradients.has_gradients(chunk):
+            self._buffers.invalidate(chunk)  # also if another rank's shard changes and this one's has no parameter
         if not pieces:
             return None
-        if chunk.persistent:
-            self._update_on_device(chunk, pieces, scale)
-            self._streams.compute.place(chunk.updated)
-            return None
-        return self._offloaded_update(chunk, pieces, scale)
-
-    def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
-        factor = None if scale is None else scale.on_device
-        chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
+        if not chunk.persistent:
+            return self._offloaded_update(chunk, pieces, scale)
+        with stream.running(after=chunk.updated, done=chunk.updated):
+            factor = None if scale is None else scale.on_device
+            chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
+        return None
 
     def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
         """An update of ``chunk``, which is in host memory, before anything is done for it."""
@@ -267,7 +249,6 @@ class Updates:
         elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         update.ask(pieces, scale)
-        self._buffers.invalidate(chunk)
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
 

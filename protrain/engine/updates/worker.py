@@ -102,7 +102,6 @@ class _WorkerThread(threading.Thread):
 
 
 _threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
-_all_ended = False
 
 
 @atexit.register
@@ -113,8 +112,6 @@ def _end_all() -> None:
         thread.end()
     for thread in threads:
         thread.join()
-    global _all_ended
-    _all_ended = True
 
 
 class HostWorker:
@@ -153,7 +150,7 @@ class HostWorker:
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything that was submitted before."""
         self._queue.put(job)
-        if _all_ended:  # at the interpreter's exit, when no worker runs any more
+        if not self._thread.is_alive():  # at the interpreter's exit
             job.run()
 
     def drain(self) -> None:

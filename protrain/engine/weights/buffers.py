@@ -165,8 +165,7 @@ class BufferPool:
         return self._used(member.chunk).view(member)
 
     def _used(self, chunk: Chunk) -> Buffer:
-        buffer = self._by_chunk.get(chunk.index)
-        assert buffer is not None
+        buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
         assert buffer.state in (Residency.WHOLE, Residency.RESIDENT)
         return buffer
@@ -178,12 +177,11 @@ class BufferPool:
 
     def release(self, chunk: Chunk) -> None:
         """End one ``acquire``."""
-        buffer = self._by_chunk.get(chunk.index)
-        assert buffer is not None
+        buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
-        if buffer.users == 1:
-            self._last_use_ends(buffer)
         buffer.users -= 1
+        if not buffer.users and not buffer.resident:  # nothing is ever uploaded over a resident weight
+            self.streams.compute.place(buffer.free)
 
     def reset(self) -> None:
         """End every ``acquire``, and empty the buffers that chunks take turns in. No copy or kernel is under way."""
@@ -308,7 +306,3 @@ class BufferPool:
             else:
                 self.streams.compute.wait_for(buffer.uploaded)
             buffer.become(Residency.WHOLE)
-
-    def _last_use_ends(self, buffer: Buffer) -> None:
-        if not buffer.resident:  # nothing is ever uploaded over a resident weight
-            self.streams.compute.place(buffer.free)
