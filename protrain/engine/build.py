@@ -137,7 +137,15 @@ def build_engine(
     arena = memory.arena
     arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
-    updates = Updates(managed, groups=groups, gradients=gradients, buffers=buffers, worker=worker, streamer=streamer)
+    updates = Updates(
+        managed,
+        groups=groups,
+        gradients=gradients,
+        buffers=buffers,
+        worker=worker,
+        streamer=streamer,
+        committer=HostWorker(threads=1, device=device, name="protrain-committer"),
+    )
     engine = Engine(
         managed,
         groups=groups,

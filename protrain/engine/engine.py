@@ -24,6 +24,11 @@ A step, in the order in which things happen:
 
 Updates are made inside backward only with ``step_during_backward=True``; the last two phases exist only there. As in
 torch, step() leaves gradients where they are, and zero_grad() forgets them.
+
+[Note: interrupts] An exception or Ctrl-C may come between any two lines of the main thread. The engine is dirty when
+it has left a backward, a begin or an end of a unit, or the end of a step unfinished. The next call of the engine then
+calls ``reset``, which waits for all work under way and has no unit use any chunk. A step itself is carried out as a
+whole or not at all: see [Note: commit] in updates.py. No other line is written to survive an interrupt.
 """
 
 from __future__ import annotations
@@ -117,6 +122,7 @@ class Engine:
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         self._running = 0  # how many units run now, one inside the other; a hook in them may save the model
+        self._begun = 0  # the same, with units and steps that are at their begin or end: more than run if it is dirty
         self._process = os.getpid()
         self._ranks = memory.ranks
         self._visits = Visits(managed, buffers=buffers, take_gradients=self._take_gradients)
@@ -139,8 +145,14 @@ class Engine:
         if self.thawed and torch.is_grad_enabled():
             raise frozen_error(self.members[min(self.thawed)].name)
         self.streams.refuse_another()
-        self.end_interrupted()
-        self._visits.begin_forward(training=torch.is_grad_enabled())
+        self.reset()
+        self._restart(training=torch.is_grad_enabled())
+
+    def _restart(self, *, training: bool) -> None:
+        """Fetch the chunks that a forward needs first."""
+        self._begun += 1
+        self._visits.begin_forward(training=training)
+        self._begun -= 1
 
     def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the forward of ``unit`` with its parameters on the device."""
@@ -149,7 +161,6 @@ class Engine:
         args, kwargs = copy_escaping_weights((args, kwargs), self.buffers, own=unit)
 
         def run() -> Any:
-            self._visits.prefetch()
             if torch.is_grad_enabled():
                 return self.frames.of(unit)(self, unit).run(function, args, kwargs)
             return function(*args, **kwargs)
@@ -175,31 +186,33 @@ class Engine:
 
     def _run_bound(self, unit: Unit, run: Callable[[], Any]) -> Any:
         """What ``run`` returns, which uses the parameters of ``unit`` on the device."""
+        self._begun += 1
         self.bindings.bind(unit, self._visits.schedule)
+        self._visits.prefetch()
         self._running += 1
         try:
             output = copy_escaping_weights(run(), self.buffers)
         finally:
             self._running -= 1
             self.bindings.unbind(unit)
+            self._begun -= 1
         if torch.is_grad_enabled():
             refuse_leaked_views(unit, self.buffers)
         return output
 
     def _begin_unit(self, unit: Unit) -> None:
         self.bindings.begin_use(f"the forward of {unit.label}")
-        if self._current is not None:
-            self._begin_inside_backward(unit)
-        self._visits.enter_forward(unit)
-
-    def _begin_inside_backward(self, unit: Unit) -> None:
-        """``unit`` runs inside a backward, in a checkpoint of the user's own, or after one that raised an error."""
-        self.abandon_backward()
-        if self._current is not None:
-            self._visits.enter_inside_backward(unit)
+        self.reset()
+        if self._current is not None:  # inside a backward, in a checkpoint of the user's own
+            if self._ranks.several:
+                raise MisuseError(
+                    f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several "
+                    "ranks have no order: call the module without it, as ProTrain recomputes what it must"
+                )
             # The current unit must free its buffers for this one, unless it encloses it.
             if self._current.index not in self.profile.units[unit.index].within:
                 self._leave_unit()
+        self._visits.enter_forward(unit)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -208,9 +221,13 @@ class Engine:
         if self._backward is not None:
             if self._backward() is not None:  # this backward, or one around it
                 return
-            self._forget_backward()
-            self._visits.go_on_after_error()
-        self._leave_backward_phase()
+            if self._ranks.several:
+                raise MisuseError(
+                    "backward() after a backward that raised an error, which other ranks have not seen: end all "
+                    "processes and resume from a checkpoint"
+                )
+            self._leave_unit()  # its gradients are added, as autograd adds to ``.grad``
+        self.reset()
         self.bindings.begin_use("backward()")
         refuse_hooks_on_sums(self.members, self.gradients.indices())
         end = partial(self._end_backward)
@@ -320,16 +337,10 @@ class Engine:
         self._forget()
         self._go_to(Phase.UPDATED if self.updated_inside else Phase.EMPTY)
 
-    def _leave_backward_phase(self) -> None:
-        """The backward has raised an exception. Gradients that it has brought into chunks stay."""
-        if self.phase is Phase.BACKWARD:
-            left = Phase.READY if any(self.gradients.present) else Phase.EMPTY
-            self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
-
     def _update_inside(self, chunk: Chunk) -> None:
+        self.updated_inside.add(chunk.index)
         self.gradients.reduction.send(chunk)
         self.updates.update_inside(chunk)
-        self.updated_inside.add(chunk.index)
 
     def _leave_unit(self) -> None:
         self._unbind_current()
@@ -338,25 +349,16 @@ class Engine:
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self._leave_unit()
-            self._visits.end_backward()
+            self._visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
-            self._backward = None
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 self._end_gradients()
+            self._backward = None
 
-    def abandon_backward(self) -> bool:
-        """Clean up after a backward that raised. Returns whether there was one."""
-        if self._backward is None:
-            self._leave_backward_phase()  # an interrupt may have come while it ended
-            return False
-        failed = self._backward() is None or torch._C._current_graph_task_id() == -1
-        if failed:
-            self._forget_backward()
-            self.gradients.abandon()
-        return failed
+    def reset(self) -> None:
+        """Have no unit use any chunk if an exception or Ctrl-C has left the engine dirty. See [Note: interrupts].
 
-    def end_interrupted(self) -> None:
-        """Clean up after an error or Ctrl-C in the middle of a step: between steps no unit uses any chunk.
+        Gradients that a backward had brought into chunks before it failed stay, and it counts for nothing else.
 
         Raises:
             MisuseError: this process was forked, and has neither the host memory of states nor the threads of updates.
@@ -366,16 +368,20 @@ class Engine:
                 "this process was forked from the one that called protrain.wrap, and has no model states: train, read "
                 "and save the model there, or call protrain.wrap in this process"
             )
-        self.abandon_backward()
-        if self._backward is None and self.buffers.any_in_use() and not self._running:
-            self.bindings.release_all()
-            self._visits.abandon()
-
-    def _forget_backward(self) -> None:
-        """No backward runs any more, as the last one has raised an error."""
-        self._backward = None
-        self._unbind_current()
-        self._leave_backward_phase()
+        if self._backward is not None and (self._backward() is None or torch._C._current_graph_task_id() == -1):
+            self._begun += 1
+            self._unbind_current()
+            self.gradients.abandon()
+            if self.phase is Phase.BACKWARD:
+                left = Phase.READY if any(self.gradients.present) else Phase.EMPTY
+                self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
+            self._backward = None
+        if self._begun and not self._running and self._backward is None:
+            self.updates.drain()
+            self.streams.synchronize()
+            self.bindings.reset()
+            self._visits.reset()
+            self._begun = 0
 
     def _unbind_current(self) -> None:
         self._current_frame = _no_frame
@@ -386,7 +392,7 @@ class Engine:
 
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""
-        self.abandon_backward()
+        self.reset()
         return self.gradients.is_pending(index)
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
@@ -417,7 +423,7 @@ class Engine:
     def _use_gradients(self, what: str, index: int | None = None) -> None:
         """``what`` reads or scales gradients. MisuseError where updates have used them up, or there are none."""
         self.streams.refuse_another()
-        self.abandon_backward()
+        self.reset()
         if self._inside:
             raise MisuseError(
                 f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
@@ -435,7 +441,7 @@ class Engine:
 
         With ``zeros`` the script expects zeros in their place. MisuseError if backward has used the gradients up.
         """
-        self.abandon_backward()
+        self.reset()
         if zeros and self._inside:
             raise MisuseError(
                 "zero_grad(set_to_none=False) with step_during_backward=True, where backward uses gradients up and "
@@ -448,8 +454,9 @@ class Engine:
         if self.phase not in (Phase.BACKWARD, Phase.UPDATED):
             self._go_to(Phase.EMPTY)
         if ends:
+            self.weights_version += 1
             self.updated_inside.clear()
-            self._end_step()
+            self._restart(training=True)
         return ends
 
     def update(self) -> bool:
@@ -466,13 +473,13 @@ class Engine:
         self.streams.refuse_another()
         self.bindings.refuse_inside_full_parameters("step()")
         self.bindings.refuse_lent("step()")
-        self.end_interrupted()
+        self.reset()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
         with self._ranks.reporting("step()"):
             changed = self._end_updated_inside() if self._inside else self._update()
             if changed:
-                self._end_step()
+                self._restart(training=True)
         return changed
 
     def _update(self) -> bool:
@@ -487,9 +494,10 @@ class Engine:
                 return False
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self.memory.device)
             factor = inverse if factor is None else factor * inverse
-        scale = None if factor is None else self.updates.publish(factor)
-        self.gradients.reduction.send_all()
-        self.updates.step(scale, assumed_factor=unscaling)
+        self._begun += 1
+        self.weights_version += 1
+        self.updates.step(factor, assumed_factor=unscaling)
+        self._begun -= 1
         return True
 
     def _end_updated_inside(self) -> bool:
@@ -498,6 +506,7 @@ class Engine:
             self.gradients.refuse_missing("step()")
             raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
         self._ranks.note("step()")
+        self.weights_version += 1
         self.gradients.backwards = 0
         self.updated_inside.clear()
         self._go_to(Phase.EMPTY)
@@ -512,16 +521,12 @@ class Engine:
         """The factor on gradients that undoes the loss scale."""
         return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.used
 
-    def _end_step(self) -> None:
-        self.weights_version += 1
-        self._visits.begin_forward(training=True)
-
     # -- between steps -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """A context in which nothing of the engine runs, so that the host may read and write states."""
-        self.end_interrupted()
+        self.reset()
         if self.phase is Phase.BACKWARD and self.updated_inside:  # neither the old model is there nor the new one
             raise MisuseError(
                 "with step_during_backward=True this backward has updated a part of the weights, so the model cannot "
@@ -535,16 +540,18 @@ class Engine:
 
     def refuse_write(self, what: str) -> None:
         """MisuseError unless ``what`` may write weights and states now."""
-        self.end_interrupted()
+        self.reset()
         self.bindings.refuse_write(what)
 
     def weights_changed(self, chunks: list[Chunk]) -> None:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
+        self._begun += 1
         for chunk in chunks:
             chunk.version += 1
             self.streams.compute.place(chunk.updated)
             self.buffers.invalidate(chunk)
         self.weights_version += 1
+        self._begun -= 1
 
 
 def _no_frame() -> None:

@@ -38,6 +38,8 @@ _NO_SPAN = nullcontext()
 class Mark:
     """A point in a stream. On the CPU all work before it is done already."""
 
+    event: torch.cuda.Event  # of a point in a stream of a GPU
+
     def wait(self) -> None:
         """Block the calling host thread until the point is reached."""
 
@@ -60,11 +62,6 @@ class _CudaMark(Mark):
         return bool(self.event.query())
 
 
-def _event(mark: Mark) -> torch.cuda.Event:
-    assert isinstance(mark, _CudaMark)
-    return mark.event
-
-
 class Stream:
     """A stream of a CPU: what is put on it is done at once."""
 
@@ -85,19 +82,19 @@ class _CudaStream(Stream):
 
     @override
     def place(self, mark: Mark) -> None:
-        _event(mark).record(self.stream)
+        mark.event.record(self.stream)
 
     @override
     def wait_for(self, mark: Mark) -> None:
-        self.stream.wait_event(_event(mark))
+        self.stream.wait_event(mark.event)
 
     @override
     @contextmanager
     def running(self, *, after: Mark, done: Mark) -> Iterator[None]:
         with torch.cuda.stream(self.stream):
-            self.stream.wait_event(_event(after))
+            self.wait_for(after)
             yield
-            _event(done).record(self.stream)
+            self.place(done)
 
 
 class Streams:
@@ -112,11 +109,15 @@ class Streams:
 
     def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
         """Copy host ``source`` into device ``target`` once ``after`` is reached, then place ``done``."""
-        target.copy_(source)
+        self._copy(self.h2d, target, source, after, done)
 
     def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
         """Copy device ``source`` into host ``target`` once ``after`` is reached, then place ``done``."""
-        target.copy_(source)
+        self._copy(self.d2h, target, source, after, done)
+
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
+        with stream.running(after=after, done=done):
+            target.copy_(source, non_blocking=True)
 
     def record_streams(self, memory: Tensor) -> Tensor:
         """Record all streams for ``memory``: when it is freed, nothing gets it before their work is done."""
@@ -161,23 +162,10 @@ class CudaStreams(Streams):
         return _CudaMark()
 
     @override
-    def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
-        self._copy(self.h2d, target, source, after, done)
-
-    @override
-    def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
-        self._copy(self.d2h, target, source, after, done)
-
-    def _copy(self, stream: _CudaStream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
-        with stream.running(after=after, done=done):
-            target.copy_(source, non_blocking=True)
-
-    @override
     def record_streams(self, memory: Tensor) -> Tensor:
-        for stream in (self.h2d, self.d2h, self.gather, self.reduce):
-            memory.record_stream(stream.stream)
-        for streamed in (self.streamed, self.streamed_h2d, self.streamed_d2h):
-            memory.record_stream(streamed)
+        wrapped = (stream.stream for stream in (self.h2d, self.d2h, self.gather, self.reduce))
+        for stream in (*wrapped, self.streamed, self.streamed_h2d, self.streamed_d2h):
+            memory.record_stream(stream)
         return memory
 
     @override
@@ -204,7 +192,7 @@ class CudaStreams(Streams):
         with torch.cuda.stream(self.streamed):
             yield
             self.streamed.wait_stream(self.streamed_d2h)
-            _event(done).record(self.streamed)
+            done.event.record(self.streamed)
 
     @override
     def synchronize(self) -> None:

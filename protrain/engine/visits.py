@@ -57,7 +57,7 @@ class Visits:
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward of the model begins, or comes next after a step: fetch the chunks that it needs first."""
-        self._make_up_rest()
+        self.make_up_rest()
         self._ranks.note("a forward" if training else "a forward under torch.no_grad()")
         self.schedule = self._training if training else self._inference
         self.schedule.restart()
@@ -74,7 +74,7 @@ class Visits:
         """Make up for the visits before the forward of ``unit``. Returns whether that is in the schedule at all."""
         skipped = self.schedule.skipped(unit.index)
         if skipped is None:
-            self._make_up_rest()
+            self.make_up_rest()
             self.schedule.restart()
             self._ranks.note("a forward")
             skipped = self.schedule.skipped(unit.index)
@@ -94,22 +94,13 @@ class Visits:
         if self._several and self.schedule.position + 1 < len(self.schedule.visits):
             self._buffers.make_whole(self._units[self.schedule.visits[self.schedule.position + 1]].chunks)
 
-    def go_on_after_error(self) -> None:
-        """A backward begins after one that raised an error. Its gradients are added, as autograd adds to ``.grad``."""
-        if self._several:
-            raise MisuseError(
-                "backward() after a backward that raised an error, which other ranks have not seen: end all processes "
-                "and resume from a checkpoint"
-            )
-        self.leave_backward()
-
     def begin_backward(self) -> None:
         """A backward begins."""
         self.schedule = self._training
         if not self._several:
             return
         if self.schedule.position < self.backward_start:
-            self._make_up_rest()
+            self.make_up_rest()
         self.schedule.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
@@ -143,20 +134,8 @@ class Visits:
             self._take_gradients(self.schedule.position)
             self._reduced = self.schedule.position
 
-    def enter_inside_backward(self, unit: Unit) -> None:
-        """The forward of ``unit`` begins inside backward, in a checkpoint of the user's own."""
-        if self._several:
-            raise MisuseError(
-                f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several ranks "
-                "have no order: call the module without it, as ProTrain recomputes what it must"
-            )
-
-    def end_backward(self) -> None:
-        """The backward is over."""
-        self._make_up_rest()
-
-    def abandon(self) -> None:
-        """After an interrupt no unit uses any chunk."""
+    def reset(self) -> None:
+        """No unit uses any chunk any more."""
         self._held.clear()
 
     def _enter_unscheduled(self, unit: Unit) -> None:
@@ -188,7 +167,7 @@ class Visits:
             self._release(unit)
             self.gather_ahead()
 
-    def _make_up_rest(self) -> None:
+    def make_up_rest(self) -> None:
         """Make up for the visits that are left of this forward or backward, and release the units that enclose them."""
         position = self.schedule.position
         if self._several and position >= 0:

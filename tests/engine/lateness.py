@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from tests.engine.late_streams import LateStreams
 
 class _LateJob(Job):
     def __init__(self, work: Callable[[], None], worker: LateWorker) -> None:
-        super().__init__(work, SimpleQueue())  # which nobody takes from
+        super().__init__(work)
         self._worker = worker
 
     @override
@@ -38,9 +37,9 @@ class _LateJob(Job):
         super().when_done(follower if self.done else lambda: self._worker.followers.append(follower))
 
     @override
-    def wait(self) -> None:
+    def end(self) -> None:
         self._worker.run_until(self)
-        super().wait()
+        super().end()
 
 
 class LateWorker(HostWorker):

@@ -7,7 +7,6 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -153,9 +152,9 @@ def test_a_persistent_chunk_has_its_weight_for_a_buffer_and_never_gives_it_up() 
         assert pool.content(chunks[0]) is chunks[0].weight
         assert pool.content(other).eq(other.index + 1.0).all()
         pool.release(other)
-        assert pool.any_in_use()
+        assert any(map(pool.in_use, chunks))
         pool.release(chunks[0])
-        assert not pool.any_in_use()
+        assert not any(map(pool.in_use, chunks))
     chunks[0].weight.fill_(7.0)
     pool.invalidate(chunks[0])
     assert pool.acquire(chunks[0], schedule).eq(7.0).all(), "an update of the weight is one of the buffer"
@@ -205,8 +204,7 @@ def test_a_chunk_whose_update_runs_is_uploaded_by_whoever_finishes_it() -> None:
 
 
 def test_a_chunk_queued_again_waits_for_the_later_update() -> None:
-    jobs: SimpleQueue[Job | None] = SimpleQueue()
-    earlier, later = Job(lambda: None, jobs), Job(lambda: None, jobs)
+    earlier, later = Job(lambda: None), Job(lambda: None)
     chunk = make_chunk(0, earlier)
     schedule, pool = Schedule([0], [[0]]), make_pool(1)
     pool.prefetch([chunk], schedule)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from queue import SimpleQueue
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
 from tests.engine.test_gradient_pool import chunk_of
 
-JOBS: SimpleQueue[Job | None] = SimpleQueue()
 BEGUN = [ChunkState.SPECULATED, ChunkState.UPDATING]
 ILLEGAL = {
     (ChunkState.SPECULATED, ChunkState.SPECULATED),
@@ -28,7 +25,7 @@ def job(*, fails: bool = False) -> Job:
         if fails:
             raise RuntimeError("the work failed")
 
-    made = Job(work, JOBS)
+    made = Job(work)
     made.run()
     return made
 
@@ -48,23 +45,23 @@ def test_only_legal_work_begins(before: ChunkState, after: ChunkState) -> None:
     chunk, new = chunk_in(before), job()
     if (before, after) not in ILLEGAL:
         chunk.begin(after, new)
-        assert (chunk.state, chunk._queued.last) == (after, new)
+        assert chunk.state is after
     else:
-        old = chunk._queued.last
         with pytest.raises(AssertionError, match=f"illegal ChunkState transition {before.label} -> {after.label}"):
             chunk.begin(after, new)
-        assert (chunk.state, chunk._queued.last) == (before, old)
+        assert chunk.state is before
 
 
 @pytest.mark.parametrize("state", BEGUN)
 def test_a_wait_ends_in_a_current_chunk(state: ChunkState) -> None:
     chunk = chunk_in(state)
     chunk.wait()
-    assert (chunk.state, chunk._queued.last, chunk.update) == (ChunkState.CURRENT, None, None)
+    assert (chunk.state, chunk.update) == (ChunkState.CURRENT, None)
+    assert chunk.is_free()
 
 
 def test_a_fetch_waits_for_the_weight_and_not_for_the_deferred_update() -> None:
-    chunk, deferred = chunk_of(0), Job(lambda: None, JOBS)
+    chunk, deferred = chunk_of(0), Job(lambda: None)
     chunk.begin(ChunkState.UPDATING, job(), then=deferred)
     chunk.wait_for_update()
     assert not deferred.done
@@ -77,7 +74,7 @@ def test_a_fetch_waits_for_the_weight_and_not_for_the_deferred_update() -> None:
 
 def test_a_fetch_of_a_chunk_that_only_speculates_does_not_wait() -> None:
     chunk = chunk_of(0)
-    chunk.begin(ChunkState.SPECULATED, Job(lambda: None, JOBS))  # nobody runs it
+    chunk.begin(ChunkState.SPECULATED, Job(lambda: None))  # nobody runs it
     chunk.wait_for_update()
     assert chunk.state is ChunkState.SPECULATED
 

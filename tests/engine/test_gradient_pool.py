@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from queue import SimpleQueue
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
@@ -291,8 +290,7 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert mine is not None
     assert yours is not None
     assert mine.data_ptr() != yours.data_ptr()
-    jobs: SimpleQueue[Job | None] = SimpleQueue()
-    first.begin(ChunkState.UPDATING, Job(lambda: None, jobs))
+    first.begin(ChunkState.UPDATING, Job(lambda: None))
     for chunk in (first, second):
         pool.release(chunk)
     pool.acquire(third)
@@ -300,7 +298,7 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert third.grad.data_ptr() == yours.data_ptr()
     assert second.grad is None
     done: list[int] = []
-    job = Job(lambda: done.append(1), jobs)
+    job = Job(lambda: done.append(1))
     first.begin(ChunkState.UPDATING, job)
     timer = Timer(0.05, job.run)
     timer.start()

@@ -1,17 +1,18 @@
-"""Ctrl-C between the making of a host job and its queueing: whatever waits for the job does not wait for ever."""
+"""Ctrl-C anywhere in step(), or where backward makes updates: no update is lost, and none is waited for for ever."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from protrain.common.errors import MisuseError
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -23,7 +24,28 @@ SPECS = (
     Spec("none", "least", (NONE, CKPT), small=True, speculate=True, weights=True),
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
-pytestmark = pytest.mark.timeout(30)  # what would fail here is a hang
+POINTS = 24
+pytestmark = pytest.mark.timeout(60)  # what would fail here is a hang
+
+
+class Calls:
+    """Counts the calls of ProTrain's functions on this thread inside, and interrupts one."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.made, self.at = 0, at
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if "/protrain" in frame.f_code.co_filename:
+            self.made += 1
+            if self.made == self.at:
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)
 
 
 class Interrupted:
@@ -51,63 +73,41 @@ def backward(model: nn.Module) -> None:
         default_loss(model, batches()[1]).backward()
 
 
-@functools.cache
-def two_steps(spec: Spec, device: torch.device) -> dict[str, Tensor]:
-    model, optimizer = wrapped(spec, device)
-    for _ in range(2):
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    return states(model, optimizer)
-
-
+@pytest.mark.parametrize("clipped", [False, True])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_an_update_that_was_made_is_done(spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = wrapped(spec, device)
-    begin, counted = Chunk.begin, Interrupted(lambda: None)
+def test_a_step_is_carried_out_as_a_whole_or_not_at_all(spec: Spec, clipped: bool, device: torch.device) -> None:
+    """One that was not carried out can be called again."""
+    training, undisturbed = wrapped(spec, device), wrapped(spec, device)
 
-    def begun(chunk: Chunk, *args: Any, **options: Any) -> None:
-        begin(chunk, *args, **options)
-        counted()
+    def begin(*, calls: Calls) -> None:
+        """A step of ``training`` up to the interrupt, and one of ``undisturbed`` up to its update."""
+        for model, optimizer in (training, undisturbed):
+            backward(model)
+            if clipped:
+                optimizer.clip_grad_norm_(0.1)
+        with calls, contextlib.suppress(KeyboardInterrupt):
+            training[1].step()
 
-    backward(model)
-    with monkeypatch.context() as patch:
-        patch.setattr(Chunk, "begin", begun)
-        optimizer.step()
-    optimizer.zero_grad()
-    assert counted.calls > 2
-    backward(model)
-    counted.at, counted.calls = counted.calls, 0
-    with monkeypatch.context() as patch:  # the last update is begun, and step() does not get to know of it
-        patch.setattr(Chunk, "begin", begun)
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    optimizer.state_dict()
-    assert_same(states(model, optimizer), two_steps(spec, device))
-    optimizer.zero_grad()
-    assert torch.tensor(Loop().run(model, optimizer, batches(2))).isfinite().all()
+    def end() -> None:
+        undisturbed[1].step()
+        assert_same(states(*training), states(*undisturbed))
+        for _, optimizer in (training, undisturbed):
+            optimizer.zero_grad()
 
-
-@pytest.mark.parametrize(
-    ("spec", "at"), [(SPECS[0], 1), (SPECS[0], 4), (SPECS[1], 2), (SPECS[1], 4), (SPECS[2], 1), (SPECS[2], 2)], ids=str
-)
-def test_updates_that_are_yet_to_be_queued_are_done(
-    spec: Spec, at: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, optimizer = wrapped(spec, device)
-    backward(model)
-    optimizer.step()
-    optimizer.zero_grad()
-    backward(model)
-    queue = Interrupted(HostWorker.queue, at=at)
-    with monkeypatch.context() as patch:
-        patch.setattr(HostWorker, "queue", lambda worker, job: queue(worker, job))
-        with pytest.raises(KeyboardInterrupt):
-            optimizer.step()
-    optimizer.state_dict()
-    assert_same(states(model, optimizer), two_steps(spec, device))
-    optimizer.zero_grad()
-    assert torch.tensor(Loop().run(model, optimizer, batches(2))).isfinite().all()
+    counted = Calls()
+    begin(calls=counted)
+    end()
+    done = set()
+    for point in range(POINTS):
+        begin(calls=Calls(at=1 + counted.made * point // POINTS))
+        version = states(*undisturbed)
+        found = states(*training)
+        done.add(carried_out := any(not torch.equal(found[name], version[name]) for name in found))
+        if not carried_out:
+            training[1].step()
+        end()
+    assert done == {False, True}
+    assert Loop().run(*training, batches(2)) == Loop().run(*undisturbed, batches(2))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)

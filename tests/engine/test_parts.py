@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import mmap
-import queue
 import subprocess
 import sys
 import threading
@@ -104,8 +103,7 @@ def test_an_update_is_sliced_until_no_commit_is_left(monkeypatch: pytest.MonkeyP
 def _commits(count: int, link: list[bool]) -> tuple[HostUpdates, list[Job], list[int]]:
     """Commits of ``count`` updates that are done. ``link`` has the answers to whether the link is idle."""
     taken: list[int] = []
-    worker: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-    jobs = [Job(functools.partial(taken.append, index), worker) for index in range(count)]
+    jobs = [Job(functools.partial(taken.append, index)) for index in range(count)]
     host = HostUpdates(threads=1, rate=Rate(0.0), link_is_idle=lambda: link.pop(0))
     host.begin_step([cast(HostUpdate, SimpleNamespace(job=job, can_commit=lambda: True)) for job in jobs], None, 1.0)
     return host, jobs, taken

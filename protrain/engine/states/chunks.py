@@ -12,15 +12,12 @@ memory for gradients (``protrain.engine.gradients.pool``) have no gradient of th
 of 128 elements.
 
 [Note: chunk states] The host works on a chunk beside the main thread. The state of the chunk says what the main thread
-has queued and not waited for; only the main thread changes it:
+has queued and not waited for. Only the main thread changes it, or the thread that commits a step while that one waits:
 
     CURRENT     nothing: the states are those of the last step, and nothing reads the gradient
     SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit
     UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
                 may follow it.
-
-Ctrl-C may come between any two lines. So the state and its jobs are assigned at once, before the jobs are queued, and
-whoever waits for a job that was not queued yet does that.
 
 ``protrain.engine.states.allocation`` makes chunks from a plan.
 """
@@ -30,7 +27,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -74,15 +71,6 @@ class ChunkState(State):
     UPDATING = "updating", "updating", "current"  # updating: step() twice with the same gradients
 
 
-class _Queued(NamedTuple):
-    """A state of a chunk and its jobs. It is one object, so that an interrupt cannot come in between."""
-
-    state: ChunkState
-    last: Job | None = None  # the last job that reads the gradient or writes states; None: CURRENT
-    update: Job | None = None  # the job after which the weight is that of the step; None: not UPDATING
-
-
-_CURRENT = _Queued(ChunkState.CURRENT)
 _SLICE_ELEMENTS = 1 << 25  # the host updates so many in about 7 ms
 Piece = tuple[slice, AdamScalars]  # a run of elements of a chunk, and the hyperparameters that it has in a step
 
@@ -151,7 +139,9 @@ class Chunk:
     resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
     # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
     current_weight: Tensor = field(init=False)
-    _queued: _Queued = field(default=_CURRENT, init=False)
+    state: ChunkState = field(default=ChunkState.CURRENT, init=False)
+    update: Job | None = field(default=None, init=False)  # after which the weight is that of the step, while UPDATING
+    _last: Job | None = field(default=None, init=False)  # that reads the gradient or writes states, unless CURRENT
 
     def __post_init__(self) -> None:
         self.resident = self.persistent and not self.ranks.several
@@ -177,50 +167,37 @@ class Chunk:
         """What an update multiplies the gradient by: a sum is not finished, and any other gradient is."""
         return 1.0 if self.accumulator is None or self.grad is not None else self.sum_factor
 
-    @property
-    def state(self) -> ChunkState:
-        """What the host has been given to do."""
-        return self._queued.state
-
-    @property
-    def update(self) -> Job | None:
-        """The job after which the weight is that of the last step. None if it is already."""
-        return self._queued.update
-
     def begin(self, state: ChunkState, job: Job, *, then: Job | None = None) -> None:
         """The host gets ``job`` to do, and ``then`` after it."""
-        self._go_to(_Queued(state, last=then or job, update=job if state is ChunkState.UPDATING else None))
+        self.state = self.state.become(state)
+        self._last, self.update = then or job, job if state is ChunkState.UPDATING else None
 
-    def _go_to(self, new: _Queued) -> None:
-        self._queued.state.become(new.state)
-        self._queued = new
+    def _end(self) -> None:
+        self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
-        queued = self._queued
-        if queued.update is not None:
-            queued.update.wait()
-            if queued.last is queued.update:
-                self._go_to(_CURRENT)
+        if self.update is not None:
+            self.update.wait()
+            if self._last is self.update:
+                self._end()
 
     def wait(self) -> None:
         """Block until nothing that was queued reads the gradient, or reads or writes the states."""
-        queued = self._queued
-        if queued.last is None:
+        if (last := self._last) is None:
             return
-        if queued.state is ChunkState.SPECULATED:  # an error is raised once, as it has left the states unchanged
-            self._go_to(_CURRENT)
-            queued.last.wait()
+        if self.state is ChunkState.SPECULATED:  # an error is raised once, as it has left the states unchanged
+            self._end()
+            last.wait()
             return
-        if queued.update is not None:
-            queued.update.wait()
-        queued.last.wait()  # an error in it is raised in all who wait
-        self._go_to(_CURRENT)
+        if self.update is not None:
+            self.update.wait()
+        last.wait()  # an error in it is raised in all who wait
+        self._end()
 
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""
-        last = self._queued.last
-        return last is None or last.done
+        return self._last is None or self._last.done
 
     @property
     def speculates(self) -> bool:

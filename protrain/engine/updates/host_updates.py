@@ -5,7 +5,6 @@ Nothing here refers to the engine, as a model that is dropped must not wait for 
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from protrain.engine.states.chunks import Chunk, Piece, State
+from protrain.engine.states.chunks import Chunk, ChunkState, Piece, State
 from protrain.engine.streams import Mark
 from protrain.engine.updates.worker import Job
 
@@ -95,14 +94,14 @@ class HostUpdates:
         self.redone = 0
         self._link_is_idle = link_is_idle
         self._commits: deque[Job] = deque()
+        self._commits_s = 0.0  # how long those ran in the middle of the update that is timed
         self._counting = threading.Lock()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
         """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
         on_host = None if scale is None else scale.on_host
-        with self.timing(pieces) as untimed:
-            between = functools.partial(untimed, self.run_commits)
-            chunk.step(pieces, gradient, on_host, threads=self.threads, between=between)
+        with self.timing(pieces):
+            chunk.step(pieces, gradient, on_host, threads=self.threads, between=self.run_commits)
 
     def begin_step(self, updates: Iterable[HostUpdate], scale: Scale | None, assumed_factor: float | None) -> None:
         """The step has asked for ``updates``. Those that were already done speculatively upload first.
@@ -114,9 +113,10 @@ class HostUpdates:
 
     def run_commits(self) -> bool:
         """Run commits ahead of their turn, until one of them starts an upload. Returns whether any are left."""
-        commits = self._commits
+        commits, begin = self._commits, time.perf_counter()
         while commits and (commits[0].done or self._link_is_idle()):  # one that is done has had its turn
             commits.popleft().run()
+        self._commits_s += time.perf_counter() - begin
         return bool(commits)
 
     def note_redone(self) -> None:
@@ -125,23 +125,11 @@ class HostUpdates:
             self.redone += 1
 
     @contextmanager
-    def timing(self, pieces: list[Piece]) -> Iterator[Callable[[Callable[[], bool]], bool]]:
-        """Time the body, which updates all states of ``pieces``.
-
-        Yields a function that calls another one and leaves that call out of the time.
-        """
-        untimed_s = 0.0
-
-        def untimed(work: Callable[[], bool]) -> bool:
-            nonlocal untimed_s
-            begin = time.perf_counter()
-            answer = work()
-            untimed_s += time.perf_counter() - begin
-            return answer
-
-        begin = time.perf_counter()
-        yield untimed
-        self.rate.add(pieces, time.perf_counter() - begin - untimed_s)
+    def timing(self, pieces: list[Piece]) -> Iterator[None]:
+        """Time the body, which updates all states of ``pieces``, without commits that run in the middle of it."""
+        begin, self._commits_s = time.perf_counter(), 0.0
+        yield
+        self.rate.add(pieces, time.perf_counter() - begin - self._commits_s)
 
 
 @dataclass(eq=False)
@@ -220,6 +208,10 @@ class HostUpdate:
         """The step asks for this update, which may differ from what was begun."""
         self.as_asked = pieces == self.pieces
         self.pieces, self.scale = pieces, scale
+
+    def begin(self) -> None:
+        """From now on fetches of the chunk wait for the job."""
+        self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""

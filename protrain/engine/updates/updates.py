@@ -25,13 +25,16 @@ wait for, has the device stream the states through its memory, and sleeps until 
 need not know who did it. A commit of a speculative update costs the host nothing, so the device takes such a chunk only
 if its update must be done again. The host may be in the middle of a speculative update when the norm is known. The
 device leaves that chunk to the host, too, and takes the host for busy as long as a whole update lasts.
+
+[Note: commit] A step is carried out as a whole or not at all, although Ctrl-C may come between any two lines. Python
+raises KeyboardInterrupt in the main thread alone. So the main thread hands all that changes states to another thread at
+once, which is the commit, and waits for that thread to launch or queue every update.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -39,7 +42,7 @@ from torch import Tensor
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import Mark, span
+from protrain.engine.streams import Mark, Stream, span
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
 from protrain.engine.updates.streamer import Streamer
@@ -61,17 +64,18 @@ class Updates:
         buffers: BufferPool,
         worker: HostWorker,
         streamer: Streamer | None,
+        committer: HostWorker,
     ) -> None:
         memory = managed.memory
         self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
         self.worker = worker
+        self._committer = committer
         self.host = HostUpdates(
             threads=worker.threads,
             rate=Rate(0.0) if streamer is None else streamer.host_rate,
             link_is_idle=buffers.link_is_idle,
         )
         self._streams = streams = memory.streams
-        self._ranks = memory.ranks
         self._chunks = managed.chunks
         self._groups = groups
         self._gradients = gradients
@@ -89,10 +93,14 @@ class Updates:
         """Every thread that updates chunks."""
         return [self.worker] if self.streamer is None else [self.worker, self.streamer.worker]
 
+    def drain(self) -> None:
+        """Block until nothing that was committed or queued is left to do."""
+        for worker in (self._committer, *self.workers):
+            worker.drain()
+
     def wait(self) -> None:
         """Block until every update of the last step is done and visible to the host."""
-        for worker in self.workers:
-            worker.drain()
+        self.drain()
         for chunk in self._chunks:
             if chunk.state is ChunkState.UPDATING:
                 chunk.wait()
@@ -139,16 +147,15 @@ class Updates:
             pieces = self._pieces(chunk)
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             return
-        if not pieces:
-            return  # this rank's shard is padding, which step() neither updates nor commits
         own = [self._gradients.members[index].own for index in chunk.parameters]
-        if sum(part.stop - part.start for part, _ in pieces) != sum(part.stop - part.start for part in own):
-            return  # a commit would take over elements that were not written
+        if not pieces or sum(part.stop - part.start for part, _ in pieces) != sum(
+            part.stop - part.start for part in own
+        ):
+            return  # the shard is padding, or a commit would take over elements that were not written
         update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)
         what = "weight" if chunk.speculates_weight_only else "update"
-        update.early = self.worker.job(update.speculate, f"speculative {what} {chunk.index}")
+        update.early = self.worker.submit(update.speculate, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, update.early)
-        self.worker.queue(update.early)
 
     def forget(self) -> None:
         """All gradients are forgotten, and so are the speculative updates."""
@@ -159,37 +166,47 @@ class Updates:
 
     # -- updates that count --------------------------------------------------------------------------------------------
 
-    def step(self, scale: Scale | None, *, assumed_factor: float) -> None:
-        """Update every parameter that has a gradient. Speculative updates took the scale to be ``assumed_factor``."""
-        norm, self._last_scale = self._end_window(), scale
+    def step(self, factor: Tensor | None, *, assumed_factor: float) -> None:
+        """Update every parameter that has a gradient. See [Note: commit].
+
+        Args:
+            factor: of all gradients, 0-d on the device.
+            assumed_factor: what speculative updates took it to be.
+        """
         assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
-        # They are made while they are queued, so that an error in one leaves none before it unqueued.
-        made = (self._update(chunk, scale) for chunk in self._chunks)
-        self._queue((update for update in made if update is not None), norm, scale, assumed)
+        pieces = [self._pieces(chunk) for chunk in self._chunks]
+        self._commit(functools.partial(self._step, factor, assumed, pieces))
+
+    def _commit(self, work: Callable[[], None]) -> None:
+        """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
+        self._committer.submit(work).wait()
+
+    def _step(self, factor: Tensor | None, assumed_factor: float | None, pieces: list[list[Piece]]) -> None:
+        with self._streams.computing():
+            self._last_scale = scale = None if factor is None else self.publish(factor)
+            self._gradients.reduction.send_all()
+            norm = self._end_window()
+            compute = self._streams.compute
+            updates = [self._update(*each, scale, compute) for each in zip(self._chunks, pieces, strict=True)]
+            self._queue([update for update in updates if update is not None], norm, scale, assumed_factor)
 
     def update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
-        pieces, gradients = self._count_step(chunk), self._gradients
-        if pieces:
-            self._update_pieces_inside(chunk, pieces)
+        # Several ranks update it where its gradient was folded, so that compute does not wait.
+        stream = self._streams.reduce if chunk.ranks.several else self._streams.compute
+        update = self._update(chunk, self._pieces(chunk), None, stream)
+        if update is not None:
+            self.worker.submit(update.run_in_backward)
+            update.begin()
+            self._begun[chunk] = update
         for index in chunk.parameters:  # the gradient is used up, even if backward fails and zero_grad is never called
-            gradients.present[index] = False
-        gradients.pools.release(chunk)
-
-    def _update_pieces_inside(self, chunk: Chunk, pieces: list[Piece]) -> None:
-        if chunk.persistent:
-            # Several ranks update it where its gradient was folded, so that compute does not wait.
-            on_reduce = self._streams.reduce.running(after=chunk.updated, done=chunk.updated)
-            with on_reduce if self._ranks.several else nullcontext():
-                self._update_on_device(chunk, pieces, None)
-            return
-        update = self._begun[chunk] = self._offloaded_update(chunk, pieces, None)
-        self.worker.submit(update.run_in_backward)
+            self._gradients.present[index] = False
+        self._gradients.pools.release(chunk)
 
     def end_backward(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
-        norm = self._end_window()
-        self._queue(sorted(self._begun.values(), key=lambda update: update.chunk.index), norm, None, 1.0)
+        updates = sorted(self._begun.values(), key=lambda update: update.chunk.index)
+        self._commit(lambda: self._queue(updates, self._end_window(), None, 1.0))
         self._begun.clear()
 
     def _end_window(self) -> Mark:
@@ -201,34 +218,23 @@ class Updates:
         self._window = Window()
         return end
 
-    def _count_step(self, chunk: Chunk) -> list[Piece]:
-        """Count a step for each parameter of ``chunk`` that has a gradient. Returns the pieces to update in that step.
+    def _update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, stream: Stream) -> HostUpdate | None:
+        """Update ``chunk`` on the device now, on ``stream``, or return the update to queue. None: nothing else to do.
 
-        With several ranks the weight is evicted, too, as a buffer has the shards of all of them.
+        It counts a step for each parameter of ``chunk`` that has a gradient.
         """
-        pieces = self._pieces(chunk)
         for index in chunk.parameters:
-            if self._gradients.present[index]:
-                self._gradients.members[index].steps += 1
-        if self._ranks.several and self._gradients.has_gradients(chunk):
-            self._buffers.invalidate(chunk)  # another rank's shard may change, even if this one's has no parameter
-        return pieces
-
-    def _update(self, chunk: Chunk, scale: Scale | None) -> HostUpdate | None:
-        """Update ``chunk`` on the device now, or return the update to queue. None: nothing is left to do."""
-        pieces = self._count_step(chunk)
+            self._gradients.members[index].steps += self._gradients.present[index]
+        if self._gradients.has_gradients(chunk):
+            self._buffers.invalidate(chunk)  # also if another rank's shard changes and this one's has no parameter
         if not pieces:
             return None
-        if chunk.persistent:
-            self._update_on_device(chunk, pieces, scale)
-            self._streams.compute.place(chunk.updated)
-            return None
-        return self._offloaded_update(chunk, pieces, scale)
-
-    def _update_on_device(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> None:
-        factor = None if scale is None else scale.on_device
-        with span(GPU, f"update {chunk.index}"):
+        if not chunk.persistent:
+            return self._offloaded_update(chunk, pieces, scale)
+        with span(GPU, f"update {chunk.index}"), stream.running(after=chunk.updated, done=chunk.updated):
+            factor = None if scale is None else scale.on_device
             chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
+        return None
 
     def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
         """An update of ``chunk``, which is in host memory, before anything is done for it."""
@@ -237,39 +243,32 @@ class Updates:
         )
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> HostUpdate:
-        """The update of a chunk in host memory, whose job the next fetch of the chunk waits for."""
+        """The update of a chunk in host memory, which nobody does yet."""
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
             update = self._made(chunk, pieces)
         elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         update.ask(pieces, scale)
-        self._buffers.invalidate(chunk)
         update.job = self.worker.job(update.run, f"update {chunk.index}")
-        chunk.begin(ChunkState.UPDATING, update.job, then=update.deferred)
         return update
 
     def _queue(
-        self, updates: Iterable[HostUpdate], norm: Mark, scale: Scale | None, assumed_factor: float | None
+        self, updates: Sequence[HostUpdate], norm: Mark, scale: Scale | None, assumed_factor: float | None
     ) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
         ``norm`` is where the norm is known on the device. The rest is for ``HostUpdates.begin_step``.
         """
-        worker, streamer = self.worker, self.streamer
-        made = list[HostUpdate]()
-        try:
-            for update in updates:
-                made.append(update)
-        finally:  # after an error, too, every job that was made is queued
-            worker.submit(functools.partial(self.host.begin_step, made, scale, assumed_factor))
-            for update in made:
-                worker.queue(update.job)
-            if streamer is not None:
-                streamer.share(made, norm)
-            for update in reversed(made):  # in the order in which the next backward needs the memory of their gradients
-                if update.deferred is not None:
-                    worker.queue(update.deferred)
+        self.worker.submit(functools.partial(self.host.begin_step, updates, scale, assumed_factor))
+        for update in updates:
+            update.begin()
+            self.worker.queue(update.job)
+        if self.streamer is not None:
+            self.streamer.share(updates, norm)
+        for update in reversed(updates):  # in the order in which the next backward needs the memory of their gradients
+            if update.deferred is not None:
+                self.worker.queue(update.deferred)
         # No job of an update tells that all are done, as each may have run ahead of its turn.
         self._all_done = [each.submit(lambda: None) for each in self.workers]
 

@@ -28,27 +28,14 @@ _JOIN_S = 10.0  # how long the end of a worker waits for its queued jobs
 
 
 class Job:
-    """A piece of host work that others can wait for. An error in it is raised in whoever waits.
+    """A piece of host work that others can wait for. An error in it is raised in whoever waits."""
 
-    Ctrl-C may come after others know of the job and before it is in ``jobs``, the queue of its worker. Whoever waits
-    for the job then queues it.
-    """
-
-    def __init__(self, work: Callable[[], None], jobs: queue.SimpleQueue[Job | None]) -> None:
+    def __init__(self, work: Callable[[], None]) -> None:
         self._work: Callable[[], None] | None = work
-        self._jobs = jobs
-        self._queued = False
         self._done = threading.Event()
         self._lock = threading.Lock()
         self._followers: list[Callable[[], None]] = []
         self._error: BaseException | None = None
-
-    def queue(self) -> None:
-        """Put the job behind everything that was queued before. To queue it twice does no harm."""
-        self._jobs.put(self)
-        self._queued = True
-        if _all_ended:  # at the interpreter's exit, when no worker runs any more
-            self.run()
 
     def run(self, instead: Callable[[], None] | None = None) -> None:
         """Do the work, or ``instead`` of it, then call the followers. A job that was begun before does nothing."""
@@ -94,19 +81,13 @@ class Job:
 
     def wait(self) -> None:
         """Block until the work is done; raises what it raised."""
-        if not self._queued and not self.done:
-            self.queue()
-        self._done.wait()
+        self.end()
         if self._error is not None:
             raise self._error
 
     def end(self) -> None:
         """Block until the work is over, whether or not it has failed."""
-        try:
-            self.wait()
-        except BaseException:
-            if not self.done:
-                raise
+        self._done.wait()
 
 
 class _WorkerThread(threading.Thread):
@@ -123,7 +104,6 @@ class _WorkerThread(threading.Thread):
 
 
 _threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
-_all_ended = False
 
 
 @atexit.register
@@ -134,8 +114,6 @@ def _end_all() -> None:
         thread.end()
     for thread in threads:
         thread.join()
-    global _all_ended
-    _all_ended = True
 
 
 class HostWorker:
@@ -154,19 +132,21 @@ class HostWorker:
         self._thread.start()
         weakref.finalize(self, _end, self._thread).atexit = False  # see _end_all
 
-    def submit(self, work: Callable[[], None]) -> Job:
-        """Queue ``work`` behind everything that was submitted before."""
-        job = self.job(work)
+    def submit(self, work: Callable[[], None], name: str = "") -> Job:
+        """Queue ``work`` behind everything that was submitted before. Traces show it under its ``name``, if any."""
+        job = self.job(work, name)
         self.queue(job)
         return job
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
-        """A job that is not queued yet. Traces show it under its ``name``, if it has one."""
-        return Job(functools.partial(_shown, work, name) if name else work, self._queue)
+        """``submit``, but for the queueing."""
+        return Job(functools.partial(_shown, work, name) if name else work)
 
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything that was submitted before."""
-        job.queue()
+        self._queue.put(job)
+        if not self._thread.is_alive():  # at the interpreter's exit
+            job.run()
 
     def drain(self) -> None:
         """Block until everything that was submitted is done."""

@@ -115,9 +115,9 @@ class Bindings:
         set_data(member.parameter, self._idle[member.index])
         member.parameter.__class__ = ReleasedParameter
 
-    def release_all(self) -> None:
-        """Release every parameter, after an interrupt that has left some bound."""
-        self._buffers.release_all()
+    def reset(self) -> None:
+        """Release every parameter, and empty the buffers that chunks take turns in."""
+        self._buffers.reset()
         for member in self._members:
             member.bound = 0
             if member.index not in self.full and member.index not in self.in_state_dict:

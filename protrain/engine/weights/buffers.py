@@ -15,13 +15,10 @@ chunks are resident. With several ranks no chunk is, as a rank has one shard of 
 The buffer of a resident chunk is RESIDENT. No transition leads to that state or out of it.
 
 Only the main thread assigns and evicts, in the order of the schedule, whatever the timing: other threads do no more
-than fill a buffer that is assigned already. With several ranks an upload is the rank's own shard. Between UPLOADED and
+than fill a buffer that is assigned already. (The thread that commits a step evicts what it updates, and the main thread
+waits for it.) With several ranks an upload is the rank's own shard. Between UPLOADED and
 WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one visit of the
 schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is the whole weight.
-
-[Note: interrupts] Ctrl-C may come between any two lines. The buffer itself therefore says which chunk it holds, and an
-entry in the pool's table counts only if the buffer agrees. A buffer is ASSIGNED until its upload was issued. Whoever
-needs a chunk in an ASSIGNED buffer issues the upload, a second time if need be.
 """
 
 from __future__ import annotations
@@ -126,7 +123,6 @@ class BufferPool:
             streams.compute.place(buffer.free)
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
         self._all = [*self._by_chunk.values(), *self.buffers]
-        # From here on an entry of _by_chunk may be out of date: see _buffer_of.
         self.by_address = {storage_address(buffer.memory): buffer for buffer in self._all}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
         self._last_upload: Mark = streams.mark()  # the last one that was issued is done
@@ -135,7 +131,7 @@ class BufferPool:
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
         """The weight of ``chunk`` on the device, where it stays until ``release``. Blocks for its own update only."""
-        buffer = self._buffer_of(chunk.index)
+        buffer = self._by_chunk.get(chunk.index)
         if buffer is None:
             buffer = self._claim_buffer(chunk, schedule, needed_in=0)
             if buffer is None:
@@ -154,22 +150,12 @@ class BufferPool:
         return buffer.memory
 
     def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> None:
-        """Acquire all chunks that a unit needs. If one of them fails, none stays acquired.
+        """Acquire all chunks that a unit needs.
 
         Chunks that are in a buffer already come first, so that the others cannot evict them.
         """
-        acquired: list[Chunk] = []
-        present_first = chunks
-        if len(chunks) > 1:
-            present_first = sorted(chunks, key=lambda chunk: self._buffer_of(chunk.index) is None)
-        try:
-            for chunk in present_first:
-                self.acquire(chunk, schedule)
-                acquired.append(chunk)
-        except BaseException:  # includes Ctrl-C, as the main thread may wait here
-            for chunk in acquired:
-                self.release(chunk)
-            raise
+        for chunk in sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk):
+            self.acquire(chunk, schedule)
 
     def content(self, chunk: Chunk) -> Tensor:
         """The memory in which a unit uses ``chunk`` now."""
@@ -180,47 +166,42 @@ class BufferPool:
         return self._used(member.chunk).view(member)
 
     def _used(self, chunk: Chunk) -> Buffer:
-        buffer = self._buffer_of(chunk.index)
-        assert buffer is not None
+        buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
         assert buffer.state in (Residency.WHOLE, Residency.RESIDENT)
         return buffer
 
     def in_use(self, chunk: Chunk) -> bool:
         """Whether any unit uses ``chunk``."""
-        buffer = self._buffer_of(chunk.index)
+        buffer = self._by_chunk.get(chunk.index)
         return buffer is not None and buffer.users > 0
 
     def release(self, chunk: Chunk) -> None:
         """End one ``acquire``."""
-        buffer = self._buffer_of(chunk.index)
-        assert buffer is not None
+        buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
-        if buffer.users == 1:
-            self._last_use_ends(buffer)
         buffer.users -= 1
+        if not buffer.users and not buffer.resident:  # nothing is ever uploaded over a resident weight
+            self.streams.compute.place(buffer.free)
 
-    def any_in_use(self) -> bool:
-        """Whether any unit uses any chunk."""
-        return any(buffer.users for buffer in self._all)
-
-    def release_all(self) -> None:
-        """End every ``acquire``, after an interrupt that left some open."""
+    def reset(self) -> None:
+        """End every ``acquire``, and empty the buffers that chunks take turns in. No copy or kernel is under way."""
         for buffer in self._all:
-            if buffer.users:
-                self._last_use_ends(buffer)
-                buffer.users = 0
+            buffer.users = 0
+            if buffer.state not in (Residency.EMPTY, Residency.RESIDENT):
+                self._evict(buffer)
+        self._by_chunk = {index: buffer for index, buffer in self._by_chunk.items() if buffer.resident}
 
     def has_leaked_view(self, chunk: Chunk) -> bool:
         """Whether a view of ``chunk`` is alive though no unit uses it: the view will soon show another chunk."""
-        buffer = self._buffer_of(chunk.index)
+        buffer = self._by_chunk.get(chunk.index)
         return buffer is not None and buffer.users == 0 and buffer.view_counter.has_unknown()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Fetch chunks in the order in which they are needed, while a buffer is free or its content is needed later."""
         for index in schedule.upcoming():
             chunk = chunks[index]
-            if self._buffer_of(index) is not None:
+            if index in self._by_chunk:
                 continue
             buffer = self._claim_buffer(chunk, schedule, needed_in=schedule.next_use(index))
             if buffer is None:
@@ -230,13 +211,13 @@ class BufferPool:
     def make_whole(self, chunks: Iterable[Chunk]) -> None:
         """Gather the weights of ``chunks`` ahead of their use, as far as they have buffers."""
         for chunk in chunks:
-            buffer = self._buffer_of(chunk.index)
+            buffer = self._by_chunk.get(chunk.index)
             if buffer is not None:
                 self._make_whole(buffer, chunk)
 
     def invalidate(self, chunk: Chunk) -> None:
         """Evict ``chunk``, whose weight is about to change, unless its buffer is the weight itself."""
-        buffer = self._buffer_of(chunk.index)
+        buffer = self._by_chunk.get(chunk.index)
         if buffer is not None and not buffer.resident:
             assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
@@ -244,14 +225,6 @@ class BufferPool:
     def link_is_idle(self) -> bool:
         """Whether all uploads that were issued are done."""
         return self._last_upload.reached()
-
-    def _buffer_of(self, index: int) -> Buffer | None:
-        """The buffer that chunk ``index`` is in or will be uploaded to."""
-        buffer = self._by_chunk.get(index)
-        if buffer is None or buffer.state is Residency.EMPTY:
-            return None
-        assert buffer.chunk is not None
-        return buffer if buffer.chunk.index == index else None
 
     def _claim_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """An empty buffer for ``chunk``. If there is none, the content that is needed last is evicted for it.
@@ -273,6 +246,8 @@ class BufferPool:
         return victim
 
     def _evict(self, buffer: Buffer) -> None:
+        assert buffer.chunk is not None
+        self._by_chunk.pop(buffer.chunk.index, None)
         with self._lock:
             if buffer.state is Residency.UPLOADED:
                 # Nobody has waited for the upload, and what comes next on the compute stream must not overtake it.
@@ -335,7 +310,3 @@ class BufferPool:
             else:
                 self.streams.compute.wait_for(buffer.uploaded)
             buffer.become(Residency.WHOLE)
-
-    def _last_use_ends(self, buffer: Buffer) -> None:
-        if not buffer.resident:  # nothing is ever uploaded over a resident weight
-            self.streams.compute.place(buffer.free)

@@ -161,7 +161,7 @@ class _Source:
 def weight_of(handle: Handle) -> Tensor:
     """A copy of the weight on the device. Waits for the update of its chunk."""
     engine = handle.engine
-    engine.end_interrupted()  # a failed one may have left chunks in use
+    engine.reset()
     member = engine.members[handle.index]
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
