@@ -20,14 +20,13 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates.contention import OTHERS
-from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.rates.swap_copies import NO_COPIES
+from protrain.planning.rates.update_rates import staging_bytes
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.planned_step import AwaitedUpdate, PlannedStep, Work
+from protrain.planning.runtime.planned_step import AwaitedUpdate, PlannedStep, UpdateQueue, Work
 from protrain.planning.runtime.simulate import serial, serial_ms, simulate, timeline
 from protrain.planning.runtime.slowdowns import Slowdowns
-from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, UP, Timeline
 

@@ -33,8 +33,7 @@ from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.planned_step import Gradient, PlannedStep
-from protrain.planning.runtime.update_queue import Updates
+from protrain.planning.runtime.planned_step import Gradient, PlannedStep, Updates
 from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP
 
