@@ -138,16 +138,12 @@ def check_arguments(
 
 def _check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
-    if isinstance(inner := getattr(optimizer, "optimizer", None), _OPTIMIZERS):
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__} around {type(inner).__name__}: call protrain.wrap first, and "
-            "give what it returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
-        )
     if type(optimizer) not in _OPTIMIZERS:
         kind = type(optimizer)
         raise ValueError(
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
-            "ProTrain carries out the update itself and supports these two"
+            "ProTrain carries out the update itself and supports these two. Wrap first, and give what protrain.wrap "
+            "returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
         )
     check_options(optimizer.param_groups)
 

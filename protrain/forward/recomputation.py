@@ -197,26 +197,15 @@ def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
 
 
-def _older_vmaps() -> int:
-    """How many contexts of the vmap of torch.autograd.grad(is_grads_batched=True) there are around this call."""
-    torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
-
-
-def _outside_vmap() -> AbstractContextManager[Any]:
+@contextmanager
+def _outside_vmap() -> Iterator[None]:
     """A context outside of the vmap in which a backward may run. The second run is no part of it.
 
     Gradients of several outputs are taken so, by torch.autograd.grad or torch.func.vmap. Inside torch would refuse to
     draw random numbers.
     """
-    if not _older_vmaps() and torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return _without_vmap()
-
-
-@contextmanager
-def _without_vmap() -> Iterator[None]:
-    n_older = _older_vmaps()
+    torch._C._vmapmode_increment_nesting()
+    n_older = torch._C._vmapmode_decrement_nesting()  # those of torch.autograd.grad(is_grads_batched=True)
     with temporarily_clear_interpreter_stack():
         try:
             for _ in range(n_older):
