@@ -55,11 +55,8 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
     kind = type(tree)  # the type is compared first, because isinstance is slow for what is no tensor
     if kind is Tensor:
         found.append(tree)
-    elif kind is tuple or kind is list:
-        for part in tree:
-            _collect(part, found)
-    elif kind is dict:
-        for part in tree.values():
+    elif kind is tuple or kind is list or kind is dict:
+        for part in tree.values() if kind is dict else tree:
             _collect(part, found)
     elif kind in _WITHOUT_TENSORS:
         return
@@ -81,10 +78,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[An
     kind = type(tree)
     if kind is Tensor or kind in _PLAIN:
         return function(tree)
-    if kind is tuple:
-        return tuple([map_leaves(function, part, whole=whole) for part in tree])
-    if kind is list:
-        return [map_leaves(function, part, whole=whole) for part in tree]
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, part, whole=whole) for part in tree])
     if kind is dict:
         return {key: map_leaves(function, part, whole=whole) for key, part in tree.items()}
     node = None if isinstance(tree, Tensor) or whole(tree) else _taken_apart(tree)
