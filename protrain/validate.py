@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
+from protrain.common.errors import warn_user
 from protrain.common.parameters import DTYPES, is_managed, split_up
-from protrain.common.warned import warn_user
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_start_values
 from protrain.engine.states.groups import check_options

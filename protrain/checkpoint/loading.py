@@ -26,9 +26,8 @@ from protrain.checkpoint.saving import (
 )
 from protrain.checkpoint.tensor_files import open_tensors
 from protrain.checkpoint.unmanaged_tensors import compare_names, match_saved
-from protrain.common.errors import CheckpointError
+from protrain.common.errors import CheckpointError, warn_user
 from protrain.common.parameters import is_managed
-from protrain.common.warned import warn_user
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.optim.optimizer import ProTrainOptimizer
