@@ -272,7 +272,7 @@ def _begin_training(
                 show=show,
             )
         changes.pop_all()
-    wrapped.begin(engine, hardware=hardware)
+    wrapped.attach(engine, hardware=hardware)
 
 
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:

@@ -92,7 +92,7 @@ def load_checkpoint(
         with raised_on_all(ranks):
             optimizer.import_parts(own_parts(save, files, optimizer))
 
-    optimizer.load_when_begun(model, load_own)  # first, because inside full_parameters() this raises
+    optimizer.on_attach(load_own, loads=model)  # first, because inside full_parameters() this raises
     with torch.no_grad():
         for target, saved in buffers:
             target.copy_(saved)
