@@ -38,12 +38,6 @@ _WITHOUT_TENSORS = _PLAIN | {torch.Size}
 _CACHES = "transformers.cache_utils"  # the module of transformers with key/value caches
 
 
-class Leaf:
-    """A placeholder for a leaf in a tree that is kept. No walk looks into its attributes."""
-
-    __slots__ = ()
-
-
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in ``tree``, in the order of its parts."""
     found: list[Tensor] = []
@@ -140,7 +134,7 @@ def _takes_device(kind: Any) -> bool:
 
 def _taken_apart(tree: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
     """The parts of ``tree`` by name, and what makes such a tree of other parts. None: it is a leaf."""
-    if isinstance(tree, Leaf | nn.Module | type | Enum):
+    if isinstance(tree, nn.Module | type | Enum):
         return None
     if (registered := SUPPORTED_NODES.get(_get_node_type(tree))) is not None:
         parts, context = registered.flatten_fn(tree)
