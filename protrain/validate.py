@@ -128,7 +128,7 @@ def check_arguments(
         moment_dtype=moments,
         plan=given,
         plan_file=file,
-        weights=weights,
+        weights=None if weights is None else os.path.abspath(weights),  # whatever the folder is at the first call
         step_during_backward=step_during_backward,
         accumulation=accumulation,
         gradient_reduction=gradient_reduction,

@@ -157,7 +157,7 @@ def wrap(
             plan=plan,
             device_memory=device_memory,
             host_memory=host_memory,
-            weights=None if weights is None else os.path.abspath(on_disk(os.fspath(weights), weights=True)),
+            weights=None if weights is None else on_disk(os.fspath(weights), weights=True),
             step_during_backward=step_during_backward,
             accumulation=accumulation,
             moment_dtype=moment_dtype,
