@@ -179,7 +179,13 @@ class Gradients:
             requests, late = self._ranks.requests, self.members[min(self.pending)].name if self.pending else ""
             value = (settings(), late, bytes(self.present), requests.received)
             every = self._ranks.all_in_step(value, "the end of a backward")
-            _refuse_late([late for _, late, *_ in every])
+            late = next((name for _, name, *_ in every if name), "")
+            if late:
+                raise MisuseError(
+                    f"the gradient of {late} came when all ranks had reduced it, or in a unit that the profiled step "
+                    "did not call: pass an example_batch to protrain.wrap with which the model runs as it will be "
+                    "trained, and compute a term of the loss that is made of weights after the forward"
+                )
             _refuse_other_settings([of_rank for of_rank, *_ in every])
             requests.of_all = max(received for *_, received in every)
             self.present = [any(flags) for flags in zip(*(present for *_, present, _ in every), strict=True)]
@@ -267,17 +273,6 @@ def _completed(managed: ManagedModel) -> dict[int, list[Member]]:
     for member, visit in last.items():
         found.setdefault(visit, []).append(member)
     return dict(sorted(found.items()))
-
-
-def _refuse_late(late: Sequence[str]) -> None:
-    """MisuseError if a gradient came after the visit at which all ranks reduce it. ``late`` names one of each rank."""
-    name = next((name for name in late if name), None)
-    if name is not None:
-        raise MisuseError(
-            f"the gradient of {name} came when all ranks had reduced it, or in a unit that the profiled step did not "
-            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained, and compute "
-            "a term of the loss that is made of weights after the forward"
-        )
 
 
 def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
