@@ -127,7 +127,7 @@ class Gradients:
         found = dict.fromkeys(member.chunk for member in members)
         complete = [chunk for chunk in found if self._last_visit.get(chunk, visit) == visit]
         if self.is_last:
-            for chunk in filter(self.has_all, complete):
+            for chunk in complete:
                 self.reduction.send(chunk)
         return complete
 
@@ -153,18 +153,18 @@ class Gradients:
         return all(index in self.delivered for index in chunk.parameters)
 
     def agree(self, chunk: Chunk) -> bool:
-        """Whether this backward has brought a gradient to every parameter of ``chunk``, on any rank.
+        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.
 
-        All ranks know then that each of them has one. The others may yet get theirs.
+        Returns whether the chunk may be updated inside this backward, which must have brought a gradient to each of its
+        parameters. Several ranks know that no other visit brings more, so those that have none may go without.
         """
-        of_ranks = self._ranks.all_values(
-            [index in self.delivered for index in chunk.parameters], f"whether chunk {chunk.index} has gradients"
-        )
-        has_all = all(map(any, zip(*of_ranks, strict=True)))
-        if has_all:
-            for index in chunk.parameters:
-                self.present[index] = True
-        return has_all
+        known = [(self.present[index], index in self.delivered) for index in chunk.parameters]
+        of_ranks = self._ranks.all_values(known, f"whether chunk {chunk.index} has gradients")
+        brought = []
+        for index, *flags in zip(chunk.parameters, *of_ranks, strict=True):
+            self.present[index], now = map(any, zip(*flags, strict=True))
+            brought.append(now or (self._ranks.several and not self.present[index]))
+        return all(brought)
 
     def combine(self, settings: Callable[[], Settings]) -> None:
         """All gradients of a backward are in chunks. Several ranks make known to each other who has one, and the norm.
