@@ -21,7 +21,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -150,13 +149,19 @@ def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: 
     """
     start, kind, dtype = start_of(parameter), type(parameter), parameter.dtype
     assert start is not None
+    digest = hashlib.sha256(f"{start.seed} {base_name(name)}".encode()).digest()
+    seed, gpus = int.from_bytes(digest[:8], "little"), [device] if device.type == "cuda" else []
     nothing = torch.full_like(parameter, float("nan"), dtype=start.dtype, device=device, requires_grad=False)
     other: Any = nn.Parameter(nothing)
     called = " and ".join(getattr(call.func, "__qualname__", repr(call.func)) for call in start.calls)
     parameter.__class__ = nn.Parameter  # initialisers may also replace its data
     torch._C._swap_tensor_impl(parameter, other)
     try:
-        with _seeded(f"{start.seed} {base_name(name)}", device), torch.no_grad(), _Keep(held):
+        with torch.random.fork_rng(gpus), torch.no_grad(), _Keep(held):
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
             for call in start.calls:
                 call()
         value = parameter.detach().to(device, dtype)
@@ -196,18 +201,6 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
             overwrites = draws or argument.is_out or func.overloadpacket in _OVERWRITES
             for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(argument.name)):
                 yield tensor, overwrites
-
-
-@contextmanager
-def _seeded(key: str, device: torch.device) -> Iterator[None]:
-    """Seed the random generators of the CPU and of ``device`` inside, and restore their states afterwards."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
 
 
 def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
