@@ -84,10 +84,10 @@ class Gradients:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
         self._counts = False
-        if self._ranks.several:
-            self._brings = any(receives_gradient(member.parameter) for member in self.members if member.group >= 0)
-            if not self._brings:
-                self._ranks.note("a backward without gradients of parameters")
+        trained = (member.parameter for member in self.members if member.group >= 0)
+        self._brings = not self._ranks.several or any(map(receives_gradient, trained))
+        if not self._brings:
+            self._ranks.note("a backward without gradients of parameters")
 
     def collect(self, member: Member, gradient: Tensor | None) -> None:
         """Keep the gradient of ``member`` that autograd has just finished, until ``flush``."""
@@ -98,7 +98,7 @@ class Gradients:
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""
         self.pending.clear()
-        self._brings = not self._ranks.several  # the visits that are left of it bring none, and update nothing
+        self._brings = False  # the visits that are left of it bring none, and update nothing
         self.backwards, self._counts = self.backwards - self._counts, False
         for member in self.members:  # after a hook that raised some gradients were not collected
             take_gradient(member.parameter)
