@@ -129,7 +129,7 @@ class Reduction:
         values = [gradients.pop(member.index).contiguous() for member in members]
         squares, offsets = self._squares, [member.offset for member in members]
         where = offsets, squares.partials, [squares.offsets[member.index] for member in members]
-        ranges = [slice(run[0].offset, run[-1].stop) for run in runs(members)]
+        ranges = [] if chunk.persistent else [slice(run[0].offset, run[-1].stop) for run in runs(members)]
         if chunk.accumulator is None and not chunk.persistent:
             lane = self._free_lane(chunk)
             flatten(values, lane.shard, *where)
