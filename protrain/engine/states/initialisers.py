@@ -24,6 +24,7 @@ from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -97,7 +98,8 @@ def note_write(start: Start, *, whole: bool) -> None:
     """
     call = _call_in_progress()
     if call is None:
-        places = (frame for frame in _frames() if not frame.f_code.co_filename.startswith(_FOLDERS))
+        stack = walk_stack(sys._getframe())
+        places = (frame for frame, _ in stack if not frame.f_code.co_filename.startswith(_FOLDERS))
         frame = next(places, sys._getframe())
         start.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
         return
@@ -219,7 +221,7 @@ def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
 def _call_in_progress() -> partial[Any] | None:
     """The innermost call of an initialiser that runs now. Where a method calls its like above it, it is the outer."""
     found: partial[Any] | None = None
-    for frame in _frames():
+    for frame, _ in walk_stack(sys._getframe()):
         call = _call_of(frame)
         if found is not None and call is not None and (call.func != found.func or frame.f_code in _APPLYING):
             break
@@ -245,10 +247,3 @@ def _call_of(frame: FrameType) -> partial[Any] | None:
 def _identity(call: partial[Any]) -> tuple[Any, list[int]]:
     """What two calls share if they are the same."""
     return call.func, [id(each) for each in (*call.args, *call.keywords.values())]
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
