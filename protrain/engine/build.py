@@ -43,11 +43,6 @@ from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library
 
 
-def debugging() -> bool:
-    """Whether released memory is poisoned with NaN (environment variable PROTRAIN_DEBUG=1)."""
-    return os.environ.get("PROTRAIN_DEBUG", "") not in ("", "0")
-
-
 def build_engine(
     model: nn.Module,
     profile: ModelProfile,
@@ -98,7 +93,7 @@ def build_engine(
         activations=activations,
         host_bytes=host_bytes,
         sum_factor=1.0 / ranks.size if gradient_reduction == "mean" else 1.0,
-        poison=debugging(),
+        poison=os.environ.get("PROTRAIN_DEBUG", "") not in ("", "0"),
     )
     ranks.received_bytes = ranks.sent_bytes = 0  # what was timed before is no part of the training
     show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
@@ -174,25 +169,18 @@ def _streamer(managed: ManagedModel, sharing: Sharing) -> Streamer | None:
 
 def _ledger(managed: ManagedModel, buffers: BufferPool, *, budget_bytes: int, staging_bytes: int) -> Ledger:
     """On a CPU a ledger that refuses activations beyond ``budget_bytes``, as the allocator of a GPU does."""
-    if managed.memory.device.type == "cuda":
-        return Ledger()
-    return SimulatedLedger(
-        budget_bytes=budget_bytes,
-        fixed_bytes=_fixed_bytes(managed, buffers) + staging_bytes,
-        fixed=unmanaged_memory(managed.model),
-    )
-
-
-def _fixed_bytes(managed: ManagedModel, buffers: BufferPool) -> int:
-    """Simulated device memory that is taken for as long as the engine lives."""
     profile, plan, layout, memory = managed.profile, managed.plan, managed.layout, managed.memory
+    if memory.device.type == "cuda":
+        return Ledger()
     states_bytes = (
         state_sizes_bytes(layout.shard_elements(record), planned_states(record, layout, plan, memory.dtype))
         for record in layout.chunks[: plan.n_persist]
     )
-    buffers_bytes = sum(buffer.memory.nbytes for buffer in buffers.buffers)
-    return (
-        profile.buffer_bytes + plan.transient_bytes + sum(map(sum, states_bytes)) + buffers_bytes + memory.zeros_bytes
+    kept_bytes = sum(map(sum, states_bytes)) + sum(buffer.memory.nbytes for buffer in buffers.buffers)
+    return SimulatedLedger(
+        budget_bytes=budget_bytes,
+        fixed_bytes=profile.buffer_bytes + plan.transient_bytes + kept_bytes + memory.zeros_bytes + staging_bytes,
+        fixed=unmanaged_memory(managed.model),
     )
 
 
@@ -220,17 +208,14 @@ def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) ->
                 f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
                 "model under `with protrain.empty_parameters():`, which keeps buffers that follow from no parameter"
             )
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # a parameter and its replacement, by id of the former
+    others = (parameter for parameter in model.parameters() if id(parameter) not in managed)
+    there = {id(parameter): _on_device(parameter, device) for parameter in others if parameter.device != device}
     for module in model.modules():
         for name, tensor in module._buffers.items():
             if tensor is not None:
                 module._buffers[name] = tensor.to(device)
         for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter) in managed or parameter.device == device:
-                continue
-            if id(parameter) not in replaced:
-                replaced[id(parameter)] = parameter, _on_device(parameter, device)
-            module._parameters[name] = replaced[id(parameter)][1]
+            module._parameters[name] = there.get(id(parameter), parameter)
 
 
 def _on_device(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:

@@ -84,10 +84,10 @@ class Gradients:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
         self._counts = False
-        if self._ranks.several:
-            self._brings = any(receives_gradient(member.parameter) for member in self.members if member.group >= 0)
-            if not self._brings:
-                self._ranks.note("a backward without gradients of parameters")
+        trained = (member.parameter for member in self.members if member.group >= 0)
+        self._brings = not self._ranks.several or any(map(receives_gradient, trained))
+        if not self._brings:
+            self._ranks.note("a backward without gradients of parameters")
 
     def collect(self, member: Member, gradient: Tensor | None) -> None:
         """Keep the gradient of ``member`` that autograd has just finished, until ``flush``."""
@@ -98,7 +98,7 @@ class Gradients:
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""
         self.pending.clear()
-        self._brings = not self._ranks.several  # the visits that are left of it bring none, and update nothing
+        self._brings = False  # the visits that are left of it bring none, and update nothing
         self.backwards, self._counts = self.backwards - self._counts, False
         for member in self.members:  # after a hook that raised some gradients were not collected
             take_gradient(member.parameter)
@@ -127,7 +127,7 @@ class Gradients:
         found = dict.fromkeys(member.chunk for member in members)
         complete = [chunk for chunk in found if self._last_visit.get(chunk, visit) == visit]
         if self.is_last:
-            for chunk in filter(self.has_all, complete):
+            for chunk in complete:
                 self.reduction.send(chunk)
         return complete
 
@@ -153,18 +153,18 @@ class Gradients:
         return all(index in self.delivered for index in chunk.parameters)
 
     def agree(self, chunk: Chunk) -> bool:
-        """Whether this backward has brought a gradient to every parameter of ``chunk``, on any rank.
+        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.
 
-        All ranks know then that each of them has one. The others may yet get theirs.
+        Returns whether the chunk may be updated inside this backward, which must have brought a gradient to each of its
+        parameters. Several ranks know that no other visit brings more, so those that have none may go without.
         """
-        of_ranks = self._ranks.all_values(
-            [index in self.delivered for index in chunk.parameters], f"whether chunk {chunk.index} has gradients"
-        )
-        has_all = all(map(any, zip(*of_ranks, strict=True)))
-        if has_all:
-            for index in chunk.parameters:
-                self.present[index] = True
-        return has_all
+        known = [(self.present[index], index in self.delivered) for index in chunk.parameters]
+        of_ranks = self._ranks.all_values(known, f"whether chunk {chunk.index} has gradients")
+        brought = []
+        for index, *flags in zip(chunk.parameters, *of_ranks, strict=True):
+            self.present[index], now = map(any, zip(*flags, strict=True))
+            brought.append(now or (self._ranks.several and not self.present[index]))
+        return all(brought)
 
     def combine(self, settings: Callable[[], Settings]) -> None:
         """All gradients of a backward are in chunks. Several ranks make known to each other who has one, and the norm.
@@ -179,7 +179,13 @@ class Gradients:
             requests, late = self._ranks.requests, self.members[min(self.pending)].name if self.pending else ""
             value = (settings(), late, bytes(self.present), requests.received)
             every = self._ranks.all_in_step(value, "the end of a backward")
-            _refuse_late([late for _, late, *_ in every])
+            late = next((name for _, name, *_ in every if name), "")
+            if late:
+                raise MisuseError(
+                    f"the gradient of {late} came when all ranks had reduced it, or in a unit that the profiled step "
+                    "did not call: pass an example_batch to protrain.wrap with which the model runs as it will be "
+                    "trained, and compute a term of the loss that is made of weights after the forward"
+                )
             _refuse_other_settings([of_rank for of_rank, *_ in every])
             requests.of_all = max(received for *_, received in every)
             self.present = [any(flags) for flags in zip(*(present for *_, present, _ in every), strict=True)]
@@ -268,17 +274,6 @@ def _completed(managed: ManagedModel) -> dict[int, list[Member]]:
     for member, visit in last.items():
         found.setdefault(visit, []).append(member)
     return dict(sorted(found.items()))
-
-
-def _refuse_late(late: Sequence[str]) -> None:
-    """MisuseError if a gradient came after the visit at which all ranks reduce it. ``late`` names one of each rank."""
-    name = next((name for name in late if name), None)
-    if name is not None:
-        raise MisuseError(
-            f"the gradient of {name} came when all ranks had reduced it, or in a unit that the profiled step did not "
-            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained, and compute "
-            "a term of the loss that is made of weights after the forward"
-        )
 
 
 def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:

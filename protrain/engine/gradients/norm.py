@@ -12,6 +12,7 @@ and all compute their sums. So every rank ends with all sums, and they have the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -32,12 +33,9 @@ class SquareSums:
     """
 
     def __init__(self, memory: EngineMemory, members: list[Member], cut_tiles: Sequence[tuple[int, int]]) -> None:
-        self._members = [member for member in members if member.group >= 0]
-        self.offsets: dict[int, int] = {}  # where the partial sums of a parameter begin, by its index
-        n_tiles = 0
-        for member in self._members:
-            self.offsets[member.index] = n_tiles
-            n_tiles += tiles(member.numel)
+        self._tiles = {member.index: tiles(member.numel) for member in members if member.group >= 0}
+        *starts, n_tiles = accumulate(self._tiles.values(), initial=0)
+        self.offsets = dict(zip(self._tiles, starts, strict=True))  # where the partial sums of a parameter begin
         self.partials = memory.zeros(n_tiles, dtype=torch.float32)
         self._ranks = memory.ranks
         cut = [self.offsets[parameter] + tile for parameter, tile in cut_tiles]
@@ -81,6 +79,6 @@ class SquareSums:
 
     def by_parameter(self) -> tuple[list[int], Tensor]:
         """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
-        parts = self._all.double().split([tiles(member.numel) for member in self._members])
+        parts = self._all.double().split(list(self._tiles.values()))
         # The 1-norm of squares is their sum, as they are positive.
         return list(self.offsets), torch.stack(torch._foreach_norm(parts, 1))

@@ -108,14 +108,12 @@ def _multiplied(tensor: Any, other: Any) -> Any:
 
 
 def _norms(tensors: Iterable[Tensor], order: Any = 2.0, *, ord: Any = None, dtype: torch.dtype | None = None) -> Any:
-    found = [_norm_of_any(tensor, order if ord is None else ord, dtype=dtype) for tensor in tensors]
+    order = order if ord is None else ord
+    found = [
+        (_norm if isinstance(tensor, GradientProxy) else torch.linalg.vector_norm)(tensor, order, dtype=dtype)
+        for tensor in tensors
+    ]
     return NotImplemented if any(norm is NotImplemented for norm in found) else found
-
-
-def _norm_of_any(tensor: Tensor, order: Any, *, dtype: torch.dtype | None) -> Any:
-    if isinstance(tensor, GradientProxy):
-        return _norm(tensor, order, dtype=dtype)
-    return torch.linalg.vector_norm(tensor, order, dtype=dtype)
 
 
 def _all_multiplied(tensors: Iterable[Tensor], other: Any) -> Any:

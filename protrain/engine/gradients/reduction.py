@@ -41,6 +41,7 @@ from torch import Tensor
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.states.parameter_state import own_elements
 from protrain.engine.streams import Mark, span
 from protrain.engine.units import ManagedModel
 from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
@@ -130,7 +131,7 @@ class Reduction:
         values = [gradients.pop(member.index).contiguous() for member in members]
         squares, offsets = self._squares, [member.offset for member in members]
         where = offsets, squares.partials, [squares.offsets[member.index] for member in members]
-        ranges = [slice(run[0].offset, run[-1].stop) for run in runs(members)]
+        ranges = [] if chunk.persistent else [slice(run[0].offset, run[-1].stop) for run in runs(members)]
         if chunk.accumulator is None and not chunk.persistent:
             lane = self._free_lane(chunk)
             flatten(values, lane.shard, *where)
@@ -153,7 +154,13 @@ class Reduction:
         values = [gradients.pop(member.index).contiguous() for member in present]
         flatten(values, lane.sent, [member.offset for member in present])
         self._streams.compute.place(self._filled)
-        pieces = self._exchanged(chunk, run.counts, lane, sent)
+        pieces = sent[None]  # [ranks, elements of ``run.own``], in the order of ranks
+        if self._ranks.several:
+            received = self._received[chunk.large][: (run.own.stop - run.own.start) * self._ranks.size]
+            running = self._streams.reduce.running(after=self._filled, done=lane.sent_free)
+            with span(REDUCE, f"reduce {chunk.index}"), running:
+                self._ranks.exchange(received, sent, run.counts, f"the reduction of chunk {chunk.index}")
+            pieces = received.view(self._ranks.size, run.own.stop - run.own.start)
         if not run.slices:
             return
         self._streams.reduce.wait_for(lane.shard_free)
@@ -168,17 +175,6 @@ class Reduction:
             self._offload(chunk, lane, [run.own], after=self.added)
         elif not chunk.persistent:
             self._note(chunk, [run.own])
-
-    def _exchanged(self, chunk: Chunk, counts: Sequence[int], lane: Lane, sent: Tensor) -> Tensor:
-        """[ranks, elements of this rank's shard]: what all ranks have ``sent`` to this one, in their order."""
-        if not self._ranks.several:
-            return sent[None]
-        own = counts[self._ranks.rank]
-        received = self._received[chunk.large][: own * self._ranks.size]
-        running = self._streams.reduce.running(after=self._filled, done=lane.sent_free)
-        with span(REDUCE, f"reduce {chunk.index}"), running:
-            self._ranks.exchange(received, sent, counts, f"the reduction of chunk {chunk.index}")
-        return received.view(self._ranks.size, own)
 
     def _add_to_host(self, chunk: Chunk, lane: Lane, pieces: Tensor, run: _Run, *, again: bool) -> None:
         """Add ``pieces`` to the sum of ``chunk`` in host memory. The lane gets the gradient, for its squares."""
@@ -289,21 +285,19 @@ class Reduction:
         bounds = [(rank * length, (rank + 1) * length) for rank in range(self._ranks.size)]
         counts = tuple(max(0, min(stop, high) - max(start, low)) for low, high in bounds)
         first = max(start, shard.start) - shard.start
-        slices = []
-        for member in members:
-            if member.own.start == member.own.stop:
-                continue
-            inside = member.own.start + shard.start - member.offset  # the element of the parameter
-            slices.append(
-                Slice(
-                    offset=member.own.start - first,
-                    numel=min(member.numel - inside, member.own.stop - member.own.start),
-                    first=inside,
-                    parameter_numel=member.numel,
-                    partial_offset=self._squares.offsets[member.index],
-                )
+        parts = [(member, own_elements(member)) for member in members]
+        slices = tuple(
+            Slice(
+                offset=member.own.start - first,
+                numel=part.stop - part.start,
+                first=part.start,
+                parameter_numel=member.numel,
+                partial_offset=self._squares.offsets[member.index],
             )
-        return _Run(counts, slice(first, first + counts[self._ranks.rank]), tuple(slices))
+            for member, part in parts
+            if part.start < part.stop
+        )
+        return _Run(counts, slice(first, first + counts[self._ranks.rank]), slices)
 
 
 def runs(members: Sequence[Member]) -> list[list[Member]]:

@@ -113,7 +113,7 @@ class EngineMemory:
     activations: ActivationBytes
     host_bytes: int  # the limit of host memory
     sum_factor: float = 1.0  # on the sum of the gradients of all ranks: 1 / ranks for their mean
-    poison: bool = False  # fill released device memory with NaN, so that a use of it shows
+    poison: bool = False  # fill released device memory with NaN, so that a use of it shows (PROTRAIN_DEBUG=1)
     zeros_bytes: int = field(default=0, init=False)  # of all that ``zeros`` has made
 
     @property

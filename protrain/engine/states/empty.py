@@ -87,18 +87,13 @@ def empty_parameters(*, init: Callable[[nn.Module], object] | None = None) -> It
             their first parameters. It is given here, because here the model is built: whoever makes the values later
             needs not know of it.
     """
-    global _active
-    watch, is_outer = _active or _Watch(), _active is None
-    known, _active = len(watch.owners), watch
-    try:
-        with watch.watching() if is_outer else nullcontext():
-            yield
-            for module in list(watch.owners.values())[known:]:
-                if init is not None:
-                    initialise(module, init)
-    finally:
-        if is_outer:
-            _active = None
+    watch = _active or _Watch()
+    known = len(watch.owners)
+    with watch.watching() if _active is None else nullcontext():
+        yield
+        for module in list(watch.owners.values())[known:]:
+            if init is not None:
+                initialise(module, init)
 
 
 def check_start_values(model: nn.Module, *, loaded: bool) -> None:
@@ -130,6 +125,7 @@ class _Watch(RuntimeMode):
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch what happens inside."""
+        global _active
         module: Any = nn.Module
         register = module.register_parameter
 
@@ -139,12 +135,12 @@ class _Watch(RuntimeMode):
                 self.owners.setdefault(id(owner), owner)
             register(owner, name, param)
 
-        module.register_parameter = register_empty
+        _active, module.register_parameter = self, register_empty
         try:
             with self, _Unseen(self):
                 yield
         finally:
-            module.register_parameter = register
+            _active, module.register_parameter = None, register
             for parameter in self._noted.values():
                 if (start := start_of(parameter)) is not None:
                     start.version = parameter._version

@@ -21,10 +21,10 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -98,7 +98,8 @@ def note_write(start: Start, *, whole: bool) -> None:
     """
     call = _call_in_progress()
     if call is None:
-        places = (frame for frame in _frames() if not frame.f_code.co_filename.startswith(_FOLDERS))
+        stack = walk_stack(sys._getframe())
+        places = (frame for frame, _ in stack if not frame.f_code.co_filename.startswith(_FOLDERS))
         frame = next(places, sys._getframe())
         start.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
         return
@@ -150,13 +151,19 @@ def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: 
     """
     start, kind, dtype = start_of(parameter), type(parameter), parameter.dtype
     assert start is not None
+    digest = hashlib.sha256(f"{start.seed} {base_name(name)}".encode()).digest()
+    seed, gpus = int.from_bytes(digest[:8], "little"), [device] if device.type == "cuda" else []
     nothing = torch.full_like(parameter, float("nan"), dtype=start.dtype, device=device, requires_grad=False)
     other: Any = nn.Parameter(nothing)
     called = " and ".join(getattr(call.func, "__qualname__", repr(call.func)) for call in start.calls)
     parameter.__class__ = nn.Parameter  # initialisers may also replace its data
     torch._C._swap_tensor_impl(parameter, other)
     try:
-        with _seeded(f"{start.seed} {base_name(name)}", device), torch.no_grad(), _Keep(held):
+        with torch.random.fork_rng(gpus), torch.no_grad(), _Keep(held):
+            torch.default_generator.manual_seed(seed)
+            for gpu in gpus:
+                with torch.cuda.device(gpu):
+                    torch.cuda.manual_seed(seed)
             for call in start.calls:
                 call()
         value = parameter.detach().to(device, dtype)
@@ -198,18 +205,6 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
                 yield tensor, overwrites
 
 
-@contextmanager
-def _seeded(key: str, device: torch.device) -> Iterator[None]:
-    """Seed the random generators of the CPU and of ``device`` inside, and restore their states afterwards."""
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "little")
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
-
-
 def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
     """Give ``parameter`` the data of ``other``. It stays the same object with its hooks, and has no start any more.
 
@@ -226,7 +221,7 @@ def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
 def _call_in_progress() -> partial[Any] | None:
     """The innermost call of an initialiser that runs now. Where a method calls its like above it, it is the outer."""
     found: partial[Any] | None = None
-    for frame in _frames():
+    for frame, _ in walk_stack(sys._getframe()):
         call = _call_of(frame)
         if found is not None and call is not None and (call.func != found.func or frame.f_code in _APPLYING):
             break
@@ -252,10 +247,3 @@ def _call_of(frame: FrameType) -> partial[Any] | None:
 def _identity(call: partial[Any]) -> tuple[Any, list[int]]:
     """What two calls share if they are the same."""
     return call.func, [id(each) for each in (*call.args, *call.keywords.values())]
-
-
-def _frames() -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -179,10 +179,9 @@ def export_parameter(member: Member) -> dict[str, Tensor]:
 
 def import_part(member: Member, elements: slice, tensors: Mapping[str, Tensor]) -> None:
     """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a ``Part``."""
-    if "weight" in tensors:
-        write_weight(member, tensors["weight"], elements)
-    elif member.group < 0:  # it was trainable when it was saved
-        write_weight(member, tensors["master"], elements)
+    if "weight" in tensors or member.group < 0:
+        kind = "weight" if "weight" in tensors else "master"  # it was trainable when it was saved
+        write_weight(member, tensors[kind], elements)
     if member.group >= 0:
         import_state(member, tensors, elements)
 
