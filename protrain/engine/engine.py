@@ -15,15 +15,13 @@ A step, in the order in which things happen:
 
 [Note: phases] A step goes through these phases and no others:
 
-    EMPTY      no gradient is there
+    READY      a backward may come, and adds to the gradients that are there, unless clipping has given them a factor
     BACKWARD   a backward brings gradients
-    READY      gradients are there: another backward may add to them, and a factor or the update may use them
-    SCALED     the gradients have a factor, so that no backward may add to them
     UPDATED    the last backward has made the updates: step() comes next
     CUT_SHORT  a backward raised an exception after it had made some updates: step() or zero_grad() comes next
 
 Updates are made inside backward only with ``step_during_backward=True``; the last two phases exist only there. As in
-torch, step() leaves gradients where they are, and zero_grad() forgets them.
+torch, step() leaves gradients where they are, and zero_grad() forgets them and their factor.
 
 [Note: interrupts] An exception or Ctrl-C may come between any two lines of the main thread. The engine is dirty when
 it has left a backward, a begin or an end of a unit, or the end of a step unfinished. The next call of the engine then
@@ -71,12 +69,10 @@ from protrain.engine.weights.parameter import (
 class Phase(State):
     """What has happened in a step so far. See [Note: phases]."""
 
-    EMPTY = "empty", "backward", "empty"
-    BACKWARD = "backward", "ready", "scaled", "updated", "cut short", "empty"  # scaled: by a hook; empty: it has failed
-    READY = "ready", "backward", "scaled", "empty"
-    SCALED = "scaled", "scaled", "empty"
-    UPDATED = "updated", "empty"
-    CUT_SHORT = "cut short", "empty"
+    READY = "ready", "backward"
+    BACKWARD = "backward", "ready", "updated", "cut short"
+    UPDATED = "updated", "ready"
+    CUT_SHORT = "cut short", "ready"
 
 
 class Engine:
@@ -104,7 +100,7 @@ class Engine:
         self._groups = groups
         self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
         self._clipping = Clipping(gradients, self.loss_scale)
-        self.phase = Phase.EMPTY
+        self.phase = Phase.READY
         self._inside = step_during_backward  # updates are made inside backward, not by step()
         self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.chunks, self.members = managed.chunks, managed.members
@@ -280,7 +276,7 @@ class Engine:
     def _begin_gradients(self) -> None:
         """The first gradient of a backward has arrived. MisuseError if no backward may come now."""
         # This is not called for autograd.grad, which computes no gradients of a step.
-        if self.phase is Phase.SCALED:
+        if self._clipping.has_begun:
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
@@ -323,15 +319,13 @@ class Engine:
 
     def _end_gradients(self) -> None:
         """The backward is over."""
-        if not self._inside or self.gradients.no_sync:
-            self._go_to(Phase.SCALED if self._clipping.has_begun else Phase.READY)
-            return
-        for chunk in self.chunks:
-            if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
-                self._update_inside(chunk)
-        self.updates.end_backward()
-        self._forget()
-        self._go_to(Phase.UPDATED if self.updated_inside else Phase.EMPTY)
+        if self._inside and not self.gradients.no_sync:
+            for chunk in self.chunks:
+                if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
+                    self._update_inside(chunk)
+            self.updates.end_backward()
+            self._forget()
+        self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
 
     def _update_inside(self, chunk: Chunk) -> None:
         self.updated_inside.add(chunk.index)
@@ -369,8 +363,7 @@ class Engine:
             self._unbind_current()
             self.gradients.abandon()
             if self.phase is Phase.BACKWARD:
-                left = Phase.READY if any(self.gradients.present) else Phase.EMPTY
-                self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
+                self._go_to(Phase.CUT_SHORT if self.updated_inside else Phase.READY)
             self._backward = None
         if self._begun and not self._running and self._backward is None:
             self.updates.drain()
@@ -395,9 +388,7 @@ class Engine:
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
         self._use_gradients("clip_grad_norm_()")
-        norm = self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
-        self._note_factor()
-        return norm
+        return self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def gradient_norm(self, index: int) -> Tensor:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
@@ -408,12 +399,6 @@ class Engine:
         """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
         self._use_gradients("to multiply a gradient", index)
         self._clipping.multiply_gradient(index, factor)
-        self._note_factor()
-
-    def _note_factor(self) -> None:
-        """The gradients have a factor now, so that no backward may add to them."""
-        if self.phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
-            self._go_to(Phase.SCALED)
 
     def _use_gradients(self, what: str, index: int | None = None) -> None:
         """``what`` reads or scales gradients. MisuseError where updates have used them up, or there are none."""
@@ -446,11 +431,8 @@ class Engine:
         with self.streams.computing():
             self._forget()
         ends = self.phase is Phase.CUT_SHORT
-        if self.phase not in (Phase.BACKWARD, Phase.UPDATED):
-            self._go_to(Phase.EMPTY)
         if ends:
-            self.weights_version += 1
-            self.updated_inside.clear()
+            self._end_inside()
             self._restart(training=True)
         return ends
 
@@ -501,11 +483,14 @@ class Engine:
             self.gradients.refuse_missing("step()")
             raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
         self._ranks.note("step()")
-        self.weights_version += 1
         self.gradients.backwards = 0
-        self.updated_inside.clear()
-        self._go_to(Phase.EMPTY)
+        self._end_inside()
         return True
+
+    def _end_inside(self) -> None:
+        self.weights_version += 1
+        self.updated_inside.clear()
+        self._go_to(Phase.READY)
 
     def _forget(self) -> None:
         self.gradients.reset()
