@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 
 
 def forbid_more(device_memory: str | None, device: torch.device) -> None:

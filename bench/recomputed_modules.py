@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.cli.options import writable_folder
-from protrain.forward.contents import Contents
+from protrain.forward.module_state import Contents
 from protrain.planning.plan import BlockMode
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16}

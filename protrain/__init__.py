@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from protrain.common import interrupt  # noqa: F401  # first: Ctrl-C may come while torch is imported
+from protrain.common import signals  # noqa: F401  # first: Ctrl-C may come while torch is imported
 
 if TYPE_CHECKING:
     from protrain.public import *  # noqa: F403  # what type checkers see of the package

@@ -19,9 +19,9 @@ from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.common.warned import warn_user
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_start_values
-from protrain.engine.states.weight_files import check_weights
+from protrain.engine.states.groups import check_options
+from protrain.engine.states.weight_files import WeightSources, check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
-from protrain.optim.user_optimizer import check_supported
 from protrain.planning import Plan
 from protrain.planning.mismatch import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks, refuse_scripted
@@ -32,15 +32,32 @@ from protrain.profiler.trace import parameter_records
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
 
 
+_OPTIMIZERS = torch.optim.Adam, torch.optim.AdamW
+
+
 @dataclass(frozen=True, kw_only=True)
-class Checked:
-    """The arguments of ``protrain.wrap`` that have several forms, each in one form."""
+class TrainingOptions:
+    """How to train: arguments of ``protrain.wrap``, which says what they mean, each in one form."""
 
     device: torch.device
     dtype: torch.dtype
     moment_dtype: str
     plan: Plan | None
     plan_file: str | os.PathLike[str] | None  # the file that the plan was read from
+    device_memory: int | str | None
+    host_memory: int | str | None
+    weights: WeightSources | None
+    step_during_backward: bool
+    accumulation: int
+    compile: bool
+    chunked_loss: bool | None
+    gradient_reduction: str
+
+    def same_on_all_ranks(self) -> list[str]:
+        """What must be the same on all ranks, as text."""
+        own = ("device", "plan", "plan_file", "device_memory", "host_memory", "weights")
+        same = [f"{name}={value}" for name, value in vars(self).items() if name not in own]
+        return [f"device={self.device.type}", *same]
 
 
 def check_arguments(
@@ -51,22 +68,17 @@ def check_arguments(
     device: str | torch.device | None,
     dtype: torch.dtype | str | None,
     plan: Plan | str | os.PathLike[str] | None,
-    weights: str | os.PathLike[str] | None,
+    weights: str | None,
     step_during_backward: bool,
     accumulation: int,
     moment_dtype: torch.dtype | str,
     gradient_reduction: str,
-) -> Checked:
+    **others: Any,
+) -> TrainingOptions:
     """Raise a ValueError for whatever ``protrain.wrap`` cannot do, and read the plan. Nothing is changed.
 
     It comes before the profile, which takes minutes for a large model on a CPU.
     """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if torch.is_inference_mode_enabled():
-        raise ValueError(
-            "protrain.wrap was called inside torch.inference_mode(), where nothing can be trained: call it outside"
-        )
     wrapped = next((name for name, p in model.named_parameters() if isinstance(p, PresentParameter)), None)
     if wrapped is not None:
         raise ValueError(
@@ -80,7 +92,7 @@ def check_arguments(
             f"the weights of this model are gone, {moved[0]} among them: an earlier protrain.wrap failed after it had "
             "moved them. Build the model again, or pass weights="
         )
-    check_supported(optimizer)
+    _check_supported(optimizer)
     if example_batch is not None:
         batches.check(example_batch)
     target = own_device(device)
@@ -101,18 +113,41 @@ def check_arguments(
         raise ValueError(f"accumulation must be 1 or more, the backward() calls of a step, not {accumulation!r}")
     if gradient_reduction not in ("mean", "sum"):
         raise ValueError(f"gradient_reduction must be mean or sum, not {gradient_reduction!r}")
-    if not isinstance(plan, Plan | str | os.PathLike | None):
-        raise ValueError(f"plan must be a Plan, or the path of a JSON file of one, not a {type(plan).__name__}")
-    _check_model(model, optimizer, target)
+    _check_model(model, optimizer)
     check_start_values(model, loaded=weights is not None)
     file = None if isinstance(plan, Plan) else plan
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
     if given is not None:
         with naming(file):
             check_plan(given, model, optimizer, kind)
-    if weights is not None:
-        check_weights(model, Path(weights))
-    return Checked(device=target, dtype=kind, moment_dtype=moments, plan=given, plan_file=file)
+    return TrainingOptions(
+        device=target,
+        dtype=kind,
+        moment_dtype=moments,
+        plan=given,
+        plan_file=file,
+        weights=None if weights is None else check_weights(model, Path(weights)),
+        step_during_backward=step_during_backward,
+        accumulation=accumulation,
+        gradient_reduction=gradient_reduction,
+        **others,
+    )
+
+
+def _check_supported(optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
+    if isinstance(inner := getattr(optimizer, "optimizer", None), _OPTIMIZERS):
+        raise ValueError(
+            f"optimizer is a {type(optimizer).__name__} around {type(inner).__name__}: call protrain.wrap first, and "
+            "give what it returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
+        )
+    if type(optimizer) not in _OPTIMIZERS:
+        kind = type(optimizer)
+        raise ValueError(
+            f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
+            "ProTrain carries out the update itself and supports these two"
+        )
+    check_options(optimizer.param_groups)
 
 
 def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
@@ -133,13 +168,22 @@ def naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
         raise
 
 
-def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Raise a ValueError if ``model`` or ``optimizer`` cannot be trained on ``device`` as they are.
+def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise a ValueError if ``model`` or ``optimizer`` cannot be trained as they are.
 
     Parameters that would not be trained are warned of.
     """
     for name, module in model.named_modules():
-        _check_placement(name, module, device)
+        hook = getattr(module, "_hf_hook", None)
+        for each in (hook, *getattr(hook, "hooks", ())):  # a SequentialHook has several
+            if getattr(each, "offload", False):
+                raise ValueError(
+                    f"module {name or type(module).__name__!r} has a hook of accelerate ({type(each).__name__}) that "
+                    "fetches its weights from elsewhere in each forward: ProTrain places weights itself, so load the "
+                    "model without device_map, or build it under protrain.empty_parameters() and pass weights=. "
+                    "Weights that were in memory before come back by "
+                    "accelerate.hooks.remove_hook_from_submodules(model), before the optimizer is made"
+                )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_kind(name, tensor)
     held = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
@@ -153,16 +197,14 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
     _refuse_shared_memory(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_managed(parameter):
-            raise ValueError(_not_trained(name, parameter))
-        if parameter.is_inference():
-            raise ValueError(f"parameter {name} was made in torch.inference_mode(): build the model outside of it")
+            kind = parameter.dtype if type(parameter) is nn.Parameter else f"a {type(parameter).__name__}"
+            raise ValueError(
+                f"parameter {name} is {kind}, and only bfloat16, float16 and float32 train, with a float32 master: "
+                "convert it before the optimizer is made (model.float(), torch.view_as_real), or set "
+                "requires_grad=False, as adapters beside a quantised weight do"
+            )
     refuse_gradients(model, before="protrain.wrap")
     refuse_scripted(model)
-    if getattr(model.forward, "__func__", None) is nn.Module.forward:
-        raise ValueError(
-            f"{type(model).__name__} has no forward, from which the plan is made: give it one that computes what a "
-            "step of the training computes. The script may go on calling other methods and parts of the model"
-        )
     for name, module in model.named_modules():
         what = f"module {name or type(model).__name__!r}"
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
@@ -176,10 +218,6 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer, device: tor
                 f"{what} is a {parallel}, which would wait for gradients that it never gets: wrap the module inside "
                 "it, which ProTrain trains on all processes itself, without replicas of shards (HSDP)"
             )
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise ValueError(f"{what} makes sparse gradients, which AdamW does not take: build it with sparse=False")
-    if not any(parameter.requires_grad for parameter in held):
-        raise ValueError("no parameter in the optimizer requires a gradient, so there is nothing to train")
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and p not in held]
     if forgotten:
         warn_user(
@@ -244,56 +282,3 @@ def _check_kind(name: str, tensor: Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "a nested tensor" if tensor.is_nested else tensor.layout
         raise ValueError(f"{what} is {layout}, which ProTrain cannot place: keep a dense one")
-
-
-def _not_trained(name: str, parameter: nn.Parameter) -> str:
-    """Why ``parameter``, which requires a gradient, cannot be trained, and what to do."""
-    freeze = "or set requires_grad=False"
-    if parameter.is_complex():
-        return (
-            f"parameter {name} is {parameter.dtype}, which is not trained: keep real and imaginary parts of it "
-            f"(torch.view_as_real), {freeze}"
-        )
-    if parameter.dtype == torch.float64:
-        return (
-            f"parameter {name} is torch.float64, and master weights are float32: call model.float() before the "
-            f"optimizer is made, and pass inputs of that type, {freeze}"
-        )
-    if type(parameter) is nn.Parameter:
-        return (
-            f"parameter {name} is {parameter.dtype}, too coarse for the updates of training: keep it in bfloat16 or "
-            f"float32, {freeze}, as adapters beside a quantised weight do"
-        )
-    return (
-        f"parameter {name} is a {type(parameter).__name__}, whose parts are not trained: make it an nn.Parameter of "
-        f"an ordinary tensor (dequantised, if it is quantised), {freeze}, as adapters beside a quantised weight do"
-    )
-
-
-def _check_placement(name: str, module: nn.Module, device: torch.device) -> None:
-    """Raise a ValueError if a hook of accelerate moves weights or inputs of ``module`` elsewhere than to ``device``."""
-    hooks = [getattr(module, "_hf_hook", None)]
-    for each in hooks:  # the list grows in the loop
-        hooks += getattr(each, "hooks", ())  # a SequentialHook has several
-        kinds = {cls.__name__ for cls in type(each).__mro__}
-        named = getattr(each, "execution_device", None)  # a number is the index of a GPU
-        execution = None if named is None else torch.device(f"cuda:{named}" if isinstance(named, int) else named)
-        if getattr(each, "offload", False) or "CpuOffload" in kinds:
-            does = "fetches its weights from elsewhere in each forward"
-        elif "LayerwiseCastingHook" in kinds:
-            does = "casts its weights in each forward"
-        elif execution is not None and not _is_same(execution, device):
-            does = f"takes its inputs to {execution}, and training is on {device}"
-        else:
-            continue
-        raise ValueError(
-            f"module {name or type(module).__name__!r} has a hook of accelerate ({type(each).__name__}) that {does}: "
-            "ProTrain places weights itself, so load the model without device_map, or build it under "
-            "protrain.empty_parameters() and pass weights=. Weights that were in memory before come back by "
-            "accelerate.hooks.remove_hook_from_submodules(model), before the optimizer is made"
-        )
-
-
-def _is_same(one: torch.device, other: torch.device) -> bool:
-    """Whether both name one device. A device without an index is the current one of its type."""
-    return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)

@@ -1,40 +1,70 @@
 """The one entry point: it checks the arguments, and changes model and optimizer so that they train by a plan.
 
-``protrain.beginning`` makes the plan and the engine, of the example batch or of the first call of the model.
+The plan is made of the example batch, or of the first call of the model. ``_begin_training`` reads from top to bottom
+like this picture.
+
+machine --detect--> HardwareProfile --+
+                                      +--search--> Plan --build_engine--> Engine
+model  --profile--> ModelProfile -----+
 """
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import wraps
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from protrain.beginning import Way, begin_training
 from protrain.common import batch as batches
-from protrain.common.errors import MisuseError
+from protrain.common import tables
+from protrain.common.errors import MisuseError, PlanError
 from protrain.common.hub import on_disk
-from protrain.common.parameters import is_managed, refuse_moves
-from protrain.common.progress import heard
-from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies
+from protrain.common.parameters import is_managed, refuse_moves, unmanaged_bytes
+from protrain.common.progress import COUNTED, heard, note, stage
+from protrain.consensus import ProfilingTogether, largest_of_all, of_all, plan_of_first
+from protrain.distributed.advice import compare_first_batches, first_alone_warns, warn_of_copies, warn_of_little_memory
 from protrain.distributed.agreement import generate_together
 from protrain.distributed.devices import refuse_shared_gpu
 from protrain.distributed.joining import check_group, join
+from protrain.distributed.ranks import Ranks
+from protrain.engine.build import build_engine
+from protrain.engine.states.arena import ActivationBytes
+from protrain.engine.states.materialise import start_as_first
 from protrain.engine.weights.parameter import PresentParameter, frozen_error
+from protrain.forward.chunked_loss import can_chunk, chunk_loss
+from protrain.forward.compilation import compile_blocks
 from protrain.hardware.allocator import use_expandable_segments
+from protrain.hardware.cache import why_not_cached
 from protrain.hardware.detection import detect
+from protrain.hardware.memory import available_host_bytes
+from protrain.hardware.profile import HardwareProfile
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.optim.user_optimizer import retire
-from protrain.planning import Plan
-from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
-from protrain.validate import check_arguments, refuse_gradients
+from protrain.planning import Plan, check, search
+from protrain.planning.memory.model import MemoryModel
+from protrain.planning.mismatch import name_other_use
+from protrain.planning.plan import BlockMode
+from protrain.planning.predict import Models
+from protrain.profiler.blocks import checkpointing_switches, find_blocks, switch_off_checkpointing
+from protrain.profiler.cache import cached_profile
+from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.trace import profile
+from protrain.validate import TrainingOptions, check_arguments, naming, refuse_gradients
 
 Model = TypeVar("Model", bound=nn.Module)
+_NOT_CALIBRATED = (
+    "this machine is not calibrated, so the plan uses figures measured on other machines: `protrain calibrate` "
+    "measures this one, once, in under a minute, for a plan that may be faster"
+)
+_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 def wrap(
@@ -118,41 +148,33 @@ def wrap(
     example_batch = batches.of_one(example_batch)
     ranks = join(process_group)
     with ranks.reporting("protrain.wrap"), first_alone_warns(ranks):
-        weights = None if weights is None else on_disk(os.fspath(weights), weights=True)
-        checked = check_arguments(
+        options = check_arguments(
             model,
             optimizer,
             example_batch,
             device=device,
             dtype=dtype,
             plan=plan,
-            weights=weights,
+            device_memory=device_memory,
+            host_memory=host_memory,
+            weights=None if weights is None else os.path.abspath(on_disk(os.fspath(weights), weights=True)),
             step_during_backward=step_during_backward,
             accumulation=accumulation,
             moment_dtype=moment_dtype,
+            compile=compile,
+            chunked_loss=chunked_loss,
             gradient_reduction=gradient_reduction,
         )
-        target = checked.device
+        target = options.device
         refuse_shared_gpu(ranks, target)
         node = detect(target, device_memory=device_memory, host_memory=host_memory)  # refuses limits that are none
         if target.type == "cuda":
             torch.cuda.set_device(target)  # see [Note: the current GPU] in engine/updates/worker.py
         warn_of_copies(model, ranks, host_bytes=node.host_bytes, is_limit=host_memory is not None)
-        way = Way(
-            checked=checked,
-            device_memory=device_memory,
-            host_memory=host_memory,
-            weights=os.path.abspath(weights) if weights is not None else None,
-            step_during_backward=step_during_backward,
-            accumulation=accumulation,
-            compile=compile,
-            chunked_loss=chunked_loss,
-            gradient_reduction=gradient_reduction,
-        )
         if ranks.several:
             ranks.agree("model", [(name, tuple(p.shape), p.requires_grad) for name, p in model.named_parameters()])
             when = "none" if example_batch is None else "given"
-            ranks.agree("way to train", [*way.same_on_all_ranks(), f"example_batch={when}"])
+            ranks.agree("way to train", [*options.same_on_all_ranks(), f"example_batch={when}"])
             ranks.use(target)
         switch_off_checkpointing(checkpointing_switches(model), warn=True)
         if target.type == "cuda":
@@ -175,17 +197,186 @@ def wrap(
             heard(progress and ranks.rank == 0),
         ):
             refuse_gradients(model, before="the first call of the model")
-            begin_training(model, optimizer, wrapped, batch, way, ranks=ranks)
+            _begin_training(model, optimizer, wrapped, batch, options, ranks=ranks)
         compare_first_batches(model, ranks, target)
 
     if example_batch is not None:
         begin(example_batch)
     else:
         _at_first_call(model, begin)
-    retire(optimizer)
+    _retire(optimizer)
     generate_together(model, ranks)
-    _extend(model, wrapped, torch.zeros((), dtype=checked.dtype, device=target))
+    _extend(model, wrapped, torch.zeros((), dtype=options.dtype, device=target))
     return model, wrapped
+
+
+def _begin_training(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    wrapped: ProTrainOptimizer,
+    batch: Any,
+    options: TrainingOptions,
+    *,
+    ranks: Ranks,
+) -> None:
+    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine.
+
+    Args:
+        model: whose forwards are changed as ``options`` say, and then by the engine.
+        optimizer: that the user made, with the groups of parameters.
+        wrapped: the optimizer that ``wrap`` returns.
+        batch: what the plan is made for.
+        options: how to train.
+        ranks: that train together.
+
+    Raises:
+        PlanError: no plan fits the memory. It is raised before any memory is taken.
+    """
+    target, inside = options.device, options.step_during_backward
+    gc.collect()  # frees a model that was wrapped and dropped: its hooks and engine refer to each other
+    hardware = detect(target, device_memory=options.device_memory, host_memory=options.host_memory)
+    if options.device_memory is None:  # what is free leaves out a quantised base that is there already, and stays
+        hardware = replace(hardware, device_bytes=hardware.device_bytes + unmanaged_bytes(model, target))
+    hardware = of_all(ranks, hardware, target)
+    if options.device_memory is None:  # it also leaves out what NCCL has taken, which plans count
+        hardware = replace(hardware, device_bytes=hardware.device_bytes + hardware.collective_bytes)
+    start_as_first(model, ranks)
+    if options.plan is None and hardware.device_type == "cuda" and hardware.source != "measured":
+        why = why_not_cached(target)
+        note(_NOT_CALIBRATED if why is None else f"{_NOT_CALIBRATED}; {why}")
+    with ExitStack() as changes:
+        model_profile = _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes)
+        model_profile = largest_of_all(ranks, model_profile)
+        model_profile = replace(model_profile, accumulation=options.accumulation, moment_dtype=options.moment_dtype)
+        with stage("planning"), naming(options.plan_file):
+            chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))
+            models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
+        note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
+        warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
+        with stage("moving model states into place") as show:
+            engine = build_engine(
+                model,
+                model_profile,
+                chosen,
+                ranks=ranks,
+                gradient_reduction=options.gradient_reduction,
+                device=target,
+                device_bytes=hardware.device_bytes,
+                activations=_activations(chosen, models.memory),
+                host_bytes=hardware.host_bytes,
+                host_threads=_host_threads(hardware),
+                sharing=models.runtime.sharing(chosen.n_persist),
+                groups=wrapped.groups,
+                step_during_backward=inside,
+                weights=options.weights,
+                show=show,
+            )
+        changes.pop_all()
+    wrapped.begin(engine, hardware=hardware)
+
+
+def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
+    """What forward and backward of the planned batch take on the device under ``plan``."""
+    least = memory.device_bytes(plan.counts, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
+    static_bytes = memory.static_bytes(plan.n_persist, plan.n_buffer, plan.n_device_sum)
+    return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
+
+
+def _host_threads(hardware: HardwareProfile) -> int:
+    """The threads of the host optimizer: the number that calibration found best, or all but two cores.
+
+    The best number is measured while another thread launches kernels.
+    """
+    if hardware.device_type == "cpu":
+        return max(1, hardware.cpu_threads // 2)
+    return max(1, min(hardware.host_adam_threads or hardware.cpu_threads - 2, hardware.cpu_threads))
+
+
+def _profile(
+    model: nn.Module,
+    example_batch: Any,
+    optimizer: torch.optim.Optimizer,
+    options: TrainingOptions,
+    changes: ExitStack,
+    ranks: Ranks,
+    *,
+    device_bytes: int,
+) -> ModelProfile:
+    """Change the forwards, until ``changes`` ends, and measure the profile. If that does not fit, count it.
+
+    A trace needs about as much memory as the smallest plan. With a profile that is counted on the meta device, the
+    search says by how much the batch is too large, or finds a plan that just fits.
+    """
+    device, dtype = options.device, options.dtype
+    # A plan fits the loss that it was made for, so it decides where the user does not.
+    chunked = getattr(options.plan, "chunked_loss", None) if options.chunked_loss is None else options.chunked_loss
+    change = partial(change_forwards, model, example_batch, compile=options.compile, chunked_loss=chunked)
+    changes.callback(change())
+    together = ProfilingTogether(ranks)
+    with stage("profiling the model") as show:
+        try:
+            return cached_profile(
+                model,
+                example_batch,
+                optimizer=optimizer,
+                device=device,
+                dtype=dtype,
+                show=show,
+                device_bytes=device_bytes,
+                together=together,
+            )
+        except torch.OutOfMemoryError as error:
+            together.leave(error)
+            changes.close()
+            undo = change(on_meta=True)
+            try:
+                counted = profile(model, example_batch, optimizer=optimizer, device="meta", dtype=dtype, show=show)
+            except Exception:  # some models cannot be traced without values
+                raise error from None
+            finally:
+                undo()
+            changes.callback(change())
+    note(COUNTED)
+    return counted
+
+
+def _plan(options: TrainingOptions, profile: ModelProfile, hardware: HardwareProfile) -> Plan:
+    plan, inside = options.plan, options.step_during_backward
+    if plan is None:
+        return search(profile, hardware, step_during_backward=inside)
+    try:
+        return check(plan, profile, hardware, step_during_backward=inside)
+    except PlanError as error:
+        raise name_other_use(error, plan, profile) from None
+
+
+def change_forwards(
+    model: nn.Module, batch: Any, *, compile: bool, chunked_loss: bool | None, on_meta: bool = False
+) -> Callable[[], None]:
+    """Change ``model`` for training.
+
+    Args:
+        model: that is trained.
+        batch: of the training. It tells whether the model computes its loss, for which it needs labels.
+        compile: the forward of each block.
+        chunked_loss: compute the loss piece by piece. None means yes where that is known to be the same loss.
+        on_meta: change it only for a trace on the meta device.
+
+    Returns:
+        A function that undoes it.
+
+    Raises:
+        ValueError: as ``protrain.forward.chunked_loss.chunk_loss``. After any exception, nothing is changed.
+    """
+    if chunked_loss is None:
+        chunked_loss = isinstance(batch, Mapping) and batch.get("labels") is not None and can_chunk(model)
+    blocks = [model.get_submodule(path) for path in find_blocks(model)] if compile else []
+    changes: ExitStack[None] = ExitStack()
+    with changes:
+        if chunked_loss:
+            changes.callback(chunk_loss(model))
+        changes.callback(compile_blocks(blocks, on_meta=on_meta))
+        return changes.pop_all().close
 
 
 def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
@@ -259,3 +450,50 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
 
     vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
     refuse_moves(model, sample)
+
+
+def _retire(optimizer: torch.optim.Optimizer) -> None:
+    """Make the wrapped ``optimizer`` raise an error where it would now silently do nothing or save nothing.
+
+    Its param_groups stay live, and schedulers that were made with it keep working.
+    """
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        vars(optimizer)[name] = _refused(name)
+    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
+    _retired.add(optimizer)
+    _watch_steps()
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MisuseError(
+            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
+            "its state have moved: use the optimizer that it returned"
+        )
+
+    return refuse
+
+
+@cache  # torch keeps the hook, so one is enough
+def _watch_steps() -> None:
+    """Look from now on at each step of any optimizer, because one that ProTrain does not know of may do nothing.
+
+    It finds no gradients of parameters that are in no group of the wrapped optimizer.
+    """
+    register_optimizer_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if optimizer in _retired:
+        _refused("step")()
+    if isinstance(optimizer, ProTrainOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, PresentParameter) and parameter.requires_grad:
+                raise MisuseError(
+                    f"step() of an optimizer that protrain.wrap did not return ({type(optimizer).__name__}) cannot "
+                    f"train {parameter.protrain_handle.name}, which lies in ProTrain's chunks: use the optimizer that "
+                    "it returned, and give protrain.wrap one AdamW or Adam with a group for everything that is to be "
+                    "trained"
+                )

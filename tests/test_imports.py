@@ -18,7 +18,7 @@ from protrain import public
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("protrain", "protrain_cache", "protrain_kernels")
-DATA = tuple(f"protrain.common.{name}" for name in ("records", "quantities", "tables", "errors", "dtypes"))
+DATA = tuple(f"protrain.common.{name}" for name in ("records", "tables", "errors", "dtypes"))
 PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
 
 # package -> what of this project it may import, itself aside. A prefix covers its submodules.
@@ -46,6 +46,7 @@ ALLOWED = {
         "protrain.planning.layout",
         "protrain.planning.schedule",
         "protrain.planning.sharing",
+        "protrain.planning.timeline",  # the names of lanes
         "protrain.profiler.blocks",
         "protrain_kernels",
     ),

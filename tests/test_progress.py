@@ -17,7 +17,7 @@ import pytest
 from torch import Tensor, nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.common import progress
 from tests.engine.harness import adamw
 
@@ -43,12 +43,12 @@ def test_a_gpu_that_is_not_calibrated_is_said(
     planned: bool,
     said: bool,
 ) -> None:
-    detect = beginning.detect
+    detect = wrapping.detect
 
     def found(*args: Any, **options: Any) -> Any:
         return dataclasses.replace(detect(*args, **options), device_type=device_type, source=source)
 
-    monkeypatch.setattr(beginning, "detect", found)
+    monkeypatch.setattr(wrapping, "detect", found)
     plan = None
     for _ in range(1 + planned):
         capsys.readouterr()
@@ -129,11 +129,9 @@ def test_a_stage_under_a_display_of_rich_is_one_line(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     screen = io.StringIO()
-    with Progress(console=Console(file=screen, force_terminal=True, width=80)):
-        for begin in (progress.stage, progress.bar):
-            with begin("planning"):
-                pass
-    assert screen.getvalue().count("planning") == 2
+    with Progress(console=Console(file=screen, force_terminal=True, width=80)), progress.stage("planning"):
+        pass
+    assert screen.getvalue().count("planning") == 1
 
 
 def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureFixture[str]) -> None:

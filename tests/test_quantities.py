@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from protrain.common.quantities import format_bytes, parse_memory
+from protrain.common.tables import format_bytes, parse_memory
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from bench.train.ranks import run_ranks
 from bench.train.task import Task, make_tokens
 from protrain.cli.options import Parser, memory, number, writable_file
 from protrain.cli.summary import versions
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import aligned, format_ms
+from protrain.common.tables import aligned, format_bytes, format_ms
 
 _SIZES = Sizes(model="llama-1b", batch=2, sequence=2048, steps=8, warm_up=2)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.kernels.roofs import NO_ROOF, PRODUCTS
 from bench.kernels.rows import OURS, Row
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.hardware.datasheet import of_card
 
 _NOTHING = "-"

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.hardware.memory import available_host_bytes
 
 _HOST_SHARE = 0.8  # of the free host memory; a step of plain torch needs some beside the states

@@ -18,7 +18,7 @@ from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE, PCIE
 from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import EAGER, OURS
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.engine.states.arena import Arena
 from protrain_kernels import PackPlan
 

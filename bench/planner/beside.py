@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from bench.planner.cases import Case
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 
 Result = TypeVar("Result")
 

@@ -26,9 +26,8 @@ from protrain.cli.options import writable_folder
 from protrain.cli.summary import versions
 from protrain.cli.trained import adamw
 from protrain.common.errors import PlanError
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import aligned, format_ms
+from protrain.common.tables import aligned, format_bytes, format_ms
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine
 from protrain.planning import largest

@@ -36,9 +36,8 @@ from protrain.cli.models import load_model
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common import batch as batches
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import aligned
+from protrain.common.tables import aligned, format_bytes
 from protrain.hardware.shipped import load
 from protrain.planning import MemoryModel, block_modes, pack
 from protrain.profiler.blocks import find_blocks

@@ -19,10 +19,10 @@ from protrain.cli.models import load_model
 from protrain.common.errors import BudgetError
 from protrain.common.records import Record
 from protrain.distributed.joining import local_rank
-from protrain.forwards import change_forwards
 from protrain.planning import Plan
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
+from protrain.wrapping import change_forwards
 
 _CLIP_NORM = 1e6  # larger than any gradient's norm, as predictions are for steps that are not clipped
 WARM_UP = 2  # steps; the first step has nothing to overlap with

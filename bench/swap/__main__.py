@@ -30,9 +30,8 @@ from bench.swap.limits import LIMITS, TINY_LIMITED, LimitRow, measure_limits
 from bench.swap.training import TINY
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import aligned
+from protrain.common.tables import aligned, format_bytes
 
 FILE = "swap.json"
 

@@ -14,9 +14,8 @@ from typing_extensions import override
 
 import protrain
 from bench.planner.clock import durations_ms, now
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import format_ms
+from protrain.common.tables import format_bytes, format_ms
 from protrain.hardware.calibration.timing import quintiles_of
 from protrain.planning import Plan
 from protrain.profiler.cache import cached_profile

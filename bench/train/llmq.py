@@ -26,7 +26,7 @@ from bench.train.contestants import Contestant
 from bench.train.models import build_model
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
 from bench.train.trainers import Trainer, count
-from protrain.common.quantities import format_bytes, parse_memory
+from protrain.common.tables import format_bytes, parse_memory
 
 _NO_TARGET = -100  # what its loss, like torch's, ignores
 _TOKENS_OF_LOGITS = 4096  # whose logits are whole at a time: 1.2 GiB with a vocabulary of 152,064

@@ -15,7 +15,7 @@ from bench.train.task import Task
 from protrain.cli.models import fit_positions, load_model
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import is_managed
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.engine.states.initialisers import held_storages, start_value
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.forward.compilation import compile_blocks

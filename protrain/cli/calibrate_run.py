@@ -10,7 +10,7 @@ import torch
 import protrain
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
-from protrain.common.progress import bar, note
+from protrain.common.progress import note, stage
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import announced_processes
@@ -33,7 +33,7 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     kept = cached(device)
     # Unless it is the first, a trial must not spoil the plans of a full calibration.
     save = kept is None or kept.world_size != announced_processes() or seconds >= FULL_SECONDS
-    with bar("measuring") as progress:
+    with stage("measuring") as progress:
         measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
         try:
             before = measure(save=False) if args.repeat_check else None

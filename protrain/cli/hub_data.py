@@ -11,7 +11,7 @@ from pathlib import Path
 from protrain.cli.sources import BINARY_ROW_FORMATS, ROW_FORMATS, says_train
 from protrain.common.hub import files_of_dataset, in_dataset, snapshot
 from protrain.common.progress import note
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 
 _FORMATS = (*BINARY_ROW_FORMATS, *ROW_FORMATS, ".txt")
 _MOST_NAMED = 10

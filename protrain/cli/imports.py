@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from protrain.common.interrupt import is_program
+from protrain.common.signals import is_program
 
 
 @contextmanager

@@ -20,16 +20,15 @@ from protrain.cli.commands import build_parser
 from protrain.cli.imports import importing
 from protrain.cli.options import in_options
 from protrain.common.errors import MisuseError
-from protrain.common.interrupt import is_program
 from protrain.common.progress import note, say, silence
-from protrain.common.signals import InterruptedRun
+from protrain.common.signals import InterruptedRun, is_program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     The status is 0 for success, 1 for a failed run, 2 for what the user can correct, 130 for Ctrl-C, and 141 if nobody
-    reads the results any more. In the program `protrain`, ``protrain.common.interrupt`` ends most commands on Ctrl-C,
+    reads the results any more. In the program `protrain`, ``protrain.common.signals`` ends most commands on Ctrl-C,
     and they never get here.
     """
     status = _status(argv)

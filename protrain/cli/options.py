@@ -15,9 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from protrain.common.quantities import parse_memory
 from protrain.common.records import Record
-from protrain.common.tables import wrapped
+from protrain.common.tables import parse_memory, wrapped
 
 Number = TypeVar("Number", int, float)
 

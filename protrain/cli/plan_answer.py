@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from protrain.common.errors import PlanError
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import per_gpu
+from protrain.common.tables import format_bytes, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Explanation, Plan
 from protrain.profiler.model_profile import ModelProfile

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from protrain.cli.defaults import device_type_of
 from protrain.common.progress import note
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine, shipped_names
 

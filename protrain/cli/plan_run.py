@@ -21,8 +21,7 @@ from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, note, stage
-from protrain.common.quantities import format_bytes
-from protrain.common.tables import format_ms, wrapped
+from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Explanation, Plan, compare, frontier, largest, search
 from protrain.planning.explain.explanation import explain

@@ -8,8 +8,7 @@ from __future__ import annotations
 import shutil
 import sys
 
-from protrain.common.quantities import format_bytes
-from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu
+from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, Explanation, Plan
 from protrain.planning.timeline import Timeline

@@ -16,10 +16,10 @@ from protrain.cli.models import LoadedModel, fit_positions, read_architecture, r
 from protrain.cli.plan_step import PlannedStep
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
 from protrain.common.parameters import DTYPES
-from protrain.forwards import change_forwards
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
+from protrain.wrapping import change_forwards
 
 
 def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None]) -> ModelProfile | None:

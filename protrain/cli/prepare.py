@@ -35,7 +35,7 @@ from protrain.cli.training_run import Run
 from protrain.common.adapters import adapter_names
 from protrain.common.hub import command_for
 from protrain.common.progress import note, stage
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.distributed.devices import own_device, refuse_shared_gpu
 from protrain.distributed.joining import join
 from protrain.engine.states.weight_files import weight_sources

@@ -21,7 +21,7 @@ from protrain.cli.models import LoadedModel
 from protrain.cli.options import need
 from protrain.common.adapters import adapted_layers
 from protrain.common.parameters import is_managed, unmanaged_memory
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.engine.states.empty import empty_parameters
 
 _LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps than weights that were trained before

@@ -21,8 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from protrain.common import caches
-from protrain.common.trees import knows_to, map_leaves, named_tensors, replace_leaves, tensors_in
+from protrain.common.trees import (
+    copied_cache,
+    is_cache,
+    knows_to,
+    map_leaves,
+    named_tensors,
+    replace_leaves,
+    tensors_in,
+)
 
 
 def of_one(given: Any) -> Any:
@@ -40,12 +47,6 @@ def check(batch: Any) -> None:
             f"a batch must be a mapping (called as model(**batch)) or a tuple (model(*batch)), not "
             f"{type(batch).__name__}; pass tuple(batch), or for a single input a tuple of one: (input,)"
         )
-    if isinstance(batch, Mapping):
-        wrong = next((key for key in batch if not isinstance(key, str)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"a batch's keys are argument names of the model's forward and must be text, not {wrong!r}"
-            )
     tensors = dict(named_tensors(batch))
     for name, tensor in tensors.items():
         # a tensor without a storage can neither be counted nor moved
@@ -166,7 +167,7 @@ def own_copy(batch: Any) -> Any:
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return own(leaf)
-        return caches.copied(leaf, own) if caches.is_cache(leaf) else leaf
+        return copied_cache(leaf, own) if is_cache(leaf) else leaf
 
     return map_leaves(copied, batch)
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 
 # What switches off the writes into weights that forwards of well-known modules make.
 NO_WRITES = ", ".join(

@@ -14,7 +14,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 
 _TOUCHED_BYTES = 64 * 1024**2  # one thread touches this many bytes at a time
 _THREADS = os.cpu_count() or 8

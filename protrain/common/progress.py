@@ -83,69 +83,48 @@ def note(text: str) -> None:
 
 
 @contextmanager
-def stage(what: str) -> Iterator[Callable[[str], None]]:
+def stage(what: str) -> Iterator[Callable[..., None]]:
     """Run the body as one stage. The body is given a function to tell what it is doing, which a long stage shows.
 
-    A terminal shows the stage while it runs. Elsewhere a line is printed if the stage takes time, and further lines,
-    ever more seldom, if it goes on. A line at the end says how long it took.
+    The function takes the name of a part, and perhaps the share of the stage that is done, from 0 to 1, which a
+    terminal shows at once as a bar. A terminal shows the stage while it runs. Elsewhere a line is printed if the stage
+    takes time, and further lines, ever more seldom, if it goes on. A line at the end says how long it took.
     """
     live = is_terminal()
     start = time.perf_counter()
     doing = ""
     done = threading.Event()
 
-    def tell(part: str) -> None:
+    def tell(part: str, share: float | None = None) -> None:
         nonlocal doing
         doing = part
+        if share is not None:
+            full = round(_BAR_WIDTH * share)
+            doing = f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * share:3.0f}% {part}"
+            if live:
+                say_in_place(f"protrain: {what} {doing}")
 
     def go_on_saying() -> None:
         pause_s = _BLINK_S if live else _BEGUN_S
         while not done.wait(pause_s):
             past_s = time.perf_counter() - start
             line = f"protrain: {what} ..."
-            if past_s >= _LONG_S:  # fits into 80 columns with the path of a layer
+            if past_s >= _LONG_S or (live and doing[:1] == "["):  # fits into 80 columns with the path of a layer
                 line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
             (say_in_place if live else say)(line)
             if not live:
                 pause_s = max(_LONG_S, 2 * pause_s)
 
-    with _timed(what):
-        if live:
-            say_in_place(f"protrain: {what} ...")
-        speaker = threading.Thread(target=go_on_saying, name="protrain-progress", daemon=True)
-        speaker.start()
-        try:
-            yield tell
-        finally:
-            done.set()
-            speaker.join()
-
-
-@contextmanager
-def bar(what: str) -> Iterator[Callable[[str, float], None]]:
-    """Run the body, which is given a function to call with the next part's name and the share done, from 0 to 1.
-
-    A terminal shows a bar while the body runs. A line at the end says how long it took.
-    """
-
-    def show(part: str, done: float) -> None:
-        if is_terminal():
-            full = round(_BAR_WIDTH * done)
-            say_in_place(f"protrain: {what} [{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * done:3.0f}% {part}")
-
-    with _timed(what):
-        show("", 0.0)
-        yield show
-
-
-@contextmanager
-def _timed(what: str) -> Iterator[None]:
-    """Say how long the body took, in the place of what it has shown in a terminal."""
-    start = time.perf_counter()
+    if live:
+        say_in_place(f"protrain: {what} ...")
+    speaker = threading.Thread(target=go_on_saying, name="protrain-progress", daemon=True)
+    speaker.start()
+    said = ""
     try:
-        yield
-    except BaseException:
-        if is_terminal():
-            say("", end="")
-        raise
-    note(f"{what}: {time.perf_counter() - start:.1f} s")
+        yield tell
+        said = f"protrain: {what}: {time.perf_counter() - start:.1f} s\n"
+    finally:
+        done.set()
+        speaker.join()
+        if said or live:  # in the place of what a terminal shows
+            say(said, end="")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import enum
 import functools
 import json
@@ -13,8 +12,7 @@ import typing
 from pathlib import Path
 from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
 
-from protrain.common.quantities import format_bytes
-from protrain.common.tables import WIDTH, aligned
+from protrain.common.tables import WIDTH, aligned, format_bytes
 
 
 class Record:
@@ -45,9 +43,7 @@ class Record:
         fields = {field.name: field for field in _fields(cls)}
         unknown = sorted(set(data) - set(fields))
         if unknown:
-            near = difflib.get_close_matches(unknown[0], fields, n=1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}{meant}")
+            raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}")
         values = {}
         for name, field in fields.items():
             if name in data:
@@ -149,10 +145,7 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
             known = ", ".join(str(member.value) for member in hint)
             raise ValueError(f"{where} must be one of {known}, not {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{where} must be a number that a float can hold") from None
+        return float(value)
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
         raise ValueError(f"{where} must be {hint.__name__}, not {value!r}")
     return value

@@ -1,6 +1,16 @@
-"""Handles signals that ask a training to stop: they are noted between steps, and raise an exception elsewhere.
+"""Signals: how the program `protrain` ends on Ctrl-C, and how a training that is asked to stop does so in good order.
 
-Commands that have nothing to clean up need none of this: see ``protrain.common.interrupt``.
+By default Python raises a KeyboardInterrupt in whatever code is running. That is not enough for a program that imports
+torch and profiles models. During imports it prints a page of traceback. In a finalizer, or in the callback of a weak
+reference, Python prints the exception and goes on as if nothing had happened. C code that looks up an attribute takes
+the exception for a missing attribute, and a profile or a measurement would then silently be wrong.
+
+So importing this module gives the program a handler that writes a line and leaves the process, which nothing can
+swallow. Commands that have to clean up (`train`, `bench`) have handlers of their own while they run: ``stop_requests``
+notes signals between steps, and raises an exception elsewhere. A process that merely imports the library keeps its own
+handlers.
+
+This module must be imported before torch, whose import takes seconds, so it imports only small modules.
 """
 
 from __future__ import annotations
@@ -13,14 +23,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn
 
 from protrain.common.progress import silence
 
+_CLEARED_LINE = "\r\033[K"  # clears the line of a running stage in a terminal, which has no line end yet
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-_LOOK_S = 0.25  # the time between looks for a swallowed exception
 
 
 class Stopped(KeyboardInterrupt):
@@ -71,38 +82,23 @@ class StopRequests:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Inside, the first signal raises ``Stopped``, also one that came before.
+        """Inside, a signal raises ``Stopped``, also one that came before.
 
-        Python drops what is raised in a finalizer or in the callback of a weak reference, and C code may take it for a
-        missing attribute. So a ``Stopped`` is raised again every second until the body is left. An error that
-        leaves the body after a signal becomes a ``Stopped`` too, because a swallowed exception may be its cause.
+        Python drops what is raised in a finalizer or in the callback of a weak reference. Then the body goes on, and
+        the next signal raises. C code may take what is raised for a missing attribute, so an error that leaves the body
+        after a signal becomes a ``Stopped``, too.
         """
-        left = threading.Event()
-        # The thread is not started by the handler, which may run while the main thread holds a lock that starting
-        # needs.
-        threading.Thread(target=self._ask_again, args=(left,), name="protrain-stop", daemon=True).start()
         self._raises = True
         try:
             if self.received:
                 raise Stopped
-            with _without_traces_of_what_is_swallowed():
-                yield
+            yield
         except Exception:
             if self.received:
                 raise Stopped from None
             raise
         finally:
             self._raises = False
-            left.set()
-            if self.received:
-                self._last_s = time.monotonic()  # a signal that `_ask_again` has just sent is not a second request
-
-    def _ask_again(self, left: threading.Event) -> None:
-        main = threading.main_thread().ident
-        assert main is not None, "it runs from the start of Python"
-        while not left.wait(_LOOK_S):
-            if self.received and time.monotonic() - self._last_s > _ONE_REQUEST_S:
-                signal.pthread_kill(main, self.received)
 
 
 @contextmanager
@@ -137,17 +133,31 @@ def _may_handle(handler: object, over_others: bool) -> bool:
     return handler in _DEFAULT or (over_others and handler not in (signal.SIG_IGN, None))
 
 
-@contextmanager
-def _without_traces_of_what_is_swallowed() -> Iterator[None]:
-    """Suppress Python's report of a dropped ``Stopped``, which is raised again. Others are reported as usual."""
-    report = sys.unraisablehook
+def is_program() -> bool:
+    """Whether Python was started as `protrain ...` or as `python -m protrain ...`."""
+    before_arguments = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv) + 1]
+    return bool(before_arguments) and os.path.basename(before_arguments[-1]) == "protrain"
 
-    def keep_back(unraisable: sys.UnraisableHookArgs) -> None:
-        if not issubclass(unraisable.exc_type, Stopped):
-            report(unraisable)
 
-    sys.unraisablehook = keep_back
+def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """The signal handler: write `protrain COMMAND: interrupted` to standard error and leave with 128 + ``number``.
+
+    It writes to the file descriptor, because the stream may be in the middle of writing a line.
+    """
+    words = ["protrain", *(word for word in sys.argv[1:2] if not word.startswith("-"))]
     try:
-        yield
+        start = _CLEARED_LINE if os.isatty(2) else ""
+        os.write(2, f"{start}{' '.join(words)}: interrupted\n".encode(errors="replace"))
+    except OSError:  # nobody reads standard error
+        pass
     finally:
-        sys.unraisablehook = report
+        os._exit(128 + number)
+
+
+# A script may start background programs with Ctrl-C ignored. Then it stays ignored.
+if (
+    is_program()
+    and threading.current_thread() is threading.main_thread()
+    and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+):
+    signal.signal(signal.SIGINT, end_at_once)

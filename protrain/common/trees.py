@@ -12,6 +12,10 @@ Everything else is a leaf, modules and all other objects included.
 These walks are taken several times in every call of a block and for every operation of a profile, while the device may
 have nothing else to do. So the types that arguments nearly always consist of are handled here first, much faster than
 by the general walk.
+
+[Note: key/value caches] A second run of a block must not add to what the first has added. A cache of transformers is an
+object that all blocks share and to which each of them adds. It usually replaces its tensors and does not write into
+them. So a copy of the object and its parts, without copies of its tensors, is the cache as it was.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache
@@ -30,6 +35,7 @@ from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 
 _PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format})
 _WITHOUT_TENSORS = _PLAIN | {torch.Size}
+_CACHES = "transformers.cache_utils"  # the module of transformers with key/value caches
 
 
 class Leaf:
@@ -166,3 +172,42 @@ def _with_attributes(tree: Any, attributes: dict[str, Any]) -> Any:
     for name, value in attributes.items():
         object.__setattr__(new, name, value)  # which a frozen class does not refuse
     return new
+
+
+def is_cache(leaf: Any) -> bool:
+    """Whether ``leaf`` is a key/value cache of transformers."""
+    module = sys.modules.get(_CACHES)
+    return module is not None and isinstance(leaf, getattr(module, "Cache", ()))
+
+
+def copied_cache(cache: Any, tensor: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> Any:
+    """A copy of ``cache`` that has layers of its own, with ``tensor`` of each tensor: by default the same tensors."""
+    return _copied(cache, {}, tensor)
+
+
+def tensors_of_cache(cache: Any) -> list[Tensor]:
+    """Every tensor in ``cache``."""
+    found: dict[int, Any] = {}
+    _copied(cache, found, lambda tensor: tensor)
+    return [value for value in found.values() if isinstance(value, Tensor)]
+
+
+def _copied(value: Any, seen: dict[int, Any], tensor: Callable[[Tensor], Tensor]) -> Any:
+    """A copy of ``value``, or itself if a cache cannot change it. ``seen`` has the result for every id so far."""
+    if id(value) in seen:
+        return seen[id(value)]
+    result = seen[id(value)] = value
+    if isinstance(value, Tensor):
+        result = seen[id(value)] = tensor(value)
+    elif isinstance(value, list):
+        result = seen[id(value)] = []
+        result += [_copied(item, seen, tensor) for item in value]
+    elif isinstance(value, tuple):
+        result = seen[id(value)] = tuple(_copied(item, seen, tensor) for item in value)
+    elif isinstance(value, dict):
+        result = seen[id(value)] = copy.copy(value)
+        result.update({key: _copied(item, seen, tensor) for key, item in value.items()})
+    elif any(kind.__module__ == _CACHES for kind in type(value).__mro__):  # a cache, or a part of one
+        result = seen[id(value)] = copy.copy(value)
+        vars(result).update({name: _copied(item, seen, tensor) for name, item in vars(value).items()})
+    return result

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,27 +21,6 @@ def warn_user(message: str) -> None:
 def user_line() -> Callable[[str], None]:
     """A function that warns at the line where the user's code is now, whenever and in whatever thread it is called."""
     return _warns_at(sys._getframe(1))
-
-
-@contextmanager
-def warned_at_user() -> Iterator[None]:
-    """Show the warnings that ProTrain gives inside at the line where the user's code has called the library.
-
-    They would otherwise show the line of this package that calls ``wrap``, which tells a user nothing. They are shown
-    when the work inside has ended.
-    """
-    caught: list[warnings.WarningMessage] = []
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            yield
-    finally:
-        frame, ours = _user_frame(sys._getframe()), Path(__file__).parents[1]
-        for one in caught:
-            place: tuple[Any, ...] = one.filename, one.lineno
-            if frame is not None and Path(one.filename).is_relative_to(ours):
-                place = _place(frame)
-            warnings.warn_explicit(one.message, one.category, *place)
 
 
 def _warns_at(frame: FrameType) -> Callable[[str], None]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.common.trees import named_tensors
 from protrain.common.warned import warn_user
 from protrain.distributed.ranks import Ranks

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from protrain.common.parameters import DTYPES, moved, unmanaged_memory
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
 from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.gradients.sharded import ShardedGradients
 from protrain.engine.hooks import install
 from protrain.engine.states.allocation import (
     complete_chunks,
@@ -29,6 +27,7 @@ from protrain.engine.states.allocation import (
 from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, whole_pages
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
+from protrain.engine.states.weight_files import WeightSources
 from protrain.engine.streams import streams_for
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.streamer import Streamer
@@ -64,7 +63,7 @@ def build_engine(
     sharing: Sharing,
     groups: Groups,
     step_during_backward: bool,
-    weights: str | Path | None,
+    weights: WeightSources | None,
     show: Callable[[str, float], None],
 ) -> Engine:
     """Allocate the memory that ``plan`` needs, move the model's states there, and hook the engine into the model.
@@ -83,7 +82,7 @@ def build_engine(
         sharing: when updates are needed, and how fast host and device are at them.
         groups: the hyperparameters.
         step_during_backward: make updates inside backward.
-        weights: a folder of safetensors to load.
+        weights: what to load.
         show: called with a text that says what is being done, and the share that is done, from 0 to 1.
     """
     library()  # build it now, so that a missing compiler is an error before the first step
@@ -131,7 +130,7 @@ def build_engine(
         members=members,
     )
     worker = HostWorker(threads=host_threads, device=device)
-    gradients = (ShardedGradients if ranks.several else Gradients)(managed)
+    gradients = Gradients(managed)
     streamer = _streamer(managed, sharing)
     staging_bytes = 0 if streamer is None else sharing.staging_bytes
     ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)

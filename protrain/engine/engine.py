@@ -52,6 +52,7 @@ from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
+from protrain.engine.streams import span
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.updates import Updates
 from protrain.engine.visits import Visits
@@ -64,6 +65,7 @@ from protrain.engine.weights.parameter import (
     refuse_hooks_on_sums,
     take_gradient,
 )
+from protrain.planning.timeline import GPU
 
 
 class Phase(State):
@@ -256,6 +258,8 @@ class Engine:
         self._visits.enter_backward(unit)
         self.bindings.bind(unit, self._visits.schedule)
         self._current, self._current_frame = unit, weakref.ref(frame)
+        self._span = span(GPU, f"backward {unit.label}")
+        self._span.__enter__()
         self._visits.prefetch_in_backward(unit)
         before = self._unit_before.get(unit.index)
         if before is not None and not self.in_forward:
@@ -329,7 +333,7 @@ class Engine:
 
     def _update_inside(self, chunk: Chunk) -> None:
         self.updated_inside.add(chunk.index)
-        self.gradients.host_gradients.send(chunk)
+        self.gradients.reduction.send(chunk)
         self.updates.update_inside(chunk)
 
     def _leave_unit(self) -> None:
@@ -377,6 +381,7 @@ class Engine:
         unit, self._current = self._current, None
         if unit is not None:
             self.bindings.unbind(unit)
+            self._span.__exit__(None, None, None)
 
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""

@@ -22,11 +22,13 @@ from protrain.common.warned import warn_user
 from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
 from protrain.engine.planned_batch import PlannedBatch
+from protrain.engine.streams import span
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import PresentParameter, manage
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
+from protrain.planning.timeline import GPU
 from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
 
 
@@ -100,7 +102,8 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_compiler()
         _refuse_transforms()
-        return engine.run_unit(unit, original, args, kwargs)
+        with span(GPU, f"forward {unit.label}"):
+            return engine.run_unit(unit, original, args, kwargs)
 
     return run
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from protrain.common import batch as batches
 from protrain.common.errors import MisuseError
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.common.warned import warn_user
 from protrain.engine.states.arena import EngineMemory
 from protrain.planning.plan import Plan

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import format_change, format_ms
+from protrain.common.tables import format_bytes, format_change, format_ms
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.engine import Engine
 

@@ -243,20 +243,6 @@ def _head_of(module: Any) -> Any:
     return None if changed or head._forward_hooks or head._forward_pre_hooks else head
 
 
-class _StandIn:
-    """Takes the place of ``module`` and of modules inside it, and returns ``output`` when one is called."""
-
-    def __init__(self, module: Any, output: Any) -> None:
-        self._module, self._output = module, output
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._output
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        return _StandIn(found, self._output) if isinstance(found, nn.Module) else found
-
-
 class _Output:
     """What the model before the head returns: hidden states first, and nothing else."""
 
@@ -289,9 +275,7 @@ class _Used(TorchFunctionMode):
 
 def _softcap(model: Any, head: nn.Linear, used: _Used) -> float | None:
     """The cap of the model's logits, 0 if it does not change them, or None. See [Note: the same loss]."""
-    names = {id(module): (owner, name) for owner in model.modules() for name, module in owner._modules.items()}
-    base = model.base_model
-    if id(base) not in names or id(head) not in names:
+    if model.base_model is model:
         return None
     plain = torch.linspace(-_LARGE, _LARGE, head.out_features).expand(1, 2, -1)
     given: list[Tensor] = []
@@ -300,18 +284,20 @@ def _softcap(model: Any, head: nn.Linear, used: _Used) -> float | None:
         given.append(logits)
         raise _Stop
 
-    undo = [replace_attributes([(model, "_loss_function", loss)])]
-    for module, output in ((base, _Output(torch.zeros(1, 2, head.in_features))), (head, plain)):
-        owner, name = names[id(module)]
-        undo.append(functools.partial(owner._modules.__setitem__, name, module))
-        owner._modules[name] = _StandIn(module, output)
+    hidden = _Output(torch.zeros(1, 2, head.in_features))
+    undo = replace_attributes(
+        [
+            (model, "_loss_function", loss),
+            *((module, "forward", lambda *_, **__: hidden) for module in model.base_model.modules()),
+            (head, "forward", lambda _: plain),
+        ]
+    )
     labels = torch.zeros(1, 2, dtype=torch.int64)
     try:
         with suppress(Exception), torch.no_grad(), used:  # a model that expects more is not known
             model.forward(input_ids=labels, labels=labels)
     finally:
-        for each in undo:
-            each()
+        undo()
     if not given or given[0].shape != plain.shape:
         return None
     if torch.equal(given[0], plain):

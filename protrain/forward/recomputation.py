@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.errors import MisuseError
-from protrain.common.trees import map_leaves
+from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_of_cache
 from protrain.forward.autocast import autocast_of_now
 from protrain.forward.module_state import BlockModules
 from protrain.forward.rng import RandomState
@@ -57,8 +56,8 @@ class Recomputation:
     def as_given(self, leaf: Any) -> Any:
         """The object that is kept in place of ``leaf``, which is one of the arguments or a part of one."""
         if is_cache(leaf):
-            self._cached += watch(tensors_of(leaf))
-            return copied(leaf)
+            self._cached += watch(tensors_of_cache(leaf))
+            return copied_cache(leaf)
         return leaf
 
     def fresh_input(self, leaf: Any) -> Any:
@@ -67,7 +66,7 @@ class Recomputation:
             # Integers are in no graph, and torch knows the offsets of a nested tensor by their object.
             in_graph = leaf.is_floating_point() or leaf.is_complex()
             return leaf.detach().requires_grad_(leaf.requires_grad) if in_graph else leaf
-        return copied(leaf) if is_cache(leaf) else leaf
+        return copied_cache(leaf) if is_cache(leaf) else leaf
 
     def keep(self, tensor: Tensor) -> Any:
         """What keeps ``tensor``, which a second run saved."""

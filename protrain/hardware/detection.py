@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from protrain.common.quantities import format_bytes, parse_memory
+from protrain.common.tables import format_bytes, parse_memory
 from protrain.distributed.devices import own_device
 from protrain.hardware.cache import cached, device_name
 from protrain.hardware.memory import available_host_bytes, usable_cores

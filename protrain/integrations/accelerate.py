@@ -22,7 +22,6 @@ from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import file_crc32
 from protrain.common.errors import CheckpointError
-from protrain.common.warned import warned_at_user
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.integrations.mixed_precision import first_dtype, mix_precision, refuse_precision
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -55,8 +54,7 @@ def wrap(
         "dtype": torch.bfloat16 if precision == "bf16" else first_dtype(model),
         "accumulation": accelerator.gradient_accumulation_steps,
     }
-    with warned_at_user():
-        wrapped = protrain.wrapping.wrap(model, optimizer, **(found | arguments))
+    wrapped = protrain.wrapping.wrap(model, optimizer, **(found | arguments))
     leave_model(accelerator, model)
     _save_apart(accelerator, *wrapped)
     return wrapped

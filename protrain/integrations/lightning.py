@@ -25,7 +25,6 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.checkpoint.loading import load_checkpoint
-from protrain.common.warned import warned_at_user
 from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
 from protrain.integrations.lightning_common import Processes, dtype_of, has_plan, rest_of
@@ -187,7 +186,7 @@ class ProTrainStrategy(Processes, DDPStrategy):
             trainer.num_sanity_val_steps = 0
         else:
             found["example_batch"] = ("training_step", self._example_batch, 0)
-        with warned_at_user(), self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context():
             _, self._optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
         self._optimizer.when_begun(self._steps.begin)
         self.optimizers = [self._optimizer]
@@ -305,7 +304,7 @@ class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
         if len(optimizers) != 1:
             raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
         found = {"device": self.root_device, "dtype": dtype_of(self.precision.precision)}
-        with warned_at_user(), self.precision.forward_context():
+        with self.precision.forward_context():
             model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
         self._pair = model, optimizer
         return model, [optimizer], *schedulers

@@ -25,7 +25,7 @@ from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
-from protrain.common.warned import warn_user, warned_at_user
+from protrain.common.warned import warn_user
 from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
 from protrain.integrations.accelerate import leave_model
@@ -73,8 +73,7 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be combined, before the model is touched."""
-        with warned_at_user():
-            _check(self.args)
+        _check(self.args)
         super().create_accelerator_and_postprocess(*args, **kwargs)
         for name in ("fsdp", "deepspeed"):
             if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
@@ -109,7 +108,7 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
             finding = smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext()
-            with warned_at_user(), finding:
+            with finding:
                 if precision_of(self.args) == "bf16":
                     mix_precision(self.accelerator, self.model, whole)
                 # To place the state on a device, Accelerate would take the whole of it on every rank.

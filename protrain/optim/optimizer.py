@@ -7,14 +7,16 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from protrain.common.errors import MisuseError
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.clipping import LossScale
@@ -23,15 +25,29 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.awaited import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
-from protrain.optim.parameter_states import ParameterStates
-from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
-from protrain.optim.user_optimizer import refuse_group
 from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.explain.host_rate import host_gparams
 from protrain.planning.plan import Plan
 
 
-class ProTrainOptimizer(ParameterStates):
+class StatesInChunks(defaultdict[Any, Any]):
+    """What ``optimizer.state`` is: not the states, which lie in chunks, but an error for whoever looks for them there.
+
+    An empty dictionary would let a script that resets or reads moments do nothing.
+    """
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise MisuseError(
+            "optimizer.state does not hold the states of parameters, which ProTrain keeps in chunks: read them with "
+            "optimizer.state_dict(), and set them with optimizer.load_state_dict(), where parameters without an entry "
+            "in 'state' begin anew. protrain.save_checkpoint and `protrain convert` write files of them"
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _refuse
+    get = items = keys = values = pop = popitem = clear = update = setdefault = copy = _refuse
+
+
+class ProTrainOptimizer(torch.optim.Optimizer):
     """Adam or AdamW over the chunks of an engine, sharing the param_groups of the user's optimizer.
 
     Hyperparameters are read from ``param_groups`` when ``step`` is called, so every scheduler works.
@@ -69,7 +85,7 @@ class ProTrainOptimizer(ParameterStates):
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
         self._clock = StepClock()
-        self._running = None
+        self._running: Engine | None = None  # None: the model was not called yet
         self._no_sync = False
         self._at_begin: list[Callable[[], None]] = []
         self._awaited: Awaited | None = None  # what is loaded by one of these
@@ -259,7 +275,7 @@ class ProTrainOptimizer(ParameterStates):
         self.groups.check_members()
         self.ranks.meet(what)
         states = self._state_at_begin if self._running is None else self._states_of(self._running, kept=kept)
-        result = pack_state(self.param_groups, self._parameters, states)
+        result = _pack_state(self.param_groups, self._parameters, states)
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale.state()
         return self._through(self._optimizer_state_dict_post_hooks, result)
@@ -293,13 +309,8 @@ class ProTrainOptimizer(ParameterStates):
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
-        missing = [key for key in ("state", "param_groups") if key not in state_dict]
-        if missing:
-            raise ValueError(
-                f"an optimizer state needs {missing[0]!r}: load what state_dict() of an optimizer returned"
-            )
         check_options(state_dict["param_groups"])
-        found = match_state(self.param_groups, self._trained, state_dict)
+        found = _match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self._running is None:
@@ -371,10 +382,79 @@ class ProTrainOptimizer(ParameterStates):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which is possible only before wrapping. Afterwards it raises a MisuseError."""
         if hasattr(self, "groups"):
-            refuse_group(param_group)
+            raise MisuseError(
+                "parameters cannot be added after protrain.wrap: make the optimizer with all groups first"
+            )
         super().add_param_group(param_group)
 
+    # -- states of single parameters, by which checkpoints never hold the whole model a second time --------------------
+
+    def parameter_names(self) -> list[str]:
+        """The names of all managed parameters, in definition order."""
+        return list(self._parameters)
+
+    def export_parameter(self, name: str) -> dict[str, Tensor]:
+        """All state of one parameter as CPU copies, so that a checkpoint never holds the whole model twice.
+
+        A trainable parameter has ``master``, ``exp_avg`` and ``exp_avg_sq`` (fp32, in the parameter's shape) and
+        ``step``. A frozen one has ``weight``. With several ranks all of them must call it.
+        """
+        self._engine.bindings.refuse_inside_full_parameters("export_parameter()")
+        self.ranks.meet("export_parameter()")
+        with self._engine.quiet():
+            return parameter_state.export_parameter(self._by_name[name])
+
+    def export_parts(self, names: Iterable[str]) -> Iterator[tuple[str, parameter_state.Part]]:
+        """What this rank has of all state of the parameters ``names``, in place. Other ranks need not call it.
+
+        Until it is read or copied, the model must not be trained.
+        """
+        self._engine.bindings.refuse_inside_full_parameters("a save of states")
+        with self._engine.quiet():
+            for name in names:
+                yield name, parameter_state.export_part(self._by_name[name])
+
+    def own_elements(self, name: str) -> slice:
+        """The elements of a parameter whose state this rank has, in the order of a contiguous tensor."""
+        return parameter_state.own_elements(self._by_name[name])
+
+    def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
+        """Raise a ValueError if ``import_parts`` could not set ``tensors``.
+
+        Their shapes are enough to check.
+        """
+        parameter = self._parameters.get(name)
+        if parameter is None:
+            raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
+        parameter_state.check_shapes(name, parameter.shape, tensors)
+        if name not in self._trained and not {"weight", "master"} & set(tensors):
+            raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
+
+    def import_parts(self, parts: Iterable[tuple[str, slice, Mapping[str, Tensor]]]) -> None:
+        """Set elements of parameters to tensors, as those of a ``Part``. ``parts`` has the names of the parameters too.
+
+        With several ranks every one of them must be given at least once what it has of each parameter, though that be
+        no elements, so that it learns of the step and drops the weights that it has gathered before.
+        """
+        self._engine.bindings.refuse_inside_full_parameters("a load of states")
+        self._engine.refuse_write("a load of states")
+        with self._engine.quiet():
+            for name, elements, tensors in parts:
+                member = self._by_name[name]
+                parameter_state.import_part(member, elements, tensors)
+                self._engine.weights_changed([member.chunk])
+
     # -- internals -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _engine(self) -> Engine:
+        if self._running is None:
+            raise MisuseError(
+                "there is no plan before the first call of the model, as protrain.wrap was given no example_batch: "
+                "call the model itself, and not a method or part of it, on a training batch before this, or pass "
+                "example_batch to protrain.wrap"
+            )
+        return self._running
 
     @property
     def _loss_scale(self) -> LossScale | None:
@@ -385,3 +465,48 @@ class ProTrainOptimizer(ParameterStates):
             changed = hook(self, state)
             state = state if changed is None else changed
         return state
+
+
+def _pack_state(
+    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Any]:
+    """The state in torch's format. ``states`` has those of ``parameters``, by name."""
+    numbers = {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
+    state = {numbers[id(parameters[name])]: dict(value) for name, value in states.items()}
+    packed = []
+    for group in groups:
+        own = {key: value for key, value in group.items() if key != "params"}
+        packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
+    return {"state": dict(sorted(state.items())), "param_groups": packed}
+
+
+def _match_state(
+    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], state_dict: dict[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """The states in ``state_dict`` of trainable ``parameters``, by name.
+
+    Raises:
+        ValueError: the groups or shapes are those of another model, or the states those of another optimizer.
+    """
+    saved = state_dict["param_groups"]
+    numbers = {number for group in saved for number in group["params"]}
+    unknown = [number for number in state_dict["state"] if number not in numbers]
+    if unknown:
+        raise ValueError(
+            f"the optimizer state has an entry {unknown[0]!r}, which is none of the parameters in its groups: load "
+            "what state_dict() returned, where the keys of 'state' are numbers"
+        )
+    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
+        raise ValueError(
+            f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
+            f"optimizer of {[len(group['params']) for group in groups]}: load a state of the same model"
+        )
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    found: dict[str, Mapping[str, Any]] = {}
+    for group, other in zip(groups, saved, strict=True):
+        for parameter, number in zip(group["params"], other["params"], strict=True):
+            if id(parameter) in names:
+                name = names[id(parameter)]
+                found[name] = state_dict["state"].get(number, {})
+                parameter_state.check_state(name, parameter.shape, found[name])
+    return found

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import WIDTH, aligned, format_ms, per_gpu
+from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes
 from protrain.planning.layout import pack

@@ -7,8 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from protrain.common.errors import PlanError
-from protrain.common.quantities import format_bytes
-from protrain.common.tables import per_gpu
+from protrain.common.tables import format_bytes, per_gpu
 from protrain.planning.memory.model import Activations, MemoryModel
 from protrain.planning.memory.segments import Bytes
 from protrain.planning.plan import Counts, block_modes
@@ -76,7 +75,7 @@ def host_error(
     needed = memory.host_bytes(counts, activations)
     copies = memory.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
     gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
-    gradients += memory.sent_sum_bytes(counts.n_device_sum)
+    gradients += memory.sent_sum_bytes(n_persist, counts.n_device_sum)
     sums = memory.host_sum_bytes(n_persist, counts.n_device_sum)
     states = needed - activations.swapped_bytes - copies - gradients - sums
     parts = {

@@ -12,9 +12,8 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import WIDTH, aligned, format_ms, per_gpu
+from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.infeasible import least_bytes, nothing_fits, some_plan_fits
 from protrain.planning.layout import pack

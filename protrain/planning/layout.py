@@ -36,6 +36,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -45,9 +46,10 @@ from protrain.profiler.model_profile import ModelProfile
 ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every length that a kernel sees
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
 STAGING_BUFFERS = 2
-# Sums in host memory pass through so many buffers, of at most so many elements: 16 MiB, which a link moves at its full
-# rate. While one is on its way down, one is on its way up, and the third waits for neither.
-SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 22
+# Sums in host memory pass through so many buffers, of at most so many elements. While one is on its way down, one is on
+# its way up, and the third waits for neither. Python takes 0.2 ms to issue the additions of one buffer, and a link
+# moves these 32 MiB in 0.6 ms, so that the GPU does not wait for Python.
+SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 23
 TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements of a parameter
 PARTIAL_BYTES = 4  # a partial sum in fp32
 FULL_RATE_ELEMENTS = 8 * 1024**2  # 16 MiB of 16-bit weights, whose transfer reaches the link's full rate
@@ -119,13 +121,18 @@ class Layout(Record):
         """The size of a chunk buffer, and of a buffer for large chunks; 0 if no chunk needs one."""
         return _largest(self, self.chunks[self.first_buffered(n_persist) :])
 
-    def gradient_elements(self, n_persist: int, n_kept: int = 0) -> tuple[int, int]:
+    def summed_on_device(self, n_persist: int, n_device_sum: int) -> frozenset[int]:
+        """``summed_on_device`` of this layout."""
+        return summed_on_device(len(self.chunks), n_persist, n_device_sum)
+
+    def gradient_elements(self, n_persist: int, n_device_sum: int = 0) -> tuple[int, int]:
         """The size of the largest shard of a gradient that is offloaded, among usual chunks and among large chunks.
 
-        The last ``n_kept`` chunks are left out.
+        Chunks whose sums are on the device are left out.
         """
-        away = self.chunks[n_persist : len(self.chunks) - n_kept]
-        usual, large = _largest(self, [chunk for chunk in away if chunk.trainable])
+        kept = self.summed_on_device(n_persist, n_device_sum)
+        away = [chunk for chunk in self.chunks[n_persist:] if chunk.trainable and chunk.index not in kept]
+        usual, large = _largest(self, away)
         return usual // self.world_size, large // self.world_size
 
     def reduction_elements(self) -> tuple[int, int]:
@@ -204,6 +211,22 @@ class Layout(Record):
         """
         own = PARTIAL_BYTES * self.n_tiles + element_bytes * TILE_ELEMENTS * len(self.cut_tiles())
         return own if self.world_size == 1 else 2 * own  # what the rank has itself, and what it has from all
+
+
+@cache
+def summed_on_device(n_chunks: int, n_persist: int, n_device_sum: int) -> frozenset[int]:
+    """The ``n_device_sum`` chunks in host memory whose sums of several backwards are on the device.
+
+    They are spread evenly, and the first chunk in host memory, which backward reaches last, is one of them. A sum in
+    host memory takes longer on the link than its unit takes to compute. So the link catches up while backward computes
+    a unit whose sum is on the device, and has little left to do when backward ends.
+    """
+    n_offloaded = n_chunks - n_persist
+    return frozenset(
+        n_chunks - 1 - at  # in the order of backward
+        for at in range(n_offloaded)
+        if (at + 1) * n_device_sum // n_offloaded > at * n_device_sum // n_offloaded
+    )
 
 
 def _largest(layout: Layout, chunks: Iterable[ChunkRecord]) -> tuple[int, int]:

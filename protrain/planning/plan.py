@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from protrain.common.dtypes import MOMENT_DTYPES
 from protrain.common.records import Record
-from protrain.planning.layout import Layout, pack
+from protrain.planning.layout import Layout, pack, summed_on_device
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord
 
 SWAP_ALIGNMENT_BYTES = 256  # every swapped storage is aligned to this, on the device and in host memory
@@ -53,7 +53,7 @@ class Counts(NamedTuple):
     n_ckpt_swap: int = 0  # blocks among n_ckpt whose inputs are offloaded
     n_speculate: int = 0  # chunks with speculative updates: the first after the persistent ones
     n_weight_only: int = 0  # the first of n_speculate, whose speculative update computes only the weight
-    n_device_sum: int = 0  # chunks in host memory whose sums of several backwards are on the device: the last ones
+    n_device_sum: int = 0  # chunks in host memory whose sums of several backwards are on the device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ class Plan(Record):
 
     def sums_on_device(self, chunk: int) -> bool:
         """Whether ``chunk`` is in host memory, and its gradients of several backwards are summed on the device."""
-        return chunk >= self.n_chunks - self.n_device_sum
+        return chunk in summed_on_device(self.n_chunks, self.n_persist, self.n_device_sum)
 
     @property
     def tokens_per_s(self) -> float:

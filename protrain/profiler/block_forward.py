@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
-from protrain.common.caches import copied, is_cache, tensors_of
 from protrain.common.parameters import is_plain
-from protrain.common.trees import map_leaves, tensors_in
+from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_in, tensors_of_cache
 from protrain.forward.autocast import AutocastOnMeta
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.module_state import BlockModules
@@ -109,8 +108,8 @@ def _measure(
 
     def copy(leaf: Any) -> Any:
         if is_cache(leaf):
-            cached.extend(tensors_of(leaf))
-            return copied(leaf)
+            cached.extend(tensors_of_cache(leaf))
+            return copied_cache(leaf)
         return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
     # The arguments are copied, because a block may write to its inputs in place.

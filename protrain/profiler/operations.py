@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.flop_counter import flop_registry
 
 from protrain.common.trees import tensors_in
-from protrain.forward.attention import for_backward, is_attention
+from protrain.forward.dispatch import for_backward, is_attention
 from protrain.profiler.attention_calls import AttentionCall, attention_call
 from protrain.profiler.storages import memory_in, storage_key
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from protrain.forward.contents import Contents
+from protrain.forward.module_state import Contents
 from protrain.forward.rng import SHARED, RandomState
 
 

@@ -31,8 +31,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
 from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
 from protrain.forward.compilation import CompiledForward, eager_of, replace_attributes
-from protrain.forward.contents import Contents
-from protrain.forward.module_state import BlockModules
+from protrain.forward.module_state import BlockModules, Contents
 from protrain.profiler.block_forward import BlockUse, measure_block, without_own_modes
 from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
 from protrain.profiler.failed_module import module_in

@@ -45,7 +45,7 @@ def profiled_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("protrain.beginning", "bench.planner.measure", "bench.swap.training"):
+        for module in ("protrain.wrapping", "bench.planner.measure", "bench.swap.training"):
             patch.setattr(f"{module}.cached_profile", kept)
         yield
 

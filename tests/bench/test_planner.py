@@ -239,7 +239,7 @@ def test_accumulated_steps_are_predicted_as_wrap_plans_them(monkeypatch: pytest.
     device, case = torch.device("cpu"), replace(SMALLEST, accumulation=3, host_memory="64MiB")
     profile = profiled(case, device)
     alone = replace(profile, accumulation=1)
-    monkeypatch.setattr("protrain.beginning.cached_profile", lambda *_, **__: alone)  # a CPU's are measured anew
+    monkeypatch.setattr("protrain.wrapping.cached_profile", lambda *_, **__: alone)  # a CPU's are measured anew
     training = Training(case, None, device)
     forwards: list[object] = []
     training.model.register_forward_hook(lambda *_: forwards.append(None))

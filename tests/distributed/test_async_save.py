@@ -13,7 +13,7 @@ import torch
 
 import protrain
 from protrain.checkpoint.manifest import list_saves
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from tests.distributed import async_saves
 from tests.distributed.apart import Group
 from tests.distributed.async_saves import (

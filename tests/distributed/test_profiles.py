@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.profiler import cache, step_times, trace
 from tests.distributed.pool import on_ranks
 
@@ -51,7 +51,7 @@ def profile_with_a_slow_rank(rank: int) -> int:
         return step_times.time_steps(*args, **{**options, "sustained_ms": 60000.0})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "cached_profile", cache.cached_profile)
+        patch.setattr(wrapping, "cached_profile", cache.cached_profile)
         patch.setattr(step_times, "durations", seeming)
         patch.setattr(trace, "time_steps", timed)
         model, calls = Centred(together=True), []
@@ -78,7 +78,7 @@ def profile_with_a_full_rank(rank: int) -> tuple[str, float]:
         return trace.profile_together(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(beginning, "cached_profile", cache.cached_profile)
+        patch.setattr(wrapping, "cached_profile", cache.cached_profile)
         patch.setattr(cache, "profile_together", profile)
         torch.manual_seed(0)
         model, optimizer = wrap(Centred(together=False))

@@ -71,7 +71,6 @@ def test_a_call_on_one_rank_alone_is_an_error_within_seconds(tmp_path: Path) -> 
         "the optimizer's state_dict()",
         "the optimizer's load_state_dict()",
         "export_parameter()",
-        "import_parameter()",
         "full_parameters()",
         "save_checkpoint()",
         "load_checkpoint()",

@@ -89,6 +89,11 @@ def batches(count: int) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.slow
+def test_the_first_gradient_of_a_unit_comes_with_the_second_backward_of_a_step() -> None:
+    check(2, Training(make, batches, dtype="bfloat16", reduction="sum", steps=3, accumulate=2), SPECS)
+
+
+@pytest.mark.slow
 def test_units_that_some_ranks_skip() -> None:
     for size, dtype, specs in ((2, "bfloat16", SPECS), (3, "float32", SPECS[1:])):
         check(size, Training(make, batches, dtype=dtype, reduction="sum", steps=4), specs)

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.common.errors import MisuseError
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.distributed.watch import Watch
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
@@ -243,7 +243,7 @@ def little_memory(rank: int, free: int | None) -> tuple[int, list[str]]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if free is not None:
-            patch.setattr(beginning, "available_host_bytes", lambda: free)
+            patch.setattr(wrapping, "available_host_bytes", lambda: free)
         with protrain.empty_parameters():
             model = Model()
         _, optimizer = wrap(model, host_memory="64MiB", device_memory="2MiB")

@@ -89,7 +89,6 @@ def call_alone(rank: int, size: int, spec: Spec, folder: str) -> list[str]:
         lambda training: training.optimizer.state_dict(),
         lambda training: training.optimizer.load_state_dict({}),
         lambda training: training.optimizer.export_parameter(name),
-        lambda training: training.optimizer.import_parameter(name, {"master": state}),
         lambda training: protrain.full_parameters(training.model).__enter__(),
         lambda training: training.save(folder),
         lambda training: training.load(folder),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain import beginning
+from protrain import wrapping
 from tests.engine.profiles import share_profiles
 
 # Read by cuBLAS when its first handle is made.
@@ -41,7 +41,7 @@ def no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran")
 
-    monkeypatch.setattr(beginning, "cached_profile", profile)
+    monkeypatch.setattr(wrapping, "cached_profile", profile)
 
 
 @pytest.fixture

@@ -47,7 +47,6 @@ class LateWorker(HostWorker):
 
     def __init__(self, *, threads: int, schedule: str, choice: random.Random) -> None:
         self.threads = threads
-        self.times = None
         self.schedule = schedule
         self.choice = choice
         self.followers: deque[Callable[[], None]] = deque()
@@ -152,7 +151,7 @@ class Lateness:
             patch.setattr("protrain.engine.build.streams_for", make_streams)
             patch.setattr("protrain.engine.build.HostWorker", make_worker)
             patch.setattr(ProTrainOptimizer, "begin", begun)
-            patch.setattr("protrain.engine.gradients.gradients.flatten", flattened)
+            patch.setattr("protrain.engine.gradients.reduction.flatten", flattened)
             yield self
         faults = [fault for streams in self.streams for fault in streams.faults]
         assert not faults, faults

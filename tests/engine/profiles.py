@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.profiler.cache import fingerprint
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import Together
@@ -47,5 +47,5 @@ def _profile_of_wrap(model: nn.Module, example_batch: Any, **how: Any) -> ModelP
 
 def share_profiles(patch: pytest.MonkeyPatch) -> None:
     """Let wrap find the profile of any model that is alike, as in its cache."""
-    patch.setattr(beginning, "cached_profile", _profile_of_wrap)
+    patch.setattr(wrapping, "cached_profile", _profile_of_wrap)
     patch.setattr("protrain.profiler.cache._user_code", str)  # which no test edits: to read it all takes time

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.cli import plan_trace
 from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.forward.chunked_loss import is_chunked
 from protrain.forward.compilation import CompiledForward
-from protrain.forwards import change_forwards
 from protrain.profiler.trace import profile_together
+from protrain.wrapping import change_forwards
 from tests.engine.harness import Batch, Loop, adamw, assert_same, plain_run, states
 from tests.engine.refusing import refused
 
@@ -29,7 +29,7 @@ def _runs_out(*_: Any, **__: Any) -> None:
 
 @pytest.fixture
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beginning, "cached_profile", _runs_out)
+    monkeypatch.setattr(wrapping, "cached_profile", _runs_out)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_what_is_changed_of_forwards_is_so_after_counting_too(
         found.append((isinstance(block.forward, CompiledForward), is_chunked(model)))
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(beginning, "build_engine", build)
+    monkeypatch.setattr(wrapping, "build_engine", build)
     model = tiny_model("llama")
     options = {"compile": False, "chunked_loss": False, option: True}
     refused(model, adamw(model), tiny_batch(), "far enough", RuntimeError, **options)
@@ -91,7 +91,7 @@ def test_forwards_are_as_before_when_changing_them_is_interrupted(
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("protrain.forwards.compile_blocks", interrupted)
+    monkeypatch.setattr("protrain.wrapping.compile_blocks", interrupted)
     model = tiny_model("llama")
     with pytest.raises(KeyboardInterrupt):
         change_forwards(model, tiny_batch(), compile=True, chunked_loss=True)
@@ -154,7 +154,7 @@ def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
     batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(beginning, "cached_profile", profile_together)
+    monkeypatch.setattr(wrapping, "cached_profile", profile_together)
     with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
         protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
     smaller: Any = (batch[0][:2000],)

@@ -1,8 +1,7 @@
-"""Models whose weights or inputs accelerate moves about: refused where it does, and as any other where it does not."""
+"""Models whose weights accelerate moves about: refused where it does, and as any other where it does not."""
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,6 @@ def partly_on_the_disk(model: nn.Module, folder: Path) -> Any:
     return accelerate.dispatch_model(model, MAP, main_device="cpu", offload_dir=str(folder), force_hooks=True)
 
 
-def offload_until_called(model: nn.Module, _: Path) -> Any:
-    return accelerate.cpu_offload_with_hook(model, execution_device="cpu")[0]
-
-
 def two_hooks(model: nn.Module, _: Path) -> Any:
     hooks.add_hook_to_module(model.get_submodule("leave"), hooks.ModelHook())
     offloading = hooks.AlignDevicesHook(execution_device="cpu", offload=True)
@@ -52,7 +47,7 @@ def refused(model: nn.Module, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("dispatch", [cpu_offload, disk_offload, partly_on_the_disk, offload_until_called, two_hooks])
+@pytest.mark.parametrize("dispatch", [cpu_offload, disk_offload, partly_on_the_disk, two_hooks])
 def test_offloaded_models_are_refused_and_train_when_their_weights_are_back(
     dispatch: Callable[[nn.Module, Path], Any], tmp_path: Path
 ) -> None:
@@ -64,22 +59,6 @@ def test_offloaded_models_are_refused_and_train_when_their_weights_are_back(
     wrapped, optimizer = wrap_under(spec, model, adamw(model), DATA[0], device=DEVICE)
     assert Loop().run(wrapped, optimizer, DATA) == expected
     assert all(torch.equal(value, final[name]) for name, value in states(wrapped, optimizer).items())
-
-
-def test_inputs_that_go_to_another_device_are_refused() -> None:
-    """As with a device_map over several GPUs, whose weights are all there."""
-    model = residual.make()
-    vars(model.get_submodule("blocks.2"))["_hf_hook"] = types.SimpleNamespace(execution_device=1, offload=False)
-    refused(model, r"module 'blocks\.2' has a hook of accelerate .* takes its inputs to cuda:1, and training is on cpu")
-
-
-def test_weights_that_are_cast_in_each_forward_are_refused() -> None:
-    if not hasattr(hooks, "LayerwiseCastingHook"):
-        pytest.skip("of later versions of accelerate")
-    model = residual.make()
-    casting = hooks.LayerwiseCastingHook(torch.bfloat16, torch.float32, False)
-    hooks.add_hook_to_module(model.get_submodule("leave"), casting)
-    refused(model, r"module 'leave' has a hook of accelerate \(LayerwiseCastingHook\) that casts its weights")
 
 
 def test_hooks_that_move_nothing_elsewhere_are_harmless() -> None:

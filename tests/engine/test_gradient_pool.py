@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from threading import Timer
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 
 from protrain.common.errors import PlanError
 from protrain.distributed.ranks import Ranks
-from protrain.engine.gradients.pool import GradientPool, GradientPools
-from protrain.engine.states.arena import whole_pages
+from protrain.engine.gradients.pool import GradientPools
+from protrain.engine.states.arena import Arena, whole_pages
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
@@ -148,11 +149,10 @@ def test_a_buffer_is_handed_on_when_nothing_reads_it_any_more(
 def forbid_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of engines that are yet to be built."""
 
-    def no_more(_: GradientPools) -> Tensor:
+    def no_more(_: GradientPools, persistent: bool) -> Tensor:
         raise AssertionError("there are as many buffers as are needed")
 
-    for name in ("_more_in_host_memory", "_more_on_device"):
-        monkeypatch.setattr(GradientPools, name, no_more)
+    monkeypatch.setattr(GradientPools, "_more", no_more)
 
 
 class Layer(nn.Module):
@@ -220,7 +220,7 @@ def test_a_backward_that_fails_keeps_no_buffer(device: torch.device) -> None:
     layers[1].fails = True
     with pytest.raises(ArithmeticError, match="backward fails"):
         default_loss(model, (torch.ones(4, WIDTH),)).backward()
-    [pool] = optimizer._engine.gradients.pools._pools.values()
+    pool = optimizer._engine.gradients.pools
     assert pool._in_use, "of chunks of which a parameter got no gradient"
     optimizer.zero_grad()
     assert not pool._in_use
@@ -277,11 +277,12 @@ def test_host_memory_is_twelve_bytes_a_parameter_and_the_shared_buffers(device: 
 
 def test_the_first_to_be_free_is_handed_on() -> None:
     """The device may be behind with a chunk while the host is done with those after it."""
-
-    def more() -> Tensor:
-        raise AssertionError("there are enough")
-
-    pool = GradientPool(torch.zeros(2, 128), more=more)
+    managed: Any = SimpleNamespace(
+        plan=SimpleNamespace(n_persist=0, n_device_gradient=0, n_host_gradient=2),
+        layout=SimpleNamespace(region_elements=lambda _: (0, 128)),
+        memory=SimpleNamespace(dtype=torch.float32, arena=Arena(CPU)),
+    )
+    pool = GradientPools(managed)
     first, second, third, fourth = (chunk_of(index) for index in range(4))
     for chunk in (first, second):
         pool.acquire(chunk)
@@ -289,7 +290,6 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert mine is not None
     assert yours is not None
     assert mine.data_ptr() != yours.data_ptr()
-    assert first.host_grad is mine
     first.begin(ChunkState.UPDATING, Job(lambda: None))
     for chunk in (first, second):
         pool.release(chunk)
@@ -297,7 +297,6 @@ def test_the_first_to_be_free_is_handed_on() -> None:
     assert third.grad is not None
     assert third.grad.data_ptr() == yours.data_ptr()
     assert second.grad is None
-    assert second.host_grad is None
     done: list[int] = []
     job = Job(lambda: done.append(1))
     first.begin(ChunkState.UPDATING, job)

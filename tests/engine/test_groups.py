@@ -32,16 +32,11 @@ def append(groups: Groups) -> None:
     groups.append({**groups[0], "params": [nn.Parameter(torch.ones(3))]})
 
 
-def append_empty(groups: Groups) -> None:
-    groups.append({**groups[0], "params": []})
-
-
 EDITS = [
-    (take_out, r"blocks\.0\.first\.weight was taken out of group 0 .*requires_grad_\(False\)"),
-    (move, r"blocks\.0\.first\.weight was moved from group 0 of optimizer\.param_groups to group 1"),
-    (put_in, r"group 1 of optimizer\.param_groups has a parameter of shape \(3,\).*all groups before protrain\.wrap"),
-    (append, r"group 2 of optimizer\.param_groups has a parameter of shape \(3,\)"),
-    (append_empty, r"optimizer\.param_groups has 3 groups, but had 2"),
+    (take_out, r"blocks\.0\.first\.weight is in no group of .*, and was in group 0 .*requires_grad_\(False\)"),
+    (move, r"blocks\.0\.first\.weight is in group 1 of optimizer\.param_groups, and was in group 0 when"),
+    (put_in, r"a parameter of shape \(3,\) is in group 1 .*, and was in no group .*all groups before protrain\.wrap"),
+    (append, r"a parameter of shape \(3,\) is in group 2 of optimizer\.param_groups, and was in no group when"),
 ]
 
 

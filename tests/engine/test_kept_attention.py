@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import protrain.engine.activations.kept_attention as _module
-from protrain.forward.attention import for_backward, is_attention
+from protrain.forward.dispatch import for_backward, is_attention
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

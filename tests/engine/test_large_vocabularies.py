@@ -188,7 +188,7 @@ def test_large_chunks_have_a_buffer_and_staging_of_their_own(
     assert sorted(sizes)[: plan.n_buffer] == sizes[: plan.n_buffer]
     assert all(size <= plan.chunk_elements for size in sizes[: plan.n_buffer])
     assert sizes[plan.n_buffer :] == [WORDS * 64] * expected[0]
-    lanes = engine.gradients.host_gradients
+    lanes = engine.gradients.reduction
     assert lanes._large.shard.numel() == WORDS * 64 * expected[1]
     assert all(lane.shard.numel() <= plan.chunk_elements for lane in lanes._usual)
     assert optimizer.report().host_bytes <= plan.host_bytes

@@ -249,7 +249,7 @@ def test_weights_replace_those_of_a_model_in_memory(tmp_path: Path, wrapped: Cal
 
 @pytest.mark.usefixtures("no_profile")
 def test_a_folder_that_is_missing_is_named(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"weights: there is no folder nothere$"):
+    with pytest.raises(ValueError, match=r"weights: no \.safetensors file in .*nothere$"):
         wrapped(empty(), weights="nothere")
 
 
@@ -400,8 +400,8 @@ def _rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     ("damage", "words"),
     [
         (_remove, r"no \.safetensors file in"),
-        (_truncate, "is no readable safetensors file"),
-        (_garbage, "is no readable safetensors file"),
+        (_truncate, "cannot be read: "),
+        (_garbage, "cannot be read: "),
         (_without_one, r"lacks 1 of \d+ parameters, among them transformer\.h\.2\.ln_1\.bias"),
         (_fp8, r"transformer\.wpe\.weight in model\.safetensors is F8_E4M3: quantized .*; save the model in bfloat16"),
         (_int8, r"transformer\.wpe\.weight in model\.safetensors is I8: quantized weights cannot be trained"),
@@ -428,7 +428,7 @@ def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any])
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     lost = index["weight_map"]["transformer.h.1.mlp.c_fc.weight"]
     (tmp_path / lost).unlink()
-    with pytest.raises(ValueError, match=rf"lacks 1 of the \d+ files that its index names, among them {lost}"):
+    with pytest.raises(ValueError, match=rf"weights: .*{lost} cannot be read: "):
         wrapped(empty(), weights=tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"lacks \d+ of \d+ parameters"):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
 from tests.engine.harness import CKPT, Spec, adamw, wrap_under
@@ -35,7 +35,7 @@ def no_memory_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("memory was taken before the plan was known to fit")
 
     monkeypatch.setattr(Arena, "reserve", take)
-    monkeypatch.setattr(beginning, "build_engine", take)
+    monkeypatch.setattr(wrapping, "build_engine", take)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_a_plan_of_other_parameters_is_refused_before_the_model_runs(
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran, which takes minutes where it is large")
 
-    monkeypatch.setattr(beginning, "cached_profile", profile)
+    monkeypatch.setattr(wrapping, "cached_profile", profile)
     model: Any = tiny_model("llama")
     one_group = torch.optim.AdamW(model.parameters())
     shallow: Any = tiny_model("llama")
@@ -190,16 +190,16 @@ def test_more_host_memory_than_is_free_is_warned_of_before_it_is_taken(
         planned.append(plan)
         raise InterruptedError  # what follows takes the memory
 
-    monkeypatch.setattr(beginning, "build_engine", build)
+    monkeypatch.setattr(wrapping, "build_engine", build)
     with pytest.raises(InterruptedError):
         wrap()
     (plan,) = planned
     free = plan.host_bytes - of_model
     assert free > 0
-    monkeypatch.setattr(beginning, "available_host_bytes", lambda: free)
+    monkeypatch.setattr(wrapping, "available_host_bytes", lambda: free)
     with pytest.raises(InterruptedError):
         wrap()
-    monkeypatch.setattr(beginning, "available_host_bytes", lambda: free - 1)
+    monkeypatch.setattr(wrapping, "available_host_bytes", lambda: free - 1)
     words = (
         f"the plan takes .* of this machine's host memory, and .* pass host_memory='{(plan.host_bytes - 1) >> 20}MiB'"
     )

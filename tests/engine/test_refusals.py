@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain import beginning
+from protrain import wrapping
 from tests.engine.harness import adamw
 from tests.engine.refusing import refused
 
@@ -42,23 +42,15 @@ def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
         ({"dtype": "float16", "step_during_backward": True}, "step_during_backward=True .*float16.*use bfloat16"),
         ({"accumulation": 0}, "accumulation must be 1 or more, the backward\\(\\) calls of a step, not 0"),
         ({"accumulation": "2"}, "accumulation must be 1 or more, .* not '2'"),
-        ({"plan": {"n_persist": 1}}, "plan must be a Plan, or the path of a JSON file of one, not a dict"),
     ],
 )
 def test_wrong_arguments(model: nn.Module, batch: Batch, options: Any, words: str) -> None:
     refused(model, adamw(model), batch, words, ValueError, **options)
 
 
-def test_what_inference_mode_made_or_surrounds_is_refused(model: nn.Module, batch: Batch) -> None:
-    with torch.inference_mode():
-        refused(model, adamw(model), batch, "inside torch.inference_mode.*call it outside", ValueError)
-        made = nn.Linear(4, 4)
-    refused(made, adamw(made), batch, "parameter weight was made in torch.inference_mode.*outside", ValueError)
-
-
 @pytest.mark.parametrize(
     ("option", "words"),
-    [("plan", "cannot read a plan from .*nowhere: No such file"), ("weights", "there is no folder .*nowhere")],
+    [("plan", "cannot read a plan from .*nowhere: No such file"), ("weights", "no .safetensors file in .*nowhere")],
 )
 def test_a_missing_file_is_found_before_the_model_runs(
     option: str, words: str, model: nn.Module, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -66,15 +58,9 @@ def test_a_missing_file_is_found_before_the_model_runs(
     def profile(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran, which takes minutes where it is large")
 
-    monkeypatch.setattr(beginning, "cached_profile", profile)
+    monkeypatch.setattr(wrapping, "cached_profile", profile)
     options = {option: tmp_path / "nowhere"}
     refused(model, adamw(model), batch, words, ValueError, **options)
-
-
-def test_what_is_no_module(model: nn.Module, batch: Batch) -> None:
-    name: Any = "model"
-    with pytest.raises(ValueError, match=r"model must be a torch\.nn\.Module, not str"):
-        protrain.wrap(name, adamw(model), example_batch=batch, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -138,7 +124,7 @@ def test_the_optimizer_of_another_model(model: nn.Module, tiny_model: Callable[.
 def test_nothing_to_train(model: nn.Module, batch: Batch) -> None:
     optimizer = adamw(model)
     model.requires_grad_(False)
-    refused(model, optimizer, batch, "no parameter in the optimizer requires a gradient", ValueError)
+    refused(model, optimizer, batch, "nothing to train", ValueError)
 
 
 class WithOne(nn.Module):
@@ -171,13 +157,16 @@ def _nested() -> Tensor:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)), r"is torch\.complex64.*torch\.view_as_real"),
-        (lambda: nn.Parameter(torch.ones(4).to(torch.float8_e5m2)), r"is torch\.float8_e5m2, too coarse.*in bfloat16"),
+        (
+            lambda: nn.Parameter(torch.ones(4, dtype=torch.complex64)),
+            r"is torch\.complex64, and only.*torch\.view_as_real",
+        ),
+        (lambda: nn.Parameter(torch.ones(4).to(torch.float8_e5m2)), r"is torch\.float8_e5m2, and only bfloat16"),
         (
             lambda: nn.Parameter(torch.ones(4).double()),
-            r"is torch\.float64, and master.*model\.float\(\) before",
+            r"is torch\.float64, and only.*model\.float\(\)",
         ),
-        (lambda: nn.Parameter(torch.ones(4).as_subclass(Own)), "is a Own, whose parts.*an ordinary tensor.*adapters"),
+        (lambda: nn.Parameter(torch.ones(4).as_subclass(Own)), "is a Own, and only.*adapters"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse()), r"is torch\.sparse_coo.*keep a dense one"),
         (lambda: nn.Parameter(torch.eye(4).to_sparse_csr(), requires_grad=False), r"is torch\.sparse_csr.*a dense one"),
         (lambda: nn.Parameter(_nested()), "is a nested tensor.*a dense one"),
@@ -201,14 +190,6 @@ def test_scripted_modules(batch: Batch) -> None:
 
 
 def test_sparse_tensors() -> None:
-    ids = (torch.zeros(2, 2).long(),)
-    model: Any = nn.Sequential(nn.EmbeddingBag(8, 4, sparse=True), nn.Linear(4, 4))
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters())
-    refused(model, optimizer, ids, "'0' makes sparse gradients.*sparse=False", ValueError)
-    model[0].requires_grad_(False)  # makes none
-    model, optimizer = protrain.wrap(model, adamw(model), example_batch=ids, device="cpu", progress=False)
-    optimizer.backward(model(*ids).sum())
-    optimizer.step()
     model = nn.Linear(4, 4)
     model.register_buffer("graph", torch.eye(4).to_sparse())
     optimizer = torch.optim.AdamW(model.parameters())

@@ -27,15 +27,6 @@ class Pair(nn.Module):
         return ((self.first(x) - self.second(x.flip(0))) * self.scale).square().mean()
 
 
-class Agent(Model):
-    """Models of reinforcement learning often have methods alone."""
-
-    forward = nn.Module.forward
-
-    def act(self, x: Tensor) -> Tensor:
-        return super().forward(x)
-
-
 def _pair() -> nn.Module:
     torch.manual_seed(0)
     return Pair()
@@ -58,13 +49,6 @@ def _of_parts(model: nn.Module, batch: Batch) -> Tensor:
 def test_methods_and_parts_of_a_wrapped_module_train_as_in_the_plain_loop(loss: LossOf, device: torch.device) -> None:
     on_device = [(x.to(device),) for (x,) in batches(4)]  # as only forward of the whole module moves its inputs
     check_equal_to_plain(_pair, on_device, device=device, loop=Loop(loss=loss, max_norm=0.5))
-
-
-def test_a_model_without_a_forward_is_told_what_to_write() -> None:
-    agent = Agent(24, 3)
-    for example in (None, batches(1)[0]):
-        with pytest.raises(ValueError, match="Agent has no forward, from which the plan is made: give it one"):
-            protrain.wrap(agent, adamw(agent), example_batch=example, device="cpu", progress=False)
 
 
 def test_a_step_before_the_model_itself_was_called_says_so() -> None:

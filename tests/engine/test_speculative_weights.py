@@ -14,6 +14,7 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.updates.host_updates import Window
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, Spec, adamw, default_loss, wrap_under
+from tests.engine.speculative.trained import names_of_jobs
 
 ALL = Spec("none", "least", (NONE, CKPT), speculate=True, weights=True)
 HALF = Spec("none", "least", (CKPT,), speculate=True, weights=True, stream=True)
@@ -39,13 +40,14 @@ def test_states_follow_their_weight_when_nothing_else_waits(
     late = [chunk.index for chunk in optimizer._engine.chunks if chunk.index >= n_speculate]
     assert n_speculate
     assert late
+    done = names_of_jobs(worker, monkeypatch)
     for batch in data:
-        worker.times = []
+        done.clear()
         default_loss(wrapped, batch).backward()
         optimizer.step()
         optimizer._engine.updates.wait()
         optimizer.zero_grad()
-        names = [name for name, _, _ in worker.times if name.startswith(("update", "deferred"))]
+        names = [name for name in done if name.startswith(("update", "deferred"))]
         assert names == [
             *(f"update {index}" for index in [*range(n_speculate), *late]),
             *(f"deferred update {index}" for index in reversed(range(n_speculate))),

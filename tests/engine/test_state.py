@@ -89,7 +89,8 @@ def test_parameters_are_exported_and_imported_one_by_one(dtype: torch.dtype, mak
         assert float(tensors["step"]) == 5 - optimizer.skipped_steps
     other, other_optimizer = make(SECOND, dtype, seed=9)
     for name in reversed(list(saved)):
-        other_optimizer.import_parameter(name, saved[name])
+        whole = slice(0, other.get_parameter(name).numel())
+        other_optimizer.import_parts([(name, whole, saved[name])])
     other_optimizer.load_scalar_state(scalars)
     assert LOOP.run(other, other_optimizer, batches[5:]) == expected
     assert_same(states(other, other_optimizer), states(model, optimizer))
@@ -176,9 +177,9 @@ def test_states_are_on_the_cpu_under_any_default_device(make: Make, batches: lis
 def test_imports_of_another_model_are_errors(make: Make) -> None:
     model, optimizer = make()
     with pytest.raises(ValueError, match="no parameter 'nowhere'"):
-        optimizer.import_parameter("nowhere", {})
+        optimizer.check_parameter("nowhere", {})
     with pytest.raises(ValueError, match=r"master of transformer.wpe.weight has shape \(2, 2\)"):
-        optimizer.import_parameter("transformer.wpe.weight", {"master": torch.zeros(2, 2)})
+        optimizer.check_parameter("transformer.wpe.weight", {"master": torch.zeros(2, 2)})
     state = optimizer.state_dict()
     state["param_groups"][0]["params"] = state["param_groups"][0]["params"][1:]
     with pytest.raises(ValueError, match="load a state of the same model"):
@@ -350,12 +351,11 @@ WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (of_sgd, "the state of enter.weight lacks 'step' and has 'momentum_buffer': load a state of Adam"),
     (without("exp_avg_sq"), "the state of blocks.1.first.weight lacks 'exp_avg_sq' and has 'step', 'exp_avg'"),
     (as_names, "has an entry '0', which is none of the parameters in its groups"),
-    (lambda state: state.pop("state"), "an optimizer state needs 'state'"),
-    (with_value("exp_avg", lambda value: value.to("meta")), "exp_avg of blocks.1.first.weight is a meta tensor"),
-    (with_value("exp_avg", lambda value: value.to_sparse()), "exp_avg of blocks.1.first.weight is a sparse or nested"),
+    (with_value("exp_avg", lambda value: value.to("meta")), r"exp_avg of .*first.weight is a Tensor \(.*meta\)"),
+    (with_value("exp_avg", lambda value: value.to_sparse()), r"exp_avg of .*first.weight is a Tensor \(.*sparse"),
     (
         with_value("exp_avg_sq", lambda value: value.tolist()),
-        "exp_avg_sq of blocks.1.first.weight is a list and no tensor",
+        "exp_avg_sq of blocks.1.first.weight is a list: give a whole dense tensor",
     ),
     (
         with_value("step", lambda value: value + 0.5),

@@ -251,13 +251,13 @@ def test_edits_without_values_are_refused_and_none_is_kept(make: Make) -> None:
     model, optimizer = make(SPECS[1], torch.bfloat16)
     weight, before = model.transformer.wpe.weight, states(model, optimizer)
     for data, kind in (
-        (torch.empty_like(weight, device="meta"), "a meta"),
-        (torch.ones(weight.shape).to_sparse(), "a sp"),
+        (torch.empty_like(weight, device="meta"), "meta"),
+        (torch.ones(weight.shape).to_sparse(), "sparse"),
     ):
-        with pytest.raises(ValueError, match=rf"transformer\.wpe\.weight is {kind}.*: give a whole dense tensor"):
+        with pytest.raises(ValueError, match=rf"transformer\.wpe\.weight is a .*{kind}.*: give a whole dense tensor"):
             give(model, weight, data)
         assert_same(states(model, optimizer), before)
-        with pytest.raises(RuntimeError, match=f"transformer.wpe.weight is {kind}"):
+        with pytest.raises(RuntimeError, match=f"transformer.wpe.weight is a .*{kind}"):
             model.load_state_dict({"transformer.wpe.weight": data}, strict=False)
         assert_same(states(model, optimizer), before)
 

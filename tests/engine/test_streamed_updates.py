@@ -347,4 +347,3 @@ def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: P
     for row, streamed in (("host optimizer", False), ("streamed updates", True)):
         names = Counter(event["name"] for event in rows.get(("ProTrain, measured", row), []))
         assert names == Counter({f"update {chunk.index}": 2 for chunk in chunks if streamed})
-    assert all(worker.times is None for worker in optimizer._engine.updates.workers)

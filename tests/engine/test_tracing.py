@@ -23,8 +23,9 @@ _BOTH = ("ProTrain, measured", "ProTrain, predicted")
 def read(path: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Spans by process and row."""
     events = json.loads(path.read_text())["traceEvents"]
-    named = [event for event in events if event["ph"] == "M" and event.get("pid") in (1, 2)]
+    named = [event for event in events if event["ph"] == "M"]
     processes = {event["pid"]: event["args"]["name"] for event in named if event["name"] == "process_name"}
+    processes = {pid: name for pid, name in processes.items() if name in _BOTH}
     rows = {(event["pid"], event["tid"]): event["args"]["name"] for event in named if event["name"] == "thread_name"}
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for event in events:
@@ -53,26 +54,22 @@ def test_a_trace_has_every_unit_copy_and_update(
         losses.append(values)
     assert losses[0] == losses[1], "tracing changes nothing"
     engine = optimizer._engine
-    assert not {"run_unit", "enter_backward", "_leave_unit", "begin_forward"} & set(vars(engine))
-    assert "_copy" not in vars(engine.streams)
-    assert engine.updates.worker.times is None
-
     rows = read(tmp_path / "new" / "trace.json")
     spans = Counter(event["name"] for event in rows["ProTrain, measured", "GPU"])
+    kept, away = ([chunk.index for chunk in engine.chunks if chunk.persistent is which] for which in (True, False))
     used = [engine.units[unit].label for unit in engine.profile.calls]
-    assert spans == Counter({f"{phase} {label}": 2 for label in used for phase in ("forward", "backward")})
+    names = [*(f"{phase} {label}" for label in used for phase in ("forward", "backward"))]
+    assert spans == Counter(2 * [*names, *(f"update {chunk}" for chunk in kept)])
     assert all(event["dur"] > 0 for event in rows["ProTrain, measured", "GPU"])
-    away = [chunk.index for chunk in engine.chunks if not chunk.persistent]
     updates = Counter(event["name"] for event in rows["ProTrain, measured", "host optimizer"])
     assert updates == Counter({f"update {chunk}": 2 for chunk in away})
     assert rows["ProTrain, predicted", "GPU"]
     assert rows["ProTrain, predicted", "host optimizer"]
-    if device.type == "cuda":
-        down = Counter(event["name"] for event in rows["ProTrain, measured", "device to host"])
-        assert all(down[f"gradients {chunk}"] >= 2 for chunk in away)
-        assert set(down) == {"activations", *(f"gradients {chunk}" for chunk in away)}
-        up = {event["name"] for event in rows["ProTrain, measured", "host to device"]}
-        assert {f"weights {chunk}" for chunk in away} <= up
+    down = Counter(event["name"] for event in rows["ProTrain, measured", "device to host"])
+    assert all(down[f"gradients {chunk}"] >= 2 for chunk in away)
+    assert set(down) == {"activations", *(f"gradients {chunk}" for chunk in away)}
+    up = {event["name"] for event in rows["ProTrain, measured", "host to device"]}
+    assert {f"weights {chunk}" for chunk in away} <= up
 
 
 def test_a_trace_without_kernels_has_the_rest(
@@ -85,7 +82,7 @@ def test_a_trace_without_kernels_has_the_rest(
     with protrain.trace(optimizer, tmp_path / "trace.json", kernels=False):
         LOOP.run(wrapped, optimizer, batches)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {1, 2}, "measured and predicted"
+    assert len({event["pid"] for event in events}) == 2, "measured and predicted"
     rows = read(tmp_path / "trace.json")
     assert len(rows["ProTrain, measured", "GPU"]) == 4 * len(optimizer._engine.profile.calls)
     measured, predicted = (min(event["ts"] for event in rows[who, "GPU"]) for who in _BOTH)
@@ -106,8 +103,6 @@ def test_an_error_inside_leaves_the_engine_as_it_was(
 
     with pytest.raises(ArithmeticError):
         fail()
-    assert "run_unit" not in vars(optimizer._engine)
-    assert optimizer._engine.updates.worker.times is None
     assert len(LOOP.run(wrapped, optimizer, [tiny_batch()])) == 2
 
 
@@ -127,7 +122,7 @@ def test_what_cannot_be_traced_is_said_before_any_step(
             pytest.fail("a step may begin")
     with protrain.trace(optimizer, tmp_path / "trace.json", kernels=False):
         other = protrain.trace(optimizer, tmp_path / "other.json")
-        with pytest.raises(protrain.MisuseError, match="leave the other one first"), other:
+        with pytest.raises(protrain.MisuseError, match="leave that one first"), other:
             pytest.fail("a step may begin")
         LOOP.run(wrapped, optimizer, [tiny_batch()])
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]

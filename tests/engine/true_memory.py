@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -142,13 +143,13 @@ def resident(engine: Engine) -> list[Tensor]:
     persistent = [chunk for chunk in engine.chunks if chunk.persistent]
     tensors = [state for chunk in persistent for state in (chunk.weight, chunk.exp_avg) if state is not None]
     tensors += [chunk.accumulator for chunk in engine.chunks if chunk.accumulator is not None]
-    lanes = engine.gradients.host_gradients
+    lanes = engine.gradients.reduction
     tensors += [part for lane in (*lanes._usual, lanes._large) for part in (lane.sent, lane.shard)]
     tensors += [buffer.memory for buffer in lanes._sums]
     tensors += [buffer.memory for buffer in engine.buffers.buffers]
-    tensors += [tensor for tensor in vars(engine.gradients.host_gradients).values() if isinstance(tensor, Tensor)]
-    for pool in engine.gradients.pools._pools.values():
-        tensors += [*pool._free, *pool._in_use.values(), *pool._released.values()]
+    tensors += [tensor for tensor in vars(engine.gradients.reduction).values() if isinstance(tensor, Tensor)]
+    pools = engine.gradients.pools
+    tensors += [*chain.from_iterable(pools._free.values()), *pools._in_use.values(), *pools._released.values()]
     tensors += engine.model.buffers()
     found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors if tensor.numel()}
     arena = {segment.memory.untyped_storage().data_ptr() for segment in engine.memory.arena._segments}

@@ -100,6 +100,7 @@ OTHERS: dict[str, tuple[Stop, dict[str, Any], str, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of what is raised in a finalizer
 @pytest.mark.parametrize("when", OTHERS)
 def test_other_moments(when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stop, arguments, checkpoint, done = OTHERS[when]

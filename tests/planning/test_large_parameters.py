@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 from protrain.planning import search
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, check_search, random_machine, random_profile

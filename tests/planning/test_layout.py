@@ -7,7 +7,7 @@ import random
 import pytest
 
 from protrain.planning import Layout, choose_chunk_elements, pack
-from protrain.planning.layout import FULL_RATE_ELEMENTS, align, most_held
+from protrain.planning.layout import FULL_RATE_ELEMENTS, align, most_held, summed_on_device
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 from tests.planning.counts import wasted_elements
 
@@ -226,3 +226,18 @@ def test_packing_is_deterministic_and_survives_json() -> None:
     layout = pack(profile, 2048)
     assert pack(profile, 2048) == layout
     assert Layout.from_json(layout.to_json()) == layout
+
+
+def test_sums_on_the_device_are_spread_evenly_and_end_with_backward() -> None:
+    assert summed_on_device(10, 1, 4) == {1, 3, 5, 7}  # backward begins with chunk 9, and its sum in host memory
+    assert summed_on_device(9, 0, 1) == {0}
+    for n_chunks in range(1, 12):
+        for n_persist in range(n_chunks + 1):
+            offloaded = range(n_persist, n_chunks)
+            for n_device_sum in range(len(offloaded) + 1):
+                found = summed_on_device(n_chunks, n_persist, n_device_sum)
+                assert len(found) == n_device_sum
+                assert found <= set(offloaded)
+                assert n_persist in found or not n_device_sum
+                between = "".join("d" if chunk in found else "h" for chunk in offloaded).split("d")[1:-1]
+                assert not between or max(map(len, between)) - min(map(len, between)) <= 1

@@ -17,6 +17,7 @@ import protrain
 from protrain.common import batch as batches
 from protrain.hardware.detection import detect
 from protrain.planning import BlockMode, MemoryModel, block_modes, pack
+from protrain.planning.layout import summed_on_device
 from protrain.planning.memory.model import state_bytes
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.model_profile import ModelProfile
@@ -165,7 +166,9 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
         # A sum of 4 bytes takes the place of the gradient of fp32. It passes through three buffers.
         for n_sum in range(n_chunks - n_persist + 1):
             counts = placed(n_persist, 1)._replace(n_device_sum=n_sum)
-            in_host, summed = layout.chunks[n_persist : n_chunks - n_sum], layout.chunks[n_chunks - n_sum :]
+            of_sum = summed_on_device(n_chunks, n_persist, n_sum)
+            in_host = [chunk for chunk in layout.chunks[n_persist:] if chunk.index not in of_sum]
+            summed = [layout.chunks[chunk] for chunk in of_sum]
             assert several.host_bytes(counts, activations) == memory.host_bytes(placed(n_persist, 1), activations)
             assert several.host_sum_bytes(n_persist, n_sum) == 4 * sum(chunk.elements for chunk in in_host)
             more = several.static_bytes(n_persist, 1, n_sum) - memory.static_bytes(n_persist, 1)

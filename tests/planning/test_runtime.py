@@ -373,6 +373,14 @@ def test_a_step_of_several_batches_updates_once() -> None:
     assert on_device < step_ms(three, (NONE,) * 4, 1, 2, **slow)
 
 
+def test_a_forward_begins_when_the_sums_of_the_backward_before_are_in_host_memory() -> None:
+    """Scripts look at a number on the device then, whose copy the copy engine takes after those of the sums."""
+    slow: dict[str, Any] = {"h2d_gbps": MACHINE.h2d_gbps / 20, "d2h_gbps": MACHINE.d2h_gbps / 20}
+    shorter, longer = (replace(make_profile(forward_ms, 6.0), accumulation=3) for forward_ms in (3.0, 5.0))
+    more_ms = step_ms(longer, (NONE,) * 4, 0, 4, **slow) - step_ms(shorter, (NONE,) * 4, 0, 4, **slow)
+    assert more_ms >= 2 * 4 * 2.0  # two forwards of four units, though the link alone decides how long backward takes
+
+
 def test_the_papers_formula() -> None:
     profile = make_profile(3.0, 6.0)
     layout = pack(profile, N)

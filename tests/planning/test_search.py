@@ -14,7 +14,7 @@ import pytest
 
 import protrain
 from protrain.common.errors import PlanError
-from protrain.common.quantities import parse_memory
+from protrain.common.tables import parse_memory
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import (
     BlockMode,

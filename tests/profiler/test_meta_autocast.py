@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import protrain
-from protrain.forwards import change_forwards
 from protrain.profiler.meta_device import as_if_on_gpu
+from protrain.wrapping import change_forwards
 
 WIDTH, ROWS = 32, 64
 CPU_AUTOCAST = ("cpu", torch.bfloat16)  # the rules on a CPU are others, and those of a GPU are applied

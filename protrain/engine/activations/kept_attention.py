@@ -22,8 +22,7 @@ from torch import Tensor
 
 from protrain.common.trees import tensors_in
 from protrain.engine.weights.views import storage_address
-from protrain.forward.attention import for_backward, is_attention
-from protrain.forward.dispatch import RuntimeMode, detached
+from protrain.forward.dispatch import RuntimeMode, detached, for_backward, is_attention
 from protrain.forward.rng import RandomState
 
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from protrain.common.errors import BudgetError
 from protrain.common.parameters import made_of
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.engine.weights.views import storage_address
 
 

@@ -22,17 +22,18 @@ from typing_extensions import override
 
 from protrain.common.errors import BudgetError
 from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.common.trees import Leaf, map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
-from protrain.engine.streams import Mark, Streams
+from protrain.engine.streams import Mark, Streams, span
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, watch, written_over
 from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
+from protrain.planning.timeline import DOWN, UP
 
 
 def _swapped_bytes(size_bytes: int) -> int:
@@ -166,7 +167,8 @@ class Offload:
             assert storage.device is not None
             storage.host = slot[start : start + storage.size_bytes]
             start += _swapped_bytes(storage.size_bytes)
-            streams.offload(storage.host, storage.device, after=computed, done=self._offload_done)
+            with span(DOWN, "activations"):
+                streams.offload(storage.host, storage.device, after=computed, done=self._offload_done)
         self._engine.swaps.started(self)
 
     def free_device_memory(self) -> None:
@@ -208,7 +210,8 @@ class Offload:
         for storage in missing:
             assert storage.device is not None
             assert storage.host is not None
-            streams.upload(storage.device, storage.host, after=allocated, done=self._fetch_done)
+            with span(UP, "activations"):
+                streams.upload(storage.device, storage.host, after=allocated, done=self._fetch_done)
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""

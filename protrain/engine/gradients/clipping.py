@@ -26,15 +26,15 @@ _SMALLEST, _LARGEST = 2.0**-24, 2.0**24
 _GROWTH_INTERVAL = 2000  # finite steps before the scale doubles, as in torch.amp.GradScaler
 
 
+@dataclass
 class LossScale:
     """A loss scale that is always a power of two, so that scaling and unscaling are exact."""
 
-    def __init__(self) -> None:
-        self.scale = _INITIAL  # the scale of the next backward
-        self.used = _INITIAL  # the scale of the last backward, whose gradients step() applies
-        self.is_used = False  # whether the running backward uses it
-        self.finite_steps = 0
-        self.skipped = 0
+    scale: float = _INITIAL  # of the next backward
+    used: float = _INITIAL  # of the last backward, whose gradients step() applies
+    is_used: bool = False  # whether the running backward uses it
+    finite_steps: int = 0
+    skipped: int = 0
 
     @contextmanager
     def for_backward(self) -> Iterator[float]:
@@ -71,8 +71,7 @@ class LossScale:
     def load(self, state: dict[str, Any]) -> None:
         """Set what ``state`` returned."""
         self.scale = float(state["scale"])
-        self.finite_steps = int(state["finite_steps"])
-        self.skipped = int(state["skipped"])
+        self.finite_steps, self.skipped = int(state["finite_steps"]), int(state["skipped"])
 
 
 @dataclass
@@ -156,6 +155,7 @@ class Clipping:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
         if not self._norms:
             # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
+            self._gradients.reduction.settle()
             indices, squares = self._gradients.squares.by_parameter()
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
@@ -183,6 +183,7 @@ class Clipping:
 
     def _total_squares(self) -> Tensor:
         if self._sum_of_squares is None:
+            self._gradients.reduction.settle()
             self._sum_of_squares = self._gradients.squares.total()
         return self._sum_of_squares
 

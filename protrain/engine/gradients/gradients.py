@@ -1,26 +1,38 @@
-"""Gradients: from autograd into chunks, to host memory, summed over several backwards, and their norm.
+"""The gradients of one step: who has one, when they go into chunks, and what all ranks must know of them.
 
-A hook takes each gradient as soon as autograd has finished it. When backward leaves a unit, the gradients of the unit
-are flattened into their chunks: into a gradient or a sum on the device, or into a lane and from there to host memory
-(``protrain.engine.gradients.host_gradients``). The same pass over the data yields the sums of squares of each tile of a
-parameter. Their order depends on nothing but the parameter, so the norm has the same bits under every plan.
+A hook takes each gradient as soon as autograd has finished it. When backward leaves a unit, the gradients that are
+complete go into their chunks (``protrain.engine.gradients.reduction``). The same pass over the data yields the sums of
+squares of each tile of a parameter. Their order depends on nothing but the parameter, so the norm has the same bits
+under every plan.
+
+[Note: order of reductions] With one rank a gradient is complete when it has arrived. Several ranks reduce gradients
+together, and must issue the same collectives in the same order. So which ones are reduced after which visit follows
+from the order of calls in the profile alone, and a rank that skips a unit sends nothing in its place but takes part. A
+parameter is reduced after the last visit, in the order of backward, of all units that use it.
+
+At the end of every backward the ranks tell each other which parameters have a gradient, and exchange the partial sums
+of the norm. So clipping and updates are local afterwards. A backward that brings no gradients of parameters, as that of
+torch.autograd.grad, must leave those that are there, and a reduction would replace them. So no rank reduces anything in
+it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.host_gradients import HostGradients
 from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPools
+from protrain.engine.gradients.reduction import Reduction
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel
-from protrain.engine.weights.parameter import take_gradient
-from protrain_kernels import AdamScalars, Slice, flatten
+from protrain.engine.weights.parameter import receives_gradient, take_gradient
+from protrain_kernels import AdamScalars
 
 
 class Settings(NamedTuple):
@@ -41,8 +53,9 @@ class Gradients:
     def __init__(self, managed: ManagedModel) -> None:
         memory, members = managed.memory, managed.members
         self.members = members
-        self.device, self.dtype = memory.device, memory.dtype
-        self.pending: dict[Chunk, list[tuple[Member, Tensor]]] = {}
+        self.device = memory.device
+        self._ranks, self._streams = memory.ranks, memory.streams
+        self.pending: dict[int, Tensor] = {}  # gradients that wait for the visit that completes them, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
         self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
@@ -50,16 +63,18 @@ class Gradients:
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
         self.pools = GradientPools(managed)
-        self.host_gradients = HostGradients(managed, self.squares.partials)
-        self._streams, self._poison = memory.streams, memory.poison
+        self.reduction = Reduction(managed, self.squares)
+        # Several ranks know which parameters each visit completes: [Note: order of reductions].
+        self._complete = _completed(managed) if memory.ranks.several else {}
+        self._last_visit = {member.chunk: visit for visit, found in self._complete.items() for member in found}
         self._accumulation = managed.plan.accumulation
         self.backwards = 0  # of the step, that bring gradients, without those that have failed
         self._counts = False  # whether the current backward is among them
+        self._brings = True  # whether the backward that runs, or has failed, still brings gradients
 
     def is_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
-        stored = self.present[index] and index not in self.forgotten
-        return stored or any(member.index == index for items in self.pending.values() for member, _ in items)
+        return index in self.pending or (self.present[index] and index not in self.forgotten)
 
     def indices(self) -> set[int]:
         """The indices of the parameters that have a gradient."""
@@ -69,37 +84,52 @@ class Gradients:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
         self._counts = False
+        if self._ranks.several:
+            self._brings = any(receives_gradient(member.parameter) for member in self.members if member.group >= 0)
+            if not self._brings:
+                self._ranks.note("a backward without gradients of parameters")
 
     def collect(self, member: Member, gradient: Tensor | None) -> None:
         """Keep the gradient of ``member`` that autograd has just finished, until ``flush``."""
         if gradient is not None and member.group >= 0:
-            self.pending.setdefault(member.chunk, []).append((member, gradient.detach()))  # of create_graph=True
+            known, gradient = self.pending.get(member.index), gradient.detach()  # it is one of create_graph=True
+            self.pending[member.index] = gradient if known is None else known + gradient
 
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""
         self.pending.clear()
+        self._brings = not self._ranks.several  # the visits that are left of it bring none, and update nothing
         self.backwards, self._counts = self.backwards - self._counts, False
         for member in self.members:  # after a hook that raised some gradients were not collected
             take_gradient(member.parameter)
 
     def flush(self, visit: int) -> list[Chunk]:
-        """Move the gradients that were collected into chunks, as backward leaves ``visit``. Returns these chunks."""
-        pending, self.pending = self.pending, {}
-        touched = sorted(pending, key=lambda chunk: chunk.index)
-        for chunk in touched:
-            items = sorted(pending[chunk], key=lambda item: item[0].offset)
-            again = [item for item in items if self.present[item[0].index]]
-            first = [item for item in items if not self.present[item[0].index]]
+        """Bring what is complete after ``visit`` into chunks, with all ranks, as backward leaves it.
+
+        Returns:
+            The chunks to which no other visit brings a gradient, as far as that is known.
+        """
+        if not self._brings:
+            return []
+        present, pending = self.present, self.pending
+        members = self._complete.get(visit, []) if self._ranks.several else [self.members[index] for index in pending]
+        members = sorted(members, key=lambda member: (member.chunk.index, present[member.index], member.offset))
+        for (chunk, again), group in groupby(members, key=lambda member: (member.chunk, present[member.index])):
+            stored = list(group)
+            arrived = [member.index for member in stored if member.index in pending]
             if again and chunk.accumulator is None:
-                raise _one_more(f"a second gradient of {again[0][0].name}", 2)
-            self._store(chunk, first, accumulate=False)
-            self._store(chunk, again, accumulate=True)
-            for member, _ in items:
-                self.present[member.index] = True
-                self.delivered.add(member.index)
-            if self.is_last and self.has_all(chunk):
-                self.host_gradients.send(chunk)
-        return touched
+                raise _one_more(f"a second gradient of {stored[0].name}", 2)
+            self.pools.acquire(chunk)
+            self.reduction.store(chunk, stored, pending, again=again)
+            for index in arrived:
+                present[index] = True
+            self.delivered.update(arrived)
+        found = dict.fromkeys(member.chunk for member in members)
+        complete = [chunk for chunk in found if self._last_visit.get(chunk, visit) == visit]
+        if self.is_last:
+            for chunk in filter(self.has_all, complete):
+                self.reduction.send(chunk)
+        return complete
 
     @property
     def is_last(self) -> bool:
@@ -123,12 +153,18 @@ class Gradients:
         return all(index in self.delivered for index in chunk.parameters)
 
     def agree(self, chunk: Chunk) -> bool:
-        """Make known to all ranks which parameters of ``chunk`` have a gradient on any of them.
+        """Whether this backward has brought a gradient to every parameter of ``chunk``, on any rank.
 
-        Returns whether the chunk may be updated inside this backward: one rank must have all of its gradients. Several
-        ranks know that no visit brings more, so the parameters that have a gradient must have got one in this backward.
+        All ranks know then that each of them has one. The others may yet get theirs.
         """
-        return self.has_all(chunk)
+        of_ranks = self._ranks.all_values(
+            [index in self.delivered for index in chunk.parameters], f"whether chunk {chunk.index} has gradients"
+        )
+        has_all = all(map(any, zip(*of_ranks, strict=True)))
+        if has_all:
+            for index in chunk.parameters:
+                self.present[index] = True
+        return has_all
 
     def combine(self, settings: Callable[[], Settings]) -> None:
         """All gradients of a backward are in chunks. Several ranks make known to each other who has one, and the norm.
@@ -139,7 +175,18 @@ class Gradients:
         Raises:
             MisuseError: it is not the same, or a gradient came too late to be reduced.
         """
-        self._streams.compute.wait_for(self.host_gradients.added)
+        if self._ranks.several:
+            requests, late = self._ranks.requests, self.members[min(self.pending)].name if self.pending else ""
+            value = (settings(), late, bytes(self.present), requests.received)
+            every = self._ranks.all_in_step(value, "the end of a backward")
+            _refuse_late([late for _, late, *_ in every])
+            _refuse_other_settings([of_rank for of_rank, *_ in every])
+            requests.of_all = max(received for *_, received in every)
+            self.present = [any(flags) for flags in zip(*(present for *_, present, _ in every), strict=True)]
+            if self._brings:
+                self.reduction.combine_squares()
+        if self.is_last:
+            self.reduction.settle()
 
     def forget(self, index: int) -> bool:
         """The user has set ``.grad`` of parameter ``index`` to None. Returns whether this was the last gradient."""
@@ -189,55 +236,12 @@ class Gradients:
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
         self.pools.release_all()
-        self.host_gradients.reset()
+        self.reduction.reset()
         self.backwards, self._counts = 0, False
         self.pending.clear()
         self.present = [False] * len(self.members)
         self.forgotten.clear()
         self.squares.reset()
-
-    def _store(self, chunk: Chunk, items: list[tuple[Member, Tensor]], *, accumulate: bool) -> None:
-        if not items:
-            return
-        members, lanes = [member for member, _ in items], self.host_gradients
-        gradients = [gradient.contiguous() for _, gradient in items]
-        offsets = [member.offset for member in members]
-        where = offsets, self.squares.partials, [self.squares.offsets[member.index] for member in members]
-        on_device = chunk.accumulator is not None and not chunk.accumulator_on_host
-        self.pools.acquire(chunk)
-        if on_device or chunk.persistent:
-            target = chunk.accumulator if on_device else chunk.grad
-            assert target is not None
-            flatten(gradients, target, *where, accumulate=accumulate, weight_dtype=self.dtype)
-            if not chunk.persistent:
-                lanes.note(chunk, [slice(run[0].offset, run[-1].stop) for run in runs(members)])
-            return
-        lane = lanes.lane(chunk)
-        self._streams.compute.wait_for(lane.shard_free)
-        if self._poison:
-            lane.shard.fill_(float("nan"))
-        if chunk.accumulator is None:
-            flatten(gradients, lane.shard, *where)
-            lanes.offload(chunk, lane, [slice(run[0].offset, run[-1].stop) for run in runs(members)])
-            return
-        flatten(gradients, lane.shard, offsets)
-        for run in runs(members):
-            own = slice(run[0].offset, run[-1].stop)
-            part = lane.shard[own]
-            lanes.add(chunk, lane, own, part[None], self._slices(run), target=part, again=accumulate)
-
-    def _slices(self, run: Sequence[Member]) -> tuple[Slice, ...]:
-        """The whole parameters of ``run``, whose range begins with the first of them."""
-        return tuple(
-            Slice(
-                offset=member.offset - run[0].offset,
-                numel=member.numel,
-                first=0,
-                parameter_numel=member.numel,
-                partial_offset=self.squares.offsets[member.index],
-            )
-            for member in run
-        )
 
 
 def _one_more(what: str, needed: int) -> MisuseError:
@@ -250,12 +254,53 @@ def _one_more(what: str, needed: int) -> MisuseError:
     )
 
 
-def runs(members: Sequence[Member]) -> list[list[Member]]:
-    """``members``, sorted by chunk and offset, in runs of neighbours."""
-    found: list[list[Member]] = []
-    for member in members:
-        if found and found[-1][-1].chunk is member.chunk and found[-1][-1].stop == member.offset:
-            found[-1].append(member)
-        else:
-            found.append([member])
-    return found
+def _completed(managed: ManagedModel) -> dict[int, list[Member]]:
+    """By visit of the schedule, the trainable parameters that no later visit uses."""
+    calls = managed.profile.calls
+    visits = [*calls, *reversed(calls)]
+    last = {
+        member: visit
+        for visit in range(len(calls), len(visits))
+        for member in managed.units[visits[visit]].members
+        if member.group >= 0
+    }
+    found: dict[int, list[Member]] = {}
+    for member, visit in last.items():
+        found.setdefault(visit, []).append(member)
+    return dict(sorted(found.items()))
+
+
+def _refuse_late(late: Sequence[str]) -> None:
+    """MisuseError if a gradient came after the visit at which all ranks reduce it. ``late`` names one of each rank."""
+    name = next((name for name in late if name), None)
+    if name is not None:
+        raise MisuseError(
+            f"the gradient of {name} came when all ranks had reduced it, or in a unit that the profiled step did not "
+            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained, and compute "
+            "a term of the loss that is made of weights after the forward"
+        )
+
+
+def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
+    """MisuseError on every rank if the ranks have other hyperparameters, or clipped otherwise in the last step."""
+    first = of_ranks[0]
+    for rank, other in enumerate(of_ranks):
+        if other.scalars != first.scalars:
+            differing = [
+                f"{name} of group {index} is {theirs[name]}, not {value}"
+                for index, (ours, theirs) in enumerate(zip(first.texts, other.texts, strict=False))
+                for name, value in ours.items()
+                if theirs[name] != value
+            ] or [f"{len(other.texts)} groups, not {len(first.texts)}"]
+            raise MisuseError(
+                f"rank {rank} has other hyperparameters than rank 0 ({'; '.join(differing)}): set the same ones in "
+                "every process"
+            )
+        # Clipping of torch and of the optimizer may differ in the last place of the norm.
+        factors = [math.nan if each.factor is None else each.factor for each in (first, other)]
+        if not math.isclose(*factors, rel_tol=1e-4) and not all(map(math.isnan, factors)):
+            raise MisuseError(
+                f"in the last step rank {rank} multiplied gradients by {factors[1]:.4g} and rank 0 by "
+                f"{factors[0]:.4g}, so they have updated their parts of the model differently: clip to the same norm "
+                "in every process, and resume from a checkpoint"
+            )

@@ -44,28 +44,21 @@ class SquareSums:
         self._row_of_cut = {partial: row for row, partial in enumerate(cut)}
         self._cut_partials_on_device = torch.tensor(cut, dtype=torch.int64, device=memory.device)
         self._cut = memory.zeros(len(cut), TILE)
-        self._all = self.partials  # the sums of all ranks
-        if memory.ranks.several:
-            self._all = memory.zeros(n_tiles, dtype=torch.float32)
-            self._all_cut = memory.zeros(len(cut), TILE)
-            self._cut_sums = memory.streams.record_streams(
-                torch.zeros(len(cut), dtype=torch.float32, device=memory.device)
-            )
+        # The sums of all ranks. ``partials`` stay those of this rank, to which another backward may add.
+        self._all = memory.zeros(n_tiles, dtype=torch.float32) if memory.ranks.several else self.partials
+        self._all_cut = memory.zeros(len(cut), TILE)
+        self._cut_sums = memory.streams.record_streams(torch.zeros(len(cut), dtype=torch.float32, device=memory.device))
 
     def reset(self) -> None:
         """Forget all gradients."""
         self.partials.zero_()
-        if self._ranks.several:
-            self._cut.zero_()
+        self._cut.zero_()
 
     def keep_cut_tiles(self, slices: Sequence[Slice], values: Tensor) -> None:
         """Keep what ``values``, the reduced gradients of ``slices``, has of cut tiles. See [Note: cut tiles]."""
         for part in slices:
-            whole = part.whole_tiles
-            first, last = part.first // TILE, tiles(part.stop) if part.numel else 0
-            for tile in range(first, last):
-                if tile in whole:
-                    continue
+            ends = {part.first // TILE, tiles(part.stop) - 1} if part.numel else set()
+            for tile in (tile for tile in ends if tile not in part.whole_tiles):
                 begin, stop = max(part.first, tile * TILE), min(part.stop, (tile + 1) * TILE)
                 row = self._cut[self._row_of_cut[part.partial_offset + tile]]
                 row[begin - tile * TILE : stop - tile * TILE].copy_(

@@ -14,8 +14,6 @@ backward ends. Then more buffers are allocated, as far as memory allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from torch import Tensor
 
 from protrain.common.errors import PlanError
@@ -24,35 +22,41 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.units import ManagedModel
 
 
-class GradientPool:
-    """The shared gradient buffers on the device, or those in host memory.
+class GradientPools:
+    """The buffers that persistent chunks share, and those that chunks in host memory share, each if the plan has them.
 
     Args:
-        buffers: each large enough for the gradient of any chunk that shares them.
-        more: allocates another buffer, or raises PlanError.
+        managed: the model.
     """
 
-    def __init__(self, buffers: Iterable[Tensor], *, more: Callable[[], Tensor]) -> None:
-        self._free = list(buffers)
-        self._more = more
+    def __init__(self, managed: ManagedModel) -> None:
+        plan = managed.plan
+        self._memory = memory = managed.memory
+        on_device, on_host = managed.layout.region_elements(plan.n_persist)
+        # Both by whether the chunks that share buffers are persistent.
+        self._elements = {True: on_device, False: on_host}  # of one buffer
+        self._free: dict[bool, list[Tensor]] = {}
+        if plan.n_device_gradient:
+            self._free[True] = list(memory.zeros(plan.n_device_gradient, on_device))
+        if plan.n_host_gradient:
+            self._free[False] = [memory.arena.take(on_host, memory.dtype) for _ in range(plan.n_host_gradient)]
         self._in_use: dict[Chunk, Tensor] = {}
         self._released: dict[Chunk, Tensor] = {}  # in the order of release; an update may still read them
 
     def acquire(self, chunk: Chunk) -> None:
-        """Give ``chunk`` memory for its gradient until ``release``. Waits for an update if no buffer is free.
+        """Give ``chunk`` memory for its gradient until ``release``, if it has none of its own.
 
-        A chunk gets the buffer that it has released itself without a wait for the updates that read it.
+        This waits for an update if no buffer is free. A chunk gets the buffer that it has released itself without a
+        wait for the updates that read it.
         """
-        if chunk in self._in_use:
+        if chunk in self._in_use or chunk.persistent not in self._free or (chunk.large and not chunk.persistent):
             return
-        buffer = self._released.pop(chunk) if chunk in self._released else self._next()
+        buffer = self._released.pop(chunk) if chunk in self._released else self._next(chunk.persistent)
         self._in_use[chunk] = buffer
         chunk.grad = buffer[: chunk.shard_elements]
-        if not chunk.persistent:
-            chunk.host_grad = chunk.grad
 
     def release(self, chunk: Chunk) -> None:
-        """Take back the buffer of ``chunk``. What reads the gradient is queued."""
+        """Take back the buffer of ``chunk``, if it has one. What reads the gradient is queued."""
         if chunk in self._in_use:
             self._released[chunk] = self._in_use.pop(chunk)
 
@@ -61,75 +65,35 @@ class GradientPool:
         self._released.update(self._in_use)
         self._in_use.clear()
 
-    def _next(self) -> Tensor:
-        if self._free:
-            return self._free.pop()
-        if not self._released:
-            return self._more()
+    def _next(self, persistent: bool) -> Tensor:
+        if self._free[persistent]:
+            return self._free[persistent].pop()
+        released = [chunk for chunk in self._released if chunk.persistent is persistent]
+        if not released:
+            return self._more(persistent)
         # The device may still be updating the first of them when the host is done with later ones.
-        chunk = next((one for one in self._released if one.is_free()), next(iter(self._released)))
+        chunk = next((one for one in released if one.is_free()), released[0])
         chunk.wait()
         chunk.grad = None
-        if not chunk.persistent:
-            chunk.host_grad = None
         return self._released.pop(chunk)
 
-
-class GradientPools:
-    """The pool of persistent chunks and the pool of chunks in host memory, each if the plan has it."""
-
-    def __init__(self, managed: ManagedModel) -> None:
-        plan = managed.plan
-        self._memory = memory = managed.memory
-        self._elements = on_device, on_host = managed.layout.region_elements(plan.n_persist)  # of one buffer
-        self._pools: dict[bool, GradientPool] = {}  # by whether the chunks that share it are persistent
-        if plan.n_device_gradient:
-            buffers: Iterable[Tensor] = memory.zeros(plan.n_device_gradient, on_device)
-            self._pools[True] = GradientPool(buffers, more=self._more_on_device)
-        if plan.n_host_gradient:
-            buffers = [memory.arena.take(on_host, memory.dtype) for _ in range(plan.n_host_gradient)]
-            self._pools[False] = GradientPool(buffers, more=self._more_in_host_memory)
-
-    def of(self, chunk: Chunk) -> GradientPool | None:
-        """The pool in which ``chunk`` shares memory for its gradient. None: it has a gradient of its own."""
-        return None if chunk.large and not chunk.persistent else self._pools.get(chunk.persistent)
-
-    def acquire(self, chunk: Chunk) -> None:
-        """Give ``chunk`` memory for its gradient, if it has none of its own."""
-        if (pool := self.of(chunk)) is not None:
-            pool.acquire(chunk)
-
-    def release(self, chunk: Chunk) -> None:
-        """The update of ``chunk`` is queued, and nothing else needs its gradient."""
-        if (pool := self.of(chunk)) is not None:
-            pool.release(chunk)
-
-    def release_all(self) -> None:
-        """All gradients are forgotten."""
-        for pool in self._pools.values():
-            pool.release_all()
-
-    def _more_on_device(self) -> Tensor:
-        memory, elements = self._memory, self._elements[0]
+    def _more(self, persistent: bool) -> Tensor:
+        """Another buffer. PlanError if there is no room for it."""
+        memory, elements = self._memory, self._elements[persistent]
         size_bytes = elements * memory.dtype.itemsize
-        _check_room("device", size_bytes, memory.free_device_bytes)
+        where, needed_bytes, available_bytes = "host", whole_pages(size_bytes), memory.free_host_bytes
+        if persistent:
+            where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        if needed_bytes > available_bytes:
+            raise PlanError(
+                where=where,
+                needed_bytes=needed_bytes,
+                available_bytes=max(0, available_bytes),
+                largest_part="another chunk's gradients",
+                remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
+                f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
+            )
+        if not persistent:
+            return memory.arena.take(elements, memory.dtype)
         memory.free_device_bytes -= size_bytes
         return memory.zeros(elements)
-
-    def _more_in_host_memory(self) -> Tensor:
-        memory, elements = self._memory, self._elements[1]
-        _check_room("host", whole_pages(elements * memory.dtype.itemsize), memory.free_host_bytes)
-        return memory.arena.take(elements, memory.dtype)
-
-
-def _check_room(where: str, needed_bytes: int, available_bytes: int) -> None:
-    """PlanError if there is no room for the gradient of another chunk."""
-    if needed_bytes > available_bytes:
-        raise PlanError(
-            where=where,
-            needed_bytes=needed_bytes,
-            available_bytes=max(0, available_bytes),
-            largest_part="another chunk's gradients",
-            remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
-            f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
-        )

@@ -1,197 +1,317 @@
-"""Gradients of several ranks: from each rank's backward to the shards that the ranks own (design: ZeRO-3).
+"""Gradients on their way from autograd into chunks: those of all ranks added up, and those of several backwards.
 
-When backward leaves a visit of a unit, the ranges of chunks whose gradients are complete by then are reduced:
+The gradients that a visit of backward completes go through these steps, a run of neighbouring parameters at a time:
 
-    flatten      this rank's gradients of the range go into a buffer to send; a parameter without one sends -0.0
+    flatten      this rank's gradients go into a lane, which is staging memory; a parameter without one sends -0.0
     exchange     every rank receives, from all ranks, what belongs to its own shard (an all_to_all)
     fold         the pieces are added in rank order in fp32, multiplied by the factor of a mean, and rounded once
     offload      the shard's gradient of a chunk in host memory goes there
 
-In a step of several backwards the fold adds to the fp32 sum of the earlier ones: see [Note: sums] in
-``protrain.engine.gradients.host_gradients``.
+One rank has nothing to exchange, and its shard is the whole chunk. So ``flatten`` writes straight into the gradient or
+the sum where that is on the device, and nothing is folded.
 
 An addition of -0.0 changes no value, so a rank without a gradient is left out of the sum. The exchange and the fold run
-on the stream of reductions, under the backward of the next unit.
+on the stream of reductions, under the backward of the next unit and, after that of the first unit, under the next
+forward. Whatever reads gradients on the compute stream lets it wait for them first (``settle``).
 
-[Note: order of reductions] All ranks must issue the same collectives in the same order. So which ranges are reduced
-after which visit follows from the order of calls in the profile alone, and a rank that skips a unit reduces nothing in
-its place but takes part. A parameter is reduced after the last visit, in the order of backward, of all units that use
-it.
+[Note: sums] A step of several backwards adds its gradients in fp32, always on the device. The sum of a chunk lies in
+one of three places:
+
+    persistent chunk    on the device, like its other states
+    on the device       the chunk's other states are in host memory. The finished sum is rounded to the type of the
+                        weights and sent there: after the last backward, or in step() if there were fewer than planned
+    in host memory      in every backward the sum passes through the device in parts: a part comes to a buffer, the
+                        gradient is added to it, and it goes back
+
+A sum that is not sent stays fp32. The norm and the update each round it once to the type of the weights when they read
+it (``protrain_kernels.rounding``), so they see a gradient of that type after any number of backwards.
 """
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from protrain.common.errors import MisuseError
-from protrain.engine.gradients.gradients import Settings, runs
-from protrain.engine.gradients.host_gradients import ABSENT, HostGradients
 from protrain.engine.gradients.norm import SquareSums
+from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.units import ManagedModel, Unit
-from protrain_kernels import Slice, flatten
+from protrain.engine.streams import Mark, span
+from protrain.engine.units import ManagedModel
+from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
+from protrain.planning.timeline import DOWN, REDUCE, UP
+from protrain_kernels import Slice, flatten, fold, in_parts
+
+ABSENT = -0.0  # what begins a sum, and what a rank without a gradient adds: no value changes by it
+_MOST_RUNS = 1 << 14  # whose places are remembered
+
+
+class Lane:
+    """Buffers on the device that one chunk's gradient passes through while the one before is still under way."""
+
+    def __init__(self, memory: EngineMemory, *, sent: int, shard: int) -> None:
+        streams = memory.streams
+        self.shard = memory.zeros(shard)  # a gradient on its way to host memory
+        self.shard_free = streams.mark()  # ``shard`` is read
+        # A gradient on its way to other ranks, and when the exchange has read it. What one rank sends is its shard.
+        self.sent, self.sent_free = (memory.zeros(sent), streams.mark()) if sent else (self.shard, self.shard_free)
+        streams.compute.place(self.sent_free)
+        streams.compute.place(self.shard_free)
+
+
+class _SumBuffer(NamedTuple):
+    """A buffer on the device that a part of a sum in host memory passes through."""
+
+    memory: Tensor
+    there: Mark  # the sum has arrived
+    free: Mark  # it has gone back
 
 
 @dataclass(frozen=True, eq=False)
-class _Range:
-    """Neighbouring parameters of a chunk whose gradients are complete after the same visit."""
+class _Run:
+    """Where a run of neighbouring parameters of a chunk lies. All counts are in elements."""
 
-    chunk: Chunk
-    start: int  # elements of the whole chunk
-    stop: int
-    members: tuple[Member, ...]
-    counts: tuple[int, ...]  # the elements of it in the shard of each rank
-    own: slice  # the elements of it in this rank's shard, in the chunk's states
+    counts: tuple[int, ...]  # what the shard of each rank has of it
+    own: slice  # what this rank has of it, in the chunk's states
     slices: tuple[Slice, ...]  # the parameters in ``own``
 
 
 class Reduction:
-    """Reduces the gradients of every backward."""
+    """Brings gradients into chunks, and to host memory.
 
-    def __init__(self, managed: ManagedModel, squares: SquareSums, host_gradients: HostGradients) -> None:
-        memory = managed.memory
-        self._ranks = memory.ranks
-        self._streams = memory.streams
-        self._poison = memory.poison
+    Args:
+        managed: the model.
+        squares: gets the sums of squares of what is stored.
+    """
+
+    def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
+        memory, layout, plan = managed.memory, managed.layout, managed.plan
+        self._ranks, self._poison, self._weight_dtype = memory.ranks, memory.poison, memory.dtype
+        self._streams = streams = memory.streams
         self._squares = squares
-        self._host_gradients = host_gradients
-        self._ranges = self._plan(managed.units, managed.profile.calls)
-        last = {part.chunk: visit for visit, parts in self._ranges.items() for part in parts}
-        self._complete: dict[int, list[Chunk]] = {}  # by the last visit after which something of them is reduced
-        for chunk, visit in last.items():
-            self._complete.setdefault(visit, []).append(chunk)
-        usual, large = managed.layout.reduction_elements()
-        self._received = {  # used on the stream of reductions alone, in order
-            kind: memory.zeros(elements) for kind, elements in ((False, usual), (True, large))
-        }
-        self._filled = memory.streams.mark()
+        self._filled = streams.mark()  # a lane has its content
+        self.added = streams.mark()  # the last addition to a gradient or a sum is done
+        streams.compute.place(self.added)
+        sent, shard = layout.reduction_elements(), layout.lane_elements(plan.n_persist, plan.device_sums)
+        self._usual = [Lane(memory, sent=sent[0], shard=shard[0]) for _ in range(STAGING_BUFFERS)]
+        self._large = Lane(memory, sent=sent[1], shard=shard[1])
+        self._turn = 0
+        # What comes from all ranks, of usual chunks and of large ones. Only the stream of reductions uses it, in order.
+        self._received = [memory.zeros(elements) for elements in sent]
+        self._sum_elements = layout.sum_elements(plan.n_persist, plan.device_sums)
+        parts = [memory.zeros(self._sum_elements, dtype=torch.float32) for _ in range(SUM_BUFFERS)]
+        self._sums = deque(_SumBuffer(part, streams.mark(), streams.mark()) for part in parts)
+        for each in self._sums:
+            streams.compute.place(each.free)
+        # By chunk, where its sum on the device is not in host memory yet, as (first element, the one after the last).
+        self._unsent: dict[Chunk, set[tuple[int, int]]] = {}
+        self._run = lru_cache(_MOST_RUNS)(self._placed)
 
-    def reduce(self, visit: int, gradients: dict[int, Tensor], *, again: bool) -> list[Chunk]:
-        """Reduce what is complete after ``visit`` of the schedule, and take it out of ``gradients``, by parameter.
+    def store(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, again: bool) -> None:
+        """Bring what ``gradients`` has of ``members``, by parameter, into ``chunk``, and take it out of ``gradients``.
 
-        With ``again`` it is added to what earlier backwards of the step have brought, where there are accumulators.
+        All ranks call it alike, each with what it has.
 
-        Returns:
-            The chunks whose gradients are complete now, on all ranks.
+        Args:
+            chunk: whose gradient or sum is to be had where its states lie, or where ``send`` takes it from.
+            members: some of its parameters, in the order of offsets.
+            gradients: of any shapes and strides, on the device.
+            again: add to what the step has brought of ``members`` before. The chunk needs a sum for that.
         """
-        for part in self._ranges.get(visit, ()):
-            self._reduce(part, gradients, again=again)
-        return self._complete.get(visit, [])
-
-    def chunks(self, visit: int) -> list[Chunk]:
-        """The chunks of which something is reduced after ``visit``."""
-        return [part.chunk for part in self._ranges.get(visit, ())]
-
-    def _reduce(self, part: _Range, gradients: dict[int, Tensor], *, again: bool) -> None:
-        streams, chunk, lanes = self._streams, part.chunk, self._host_gradients
-        lane = lanes.lane(chunk)
-        streams.compute.wait_for(lane.sent_free)
-        sent = lane.sent[: part.stop - part.start]
-        present = [member for member in part.members if member.index in gradients]
-        if len(present) < len(part.members):
-            sent.fill_(ABSENT)
-        elif self._poison:
-            sent.fill_(float("nan"))
-        flatten(
-            [gradients.pop(member.index).contiguous() for member in present],
-            sent,
-            [member.offset - part.start for member in present],
-        )
-        streams.compute.place(self._filled)
-        own = part.own.stop - part.own.start
-        received = self._received[chunk.large][: own * self._ranks.size]
-        with streams.reduce.running(after=self._filled, done=lane.sent_free):
-            self._ranks.exchange(received, sent, part.counts, f"the reduction of chunk {chunk.index}")
-        if not own:
+        if self._ranks.several or chunk.accumulator_on_host:
+            for run in runs(members):
+                self._reduce(chunk, run, gradients, again=again)
             return
-        pieces = received.view(self._ranks.size, own)
-        if chunk.persistent and chunk.accumulator is None:
-            assert chunk.grad is not None
-            target = chunk.grad[part.own]
-        else:
-            target = lane.shard[:own]
-        lanes.add(chunk, lane, part.own, pieces, part.slices, target=target, again=again)
-        with streams.reduce.running(after=lanes.added, done=lanes.added):
-            self._squares.keep_cut_tiles(part.slices, target)
+        values = [gradients.pop(member.index).contiguous() for member in members]
+        squares, offsets = self._squares, [member.offset for member in members]
+        where = offsets, squares.partials, [squares.offsets[member.index] for member in members]
+        ranges = [slice(run[0].offset, run[-1].stop) for run in runs(members)]
+        if chunk.accumulator is None and not chunk.persistent:
+            lane = self._free_lane(chunk)
+            flatten(values, lane.shard, *where)
+            self._streams.compute.place(self._filled)
+            self._offload(chunk, lane, ranges, after=self._filled)
+            return
+        target = chunk.grad if chunk.accumulator is None else chunk.accumulator
+        assert target is not None
+        flatten(values, target, *where, accumulate=again, weight_dtype=self._weight_dtype)
+        if not chunk.persistent:
+            self._note(chunk, ranges)
 
-    def _plan(self, units: Sequence[Unit], calls: Sequence[int]) -> dict[int, list[_Range]]:
-        """The ranges that are reduced after each visit of the schedule. See [Note: order of reductions]."""
-        visits = [*calls, *reversed(calls)]
-        last: dict[Member, int] = {}
-        for visit in range(len(calls), len(visits)):
-            for member in units[visits[visit]].members:
-                if member.group >= 0:
-                    last[member] = visit
-        found: dict[int, list[_Range]] = {}
-        for visit in sorted(set(last.values())):
-            members = sorted(
-                (member for member, at in last.items() if at == visit),
-                key=lambda member: (member.chunk.index, member.offset),
-            )
-            found[visit] = [self._range(run) for run in runs(members)]
-        return found
+    def _reduce(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, again: bool) -> None:
+        """``store`` for a run of neighbours: exchange their gradients, and add up what all ranks have sent."""
+        lane, run = self._free_lane(chunk), self._run(tuple(members))
+        sent = lane.sent[members[0].offset : members[-1].stop]
+        present = [member for member in members if member.index in gradients]
+        if len(present) < len(members):
+            sent.fill_(ABSENT)
+        values = [gradients.pop(member.index).contiguous() for member in present]
+        flatten(values, lane.sent, [member.offset for member in present])
+        self._streams.compute.place(self._filled)
+        pieces = self._exchanged(chunk, run.counts, lane, sent)
+        if not run.slices:
+            return
+        self._streams.reduce.wait_for(lane.shard_free)
+        if chunk.accumulator_on_host:
+            self._add_to_host(chunk, lane, pieces, run, again=again)
+            return
+        total = None if chunk.accumulator is None else chunk.accumulator[run.own]
+        target = chunk.grad if chunk.persistent and total is None else lane.shard
+        assert target is not None
+        self._fold(chunk, pieces, run.slices, target[run.own], total, again=again)
+        if total is None and not chunk.persistent:
+            self._offload(chunk, lane, [run.own], after=self.added)
+        elif not chunk.persistent:
+            self._note(chunk, [run.own])
 
-    def _range(self, members: Sequence[Member]) -> _Range:
-        chunk = members[0].chunk
-        start, stop = members[0].offset, members[-1].stop
-        length = chunk.shard_elements
+    def _exchanged(self, chunk: Chunk, counts: Sequence[int], lane: Lane, sent: Tensor) -> Tensor:
+        """[ranks, elements of this rank's shard]: what all ranks have ``sent`` to this one, in their order."""
+        if not self._ranks.several:
+            return sent[None]
+        own = counts[self._ranks.rank]
+        received = self._received[chunk.large][: own * self._ranks.size]
+        running = self._streams.reduce.running(after=self._filled, done=lane.sent_free)
+        with span(REDUCE, f"reduce {chunk.index}"), running:
+            self._ranks.exchange(received, sent, counts, f"the reduction of chunk {chunk.index}")
+        return received.view(self._ranks.size, own)
+
+    def _add_to_host(self, chunk: Chunk, lane: Lane, pieces: Tensor, run: _Run, *, again: bool) -> None:
+        """Add ``pieces`` to the sum of ``chunk`` in host memory. The lane gets the gradient, for its squares."""
+        streams = self._streams
+        assert chunk.accumulator is not None
+        total, target = chunk.accumulator[run.own], lane.shard[run.own]
+        chunk.wait()  # an update may read the sum, if no forward has come in between
+        if again:
+            streams.h2d.wait_for(chunk.offloaded)
+        for part, slices in in_parts(run.slices, self._sum_elements):
+            buffer = self._sums[0]
+            self._sums.rotate(-1)
+            here, home = buffer.memory[: part.stop - part.start], total[part]
+            streams.reduce.wait_for(buffer.free)
+            if again:
+                with span(UP, f"sum {chunk.index}"):
+                    streams.upload(here, home, after=buffer.free, done=buffer.there)
+                streams.reduce.wait_for(buffer.there)
+            self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
+            with span(DOWN, f"sum {chunk.index}"):
+                streams.offload(home, here, after=self.added, done=chunk.offloaded)
+            streams.d2h.place(buffer.free)
+        streams.reduce.place(lane.shard_free)
+
+    def _fold(
+        self,
+        chunk: Chunk,
+        pieces: Tensor,
+        slices: Sequence[Slice],
+        target: Tensor,
+        total: Tensor | None,
+        *,
+        again: bool,
+    ) -> None:
+        with self._streams.reduce.running(after=self._filled, done=self.added):
+            if total is not None and not again:
+                total.fill_(ABSENT)
+            squares, factor = self._squares, chunk.sum_factor
+            fold(pieces, slices, gradient=target, accumulator=total, factor=factor, partials=squares.partials)
+            squares.keep_cut_tiles(slices, target)
+
+    def send(self, chunk: Chunk) -> None:
+        """Round what was added to the sum of ``chunk`` on the device, if it has one, and copy it to host memory."""
+        if chunk not in self._unsent:
+            return
+        ranges = [slice(*each) for each in sorted(self._unsent.pop(chunk))]
+        streams, lane = self._streams, self._lane(chunk)
+        assert chunk.accumulator is not None
+        streams.compute.place(self._filled)
+        streams.reduce.wait_for(lane.shard_free)
+        with streams.reduce.running(after=self._filled, done=self.added):
+            for part in ranges:
+                torch.mul(chunk.accumulator[part], chunk.sum_factor, out=lane.shard[part])
+        self._offload(chunk, lane, ranges, after=self.added)
+
+    def send_all(self) -> None:
+        """``send`` every chunk, and ``settle``."""
+        for chunk in list(self._unsent):
+            self.send(chunk)
+        self.settle()
+
+    def settle(self) -> None:
+        """Let the compute stream wait for all additions. Until then it does what follows in the model beside them."""
+        self._streams.compute.wait_for(self.added)
+
+    def combine_squares(self) -> None:
+        """Make all sums of squares known to this rank. All ranks call it when their gradients are reduced."""
+        self._streams.compute.place(self._filled)
+        with self._streams.reduce.running(after=self._filled, done=self.added):
+            self._squares.combine()
+
+    def reset(self) -> None:
+        """Forget what was not sent, as all gradients are forgotten."""
+        self.settle()  # what is added on the other stream must not come later
+        self._unsent.clear()
+
+    def _note(self, chunk: Chunk, ranges: Sequence[slice]) -> None:
+        """Gradients were added to ``ranges`` of the sum of ``chunk``, which the device has for host memory."""
+        self._unsent.setdefault(chunk, set()).update((part.start, part.stop) for part in ranges)
+
+    def _offload(self, chunk: Chunk, lane: Lane, ranges: Sequence[slice], *, after: Mark) -> None:
+        """Copy ``ranges`` of ``lane.shard`` to the gradient in host memory."""
+        chunk.wait()  # an update may read the target, if no forward has come in between
+        assert chunk.grad is not None
+        for part in ranges:
+            with span(DOWN, f"gradients {chunk.index}"):
+                self._streams.offload(chunk.grad[part], lane.shard[part], after=after, done=chunk.offloaded)
+        self._streams.d2h.place(lane.shard_free)
+
+    def _lane(self, chunk: Chunk) -> Lane:
+        """The lane of the next gradient of ``chunk``."""
+        if chunk.large:
+            return self._large
+        self._turn = (self._turn + 1) % STAGING_BUFFERS
+        return self._usual[self._turn]
+
+    def _free_lane(self, chunk: Chunk) -> Lane:
+        """``_lane``, whose ``sent`` the compute stream may fill."""
+        lane = self._lane(chunk)
+        self._streams.compute.wait_for(lane.sent_free)
+        if self._poison:
+            lane.sent.fill_(float("nan"))
+        return lane
+
+    def _placed(self, members: tuple[Member, ...]) -> _Run:
+        chunk, shard = members[0].chunk, members[0].chunk.shard
+        start, stop, length = members[0].offset, members[-1].stop, chunk.shard_elements
         bounds = [(rank * length, (rank + 1) * length) for rank in range(self._ranks.size)]
         counts = tuple(max(0, min(stop, high) - max(start, low)) for low, high in bounds)
-        first = max(start, chunk.shard.start) - chunk.shard.start
-        own = slice(first, first + counts[self._ranks.rank])
+        first = max(start, shard.start) - shard.start
         slices = []
         for member in members:
-            begin = max(member.own.start, own.start)
             if member.own.start == member.own.stop:
                 continue
-            inside = begin + chunk.shard.start - member.offset  # the element of the parameter
+            inside = member.own.start + shard.start - member.offset  # the element of the parameter
             slices.append(
                 Slice(
-                    offset=begin - own.start,
-                    numel=min(member.numel - inside, member.own.stop - begin),
+                    offset=member.own.start - first,
+                    numel=min(member.numel - inside, member.own.stop - member.own.start),
                     first=inside,
                     parameter_numel=member.numel,
                     partial_offset=self._squares.offsets[member.index],
                 )
             )
-        return _Range(chunk, start, stop, tuple(members), counts, own, tuple(slices))
+        return _Run(counts, slice(first, first + counts[self._ranks.rank]), tuple(slices))
 
 
-def refuse_late(late: Sequence[str]) -> None:
-    """MisuseError if a gradient came after the visit at which all ranks reduce it. ``late`` names one of each rank."""
-    name = next((name for name in late if name), None)
-    if name is not None:
-        raise MisuseError(
-            f"the gradient of {name} came when all ranks had reduced it, or in a unit that the profiled step did not "
-            "call: pass an example_batch to protrain.wrap with which the model runs as it will be trained, and compute "
-            "a term of the loss that is made of weights after the forward"
-        )
-
-
-def refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
-    """MisuseError on every rank if the ranks have other hyperparameters, or clipped otherwise in the last step."""
-    first = of_ranks[0]
-    for rank, other in enumerate(of_ranks):
-        if other.scalars != first.scalars:
-            differing = [
-                f"{name} of group {index} is {theirs[name]}, not {value}"
-                for index, (ours, theirs) in enumerate(zip(first.texts, other.texts, strict=False))
-                for name, value in ours.items()
-                if theirs[name] != value
-            ] or [f"{len(other.texts)} groups, not {len(first.texts)}"]
-            raise MisuseError(
-                f"rank {rank} has other hyperparameters than rank 0 ({'; '.join(differing)}): set the same ones in "
-                "every process"
-            )
-        # Clipping of torch and of the optimizer may differ in the last place of the norm.
-        factors = [math.nan if each.factor is None else each.factor for each in (first, other)]
-        if not math.isclose(*factors, rel_tol=1e-4) and not all(map(math.isnan, factors)):
-            raise MisuseError(
-                f"in the last step rank {rank} multiplied gradients by {factors[1]:.4g} and rank 0 by "
-                f"{factors[0]:.4g}, so they have updated their parts of the model differently: clip to the same norm "
-                "in every process, and resume from a checkpoint"
-            )
+def runs(members: Sequence[Member]) -> list[list[Member]]:
+    """``members`` of one chunk, sorted by offset, in runs of neighbours."""
+    found: list[list[Member]] = []
+    for member in members:
+        if found and found[-1][-1].stop == member.offset:
+            found[-1].append(member)
+        else:
+            found.append([member])
+    return found

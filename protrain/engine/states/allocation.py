@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             states = _on_device(elements, values, memory.device)
         else:
             states = in_host_memory(elements, kinds)
-        copies = in_host_memory(elements, copied_kinds)
+        copies: dict[str, Any] = in_host_memory(elements, copied_kinds)
         chunk = Chunk(
             index=record.index,
             elements=record.elements,
@@ -90,14 +91,9 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
             offloaded=memory.streams.mark(),
             uploaded=memory.streams.mark(),
             updated=memory.streams.mark(),
+            speculative=AdamStates(**{"master": None, **copies}) if "exp_avg" in copies else copies.get("weight"),
             **states,
         )
-        if "exp_avg" in copies:
-            chunk.speculative = AdamStates(
-                copies["weight"], copies.get("master"), copies["exp_avg"], copies["exp_avg_sq"]
-            )
-        else:
-            chunk.speculative = copies.get("weight")
         chunks.append(chunk)
     return chunks
 
@@ -136,9 +132,7 @@ def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: Eng
     for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
         kinds = planned_states(record, layout, plan, memory.dtype)
         missing = {name: kind for name, kind in kinds.items() if name not in _VALUES}
-        rest = _on_device(chunk.shard_elements, missing, memory.device)
-        chunk.exp_avg, chunk.exp_avg_sq = rest.get("exp_avg"), rest.get("exp_avg_sq")
-        chunk.grad, chunk.accumulator = rest.get("grad"), rest.get("accumulator")
+        vars(chunk).update(_on_device(chunk.shard_elements, missing, memory.device))
 
 
 def _on_device(elements: int, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
@@ -152,9 +146,8 @@ def make_members(
     profile: ModelProfile, layout: Layout, chunks: list[Chunk], parameters: list[nn.Parameter]
 ) -> list[Member]:
     """One member for each parameter of the profile, in definition order. Chunks list theirs in the order of offsets."""
-    members = []
-    for slot, record, parameter in zip(layout.slots, profile.parameters, parameters, strict=True):
-        member = Member(
+    members = [
+        Member(
             index=slot.parameter,
             name=record.name,
             parameter=parameter,
@@ -164,7 +157,8 @@ def make_members(
             chunk=chunks[slot.chunk],
             offset=slot.offset,
         )
-        members.append(member)
+        for slot, record, parameter in zip(layout.slots, profile.parameters, parameters, strict=True)
+    ]
     for member in sorted(members, key=lambda member: member.offset):
         member.chunk.parameters[member.index] = member.name
     return members

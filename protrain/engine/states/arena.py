@@ -9,7 +9,6 @@ powers of two and takes several times longer.
 from __future__ import annotations
 
 import mmap
-import warnings
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from protrain.common.host_memory import HostMapping
+from protrain.common.warned import warn_user
 from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
 
@@ -53,14 +53,15 @@ class Arena:
     @property
     def free_bytes(self) -> int:
         """The size of the largest piece that ``take`` can hand out without mapping more memory."""
-        return max((segment.size_bytes - segment.used_bytes for segment in self._segments), default=0)
+        return max((segment.free_bytes for segment in self._segments), default=0)
 
     def reserve(self, size_bytes: int) -> None:
         """Map and touch ``size_bytes`` more at once. MemoryError when the system has no such memory."""
         if size_bytes > 0:
-            segment = _Segment(whole_pages(size_bytes))
-            self._segments.append(segment)
-            self.total_bytes += segment.size_bytes
+            mapping = HostMapping(whole_pages(size_bytes))
+            with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
+                self._segments.append(_Segment(mapping, mapping.tensor()))
+            self.total_bytes += whole_pages(size_bytes)
 
     def take(self, elements: int, dtype: torch.dtype, *, transferred: bool = True) -> Tensor:
         """A 1-d tensor of ``elements`` zeros on pages of its own. Maps more memory when the reserve is used up.
@@ -69,32 +70,27 @@ class Arena:
         """
         size_bytes = elements * dtype.itemsize
         occupied_bytes = whole_pages(size_bytes)
-        for segment in self._segments:
-            if segment.size_bytes - segment.used_bytes >= occupied_bytes:
-                break
-        else:
+        if occupied_bytes > self.free_bytes:
             self.reserve(occupied_bytes)
-            segment = self._segments[-1]
-        piece = segment.take(occupied_bytes)
+        segment = next(each for each in self._segments if each.free_bytes >= occupied_bytes)
+        piece = segment.memory[segment.used_bytes : segment.used_bytes + occupied_bytes]
+        segment.used_bytes += occupied_bytes
         if transferred and self._device.type == "cuda" and not segment.mapping.pin(piece, self._device):
             if self.all_pinned:
-                warnings.warn(UNPINNED, stacklevel=2)
+                warn_user(UNPINNED)
             self.all_pinned = False
         return piece[:size_bytes].view(dtype)
 
 
+@dataclass(eq=False)
 class _Segment:
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.used_bytes = 0
-        self.mapping = HostMapping(size_bytes)
-        with torch.inference_mode(False):  # what is made in inference mode cannot be written outside of it
-            self.memory = self.mapping.tensor()
+    mapping: HostMapping
+    memory: Tensor  # bytes
+    used_bytes: int = 0
 
-    def take(self, size_bytes: int) -> Tensor:
-        piece = self.memory[self.used_bytes : self.used_bytes + size_bytes]
-        self.used_bytes += size_bytes
-        return piece
+    @property
+    def free_bytes(self) -> int:
+        return self.memory.nbytes - self.used_bytes
 
 
 class ActivationBytes(NamedTuple):

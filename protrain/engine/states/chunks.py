@@ -118,7 +118,7 @@ class Chunk:
     persistent: bool
     large: bool  # it has one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
-    offloaded: Mark  # the last copy of a gradient to ``host_grad`` is complete
+    offloaded: Mark  # the last copy of a gradient to host memory is complete
     uploaded: Mark  # the last upload has read ``weight``
     updated: Mark  # the last update by the device is done, if it is persistent
     master: Tensor | None = None
@@ -137,7 +137,6 @@ class Chunk:
     # to the chunk, and the memory of a model that is dropped has to go as soon as the last update has let it go.
     parameters: dict[int, str] = field(default_factory=dict, init=False)
     resident: bool = field(init=False)  # its whole weight stays on the device: it is persistent, and there is one rank
-    host_grad: Tensor | None = field(init=False)  # host memory for gradients that are offloaded
     # The weight of the last step, which uploads read. It is the speculative one while the other states are not updated.
     current_weight: Tensor = field(init=False)
     state: ChunkState = field(default=ChunkState.CURRENT, init=False)
@@ -146,7 +145,6 @@ class Chunk:
 
     def __post_init__(self) -> None:
         self.resident = self.persistent and not self.ranks.several
-        self.host_grad = None if self.persistent else self.grad
         self.current_weight = self.weight
 
     @property

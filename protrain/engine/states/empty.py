@@ -35,11 +35,10 @@ _RAW: Any = torch.Tensor
 _SET_DATA, _IS_META = _RAW.data.__set__, _RAW.is_meta.__get__
 _META = torch.device("meta")
 _aten: Any = torch.ops.aten
-_deepcopy = nn.Parameter.__deepcopy__
 
 
 class EmptyParameter(nn.Parameter):
-    """A parameter on the meta device after the block in which it was built."""
+    """A parameter on the meta device that was built in a block."""
 
     def _set_data(self, value: Tensor) -> None:
         if value is self:  # as in `model.float()` when there is nothing to convert
@@ -55,16 +54,12 @@ class EmptyParameter(nn.Parameter):
     data: Any = property(lambda parameter: parameter.detach(), _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _copied(self, memo)
-
-
-def _copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
-    """A deep copy without a start value: as it has another name it would get another one than the original."""
-    copied: Any = _deepcopy(parameter, memo)
-    if start_of(parameter) is not None and start_of(copied) is None:
-        start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
-        set_start(copied, start)
-    return copied
+        """A copy without a start value: as it has another name it would get another one than the original."""
+        copied: Any = super().__deepcopy__(memo)
+        if start_of(copied) is None:
+            start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
+            set_start(copied, start)
+        return copied
 
 
 _active: _Watch | None = None
@@ -136,7 +131,6 @@ class _Watch(RuntimeMode):
     def watching(self) -> Iterator[None]:
         """Watch what happens inside."""
         module: Any = nn.Module
-        parameters: Any = nn.Parameter
         register = module.register_parameter
 
         def register_empty(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -145,16 +139,15 @@ class _Watch(RuntimeMode):
                 self.owners.setdefault(id(owner), owner)
             register(owner, name, param)
 
-        module.register_parameter, parameters.__deepcopy__ = register_empty, _copied
+        module.register_parameter = register_empty
         try:
             with self, _Unseen(self):
                 yield
         finally:
-            module.register_parameter, parameters.__deepcopy__ = register, _deepcopy
+            module.register_parameter = register
             for parameter in self._noted.values():
                 if (start := start_of(parameter)) is not None:
                     start.version = parameter._version
-                    parameter.__class__ = EmptyParameter
 
     def _empty(self, parameter: nn.Parameter) -> None:
         """Take the memory of ``parameter``, unless its values were made outside."""
@@ -165,6 +158,7 @@ class _Watch(RuntimeMode):
                 return
             exchange(parameter, nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad))
         set_start(parameter, Start(torch.initial_seed(), parameter.dtype))
+        parameter.__class__ = EmptyParameter
         self._noted[id(parameter)] = parameter
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
@@ -207,7 +201,7 @@ class _Watch(RuntimeMode):
 
 
 class _Unseen(TorchFunctionMode):
-    """Notes what is no operation: new data of a parameter, and what ``torch.nn.init`` leaves out on the meta device.
+    """Notes what is no operation: what ``torch.nn.init`` leaves out on the meta device.
 
     Its functions that do so set the whole tensor, and ask for its device first.
     """
@@ -219,9 +213,7 @@ class _Unseen(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``, and note what follows if it is that question, or what it does if it replaces the data."""
-        if func == _SET_DATA and start_of(args[0]) is not None:
-            return self._watch.replace(args[0], args[1])
+        """Call ``func``, and note what follows if it is that question."""
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
             self._watch.note(args[0], whole=True)
         return func(*args, **(kwargs or {}))

@@ -7,12 +7,12 @@ when the model was wrapped, as a chunk has memory and states for the parameters 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain_kernels import AdamScalars, adam_scalars
@@ -90,29 +90,17 @@ class Groups:
             len(now) == len(known) and all(map(is_, now, known)) for now, known in zip(found, self._known, strict=True)
         ):
             return
-        now, known = _by_identity(found), _by_identity(self._known)
-        for key, (index, parameter) in now.items():
-            if key not in known:
+        now, before = ({id(p): at for at, group in enumerate(groups) for p in group} for groups in (found, self._known))
+        for parameter in chain(*self._known, *found):
+            places = [groups.get(id(parameter)) for groups in (now, before)]
+            if places[0] != places[1]:
+                here, there = ("no group" if place is None else f"group {place}" for place in places)
+                name = self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
                 raise MisuseError(
-                    f"group {index} of optimizer.param_groups has {self._name(parameter)}, which was in none when the "
-                    "model was wrapped: make the optimizer with all groups before protrain.wrap"
+                    f"{name} is in {here} of optimizer.param_groups, and was in {there} when the model was wrapped: "
+                    "make the optimizer with all groups before protrain.wrap, and leave every parameter in its group. "
+                    "To stop training one, call its requires_grad_(False)"
                 )
-        for key, (index, parameter) in known.items():
-            if key not in now:
-                raise MisuseError(
-                    f"{self._name(parameter)} was taken out of group {index} of optimizer.param_groups after "
-                    "protrain.wrap: put it back, and call its requires_grad_(False) to stop training it"
-                )
-            if now[key][0] != index:
-                raise MisuseError(
-                    f"{self._name(parameter)} was moved from group {index} of optimizer.param_groups to group "
-                    f"{now[key][0]} after protrain.wrap: put it back, and make groups before protrain.wrap"
-                )
-        if len(found) != len(self._known):
-            raise MisuseError(
-                f"optimizer.param_groups has {len(found)} groups, but had {len(self._known)} when the model was "
-                "wrapped: make the optimizer with all groups before protrain.wrap"
-            )
         self._known = [list(parameters) for parameters in found]  # they have another order
 
     def state(self) -> dict[str, Any]:
@@ -142,10 +130,3 @@ class Groups:
 
     def _parameters(self) -> list[list[str]]:
         return [[self._names[id(p)] for p in group["params"] if id(p) in self._names] for group in self._live]
-
-    def _name(self, parameter: Tensor) -> str:
-        return self._names.get(id(parameter), f"a parameter of shape {tuple(parameter.shape)}")
-
-
-def _by_identity(groups: Sequence[Sequence[Tensor]]) -> dict[int, tuple[int, Tensor]]:
-    return {id(parameter): (index, parameter) for index, group in enumerate(groups) for parameter in group}

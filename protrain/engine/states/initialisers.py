@@ -130,10 +130,10 @@ def missing_start(parameter: nn.Parameter) -> str:
     return ""
 
 
-def held_storages(model: nn.Module) -> dict[int, torch.UntypedStorage]:
-    """The storages of the parameters and buffers of ``model`` that have values, by what tells them apart."""
+def held_storages(model: nn.Module) -> set[int]:
+    """What tells the storages of the parameters and buffers of ``model`` that have values from others."""
     storages = (storage_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
-    return {storage._cdata: storage for storage in storages if storage is not None}
+    return {storage._cdata for storage in storages if storage is not None}
 
 
 def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: Container[int]) -> Tensor:

@@ -9,7 +9,6 @@ device and host must never exist in one place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from protrain.engine.states.chunks import Member
 from protrain.engine.states.initialisers import exchange, held_storages, start_of, start_value
 from protrain.engine.states.parameter_state import write_master, write_weight
 from protrain.engine.states.stored_tensors import reading
-from protrain.engine.states.weight_files import unmanaged, weight_sources
+from protrain.engine.states.weight_files import WeightSources, unmanaged
 from protrain.engine.weights.parameter import mark_moved
 
 _FINGERPRINT_BYTES = 4096  # whose 64-bit words are added up
@@ -30,7 +29,7 @@ def fill(
     members: list[Member],
     model: nn.Module,
     *,
-    weights: str | Path | None,
+    weights: WeightSources | None,
     device: torch.device,
     show: Callable[[str, float], None],
 ) -> None:
@@ -41,57 +40,45 @@ def fill(
     ``show`` is called with the name of each parameter and the share of elements that are done.
 
     Raises:
-        ValueError: a weight file is missing or does not match.
+        ValueError: a weight file cannot be read any more, or a start value cannot be made.
     """
     done, total = 0, sum(member.numel for member in members)
-    without_memory: list[Member] = []
 
     def write_and_free(member: Member, value: Tensor) -> None:
         nonlocal done
-        if member.group < 0:
-            write_weight(member, value)
-        else:
-            write_master(member, value)
-        if member.parameter.is_meta:
-            without_memory.append(member)
-        else:
+        (write_weight if member.group < 0 else write_master)(member, value)
+        if not member.parameter.is_meta:
             _drop(member)
         done += member.numel
         show(member.name, done / total)
 
-    remaining = members if weights is None else _load(members, model, Path(weights), write_and_free)
+    remaining = members if weights is None else _load(members, model, weights, write_and_free)
     others, held = _other_than_first(remaining), held_storages(model)
     # Parameters whose values initialisers make come first, while what the others hold is still there.
     for member in sorted(remaining, key=lambda member: start_of(member.parameter) is None):
-        if start_of(member.parameter) is None:
-            held.clear()  # it would keep the memory that is to be freed
-            value = member.parameter.data
-        else:
+        value = member.parameter.data
+        if start_of(member.parameter) is not None:
             value = start_value(member.parameter, member.name, device, held)
         if member.index in others:
             value = value.detach().to("cpu", copy=True).contiguous()
             member.chunk.ranks.broadcast(value, f"the start values of {member.name}")
         write_and_free(member, value)
-    for member in without_memory:
-        _drop(member)
+    for member in members:
+        if member.parameter.is_meta:
+            _drop(member)
 
 
 def _load(
-    members: list[Member], model: nn.Module, folder: Path, write: Callable[[Member, Tensor], None]
+    members: list[Member], model: nn.Module, weights: WeightSources, write: Callable[[Member, Tensor], None]
 ) -> list[Member]:
-    """Give every member, and every buffer that is in the safetensors of ``folder``, its value from there.
+    """Give every member, and every buffer that ``weights`` have, its value from there.
 
     Returns:
         The members that got no value, because the model says that files may lack them.
-
-    Raises:
-        ValueError: as ``protrain.engine.states.weight_files.weight_sources``, or a file cannot be read any more.
     """
-    by_name = {member.name: member for member in members}
-    others, found = unmanaged(model), weight_sources(model, folder)
-    stored = [tensor for source in found.sources for tensor in source.stored]
-    with reading(stored) as read, torch.no_grad():
-        for source in found.sources:
+    by_name, others = {member.name: member for member in members}, unmanaged(model)
+    with reading(tensor for source in weights.sources for tensor in source.stored) as read, torch.no_grad():
+        for source in weights.sources:
             values = source.values(read)
             for name in source.names:
                 if name in by_name:

@@ -70,9 +70,7 @@ def read_weights(members: Sequence[Member]) -> list[Tensor]:
 
 def write_master(member: Member, value: Tensor, elements: slice | None = None) -> None:
     """Set ``elements`` of the fp32 master, or all of it, and of the weight that follows from it."""
-    target, flat = _overlap(member, value, elements)
-    if flat.numel():
-        _write_own_master(member.chunk, target, flat)
+    _write_own_master(member.chunk, *_overlap(member, value, elements))
 
 
 def _write_own_master(chunk: Chunk, target: slice, value: Tensor) -> None:
@@ -100,8 +98,6 @@ def write_weight(member: Member, value: Tensor, elements: slice | None = None) -
     """
     chunk = member.chunk
     target, flat = _overlap(member, value, elements)
-    if not flat.numel():
-        return
     flat = flat.to(chunk.weight.device)
     weight = chunk.weight[target]
     if chunk.master is None:
@@ -221,16 +217,13 @@ def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | N
 
 def check_values(what: str, value: Any) -> None:
     """ValueError unless ``value``, of ``what``, is a tensor that has all its values in its own memory."""
-    kind = "a meta tensor, which has no values"
-    if not isinstance(value, Tensor):
-        kind = f"a {type(value).__name__} and no tensor"
-    elif value.layout is not torch.strided or value.is_nested:
-        kind = "a sparse or nested tensor"
-    elif hasattr(value, "full_tensor"):
-        kind = "a DTensor, of which each rank has a part"
-    elif not value.is_meta:
-        return
-    raise ValueError(f"{what} is {kind}: give a whole dense tensor, as to_dense() or full_tensor() make it")
+    dense = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
+    if not dense or hasattr(value, "full_tensor"):  # as a DTensor has
+        where = f" ({value.layout}, on {value.device})" if isinstance(value, Tensor) else ""
+        raise ValueError(
+            f"{what} is a {type(value).__name__}{where}: give a whole dense tensor with values, as to_dense() or "
+            "full_tensor() make it"
+        )
 
 
 def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:

@@ -30,23 +30,13 @@ def weight_files(folder: Path) -> list[Path]:
     """
     if folder.is_file():
         return [folder]
-    if not folder.is_dir():
-        raise ValueError(f"weights: there is no folder {folder}")
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
     if index.is_file():
-        try:
-            named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"weights: {index} is no readable index: {error}") from None
-        missing = [name for name in named if not (folder / name).is_file()]
-        if missing:
-            raise ValueError(
-                f"weights: {folder} lacks {len(missing)} of the {len(named)} files that its index names, among them "
-                f"{missing[0]}: get the folder again"
-            )
-        return [folder / name for name in named]
+        with _must_be_readable(index):
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(named))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"weights: no .safetensors file in {folder}")
@@ -60,7 +50,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         ValueError: a file is missing or unreadable.
     """
     found: dict[str, StoredTensor] = {}
-    for file in weight_files(folder):
+    for file in weight_files(folder.absolute()):  # the weights may be loaded later, from another working folder
         with _must_be_readable(file), open_file(file) as tensors:
             for key in tensors.keys():  # noqa: SIM118 - it is no mapping
                 header = tensors.get_slice(key)
@@ -106,8 +96,8 @@ def open_file(file: Path) -> Any:
 
 @contextmanager
 def _must_be_readable(file: Path) -> Iterator[None]:
-    """Name ``file`` in the error if reading it fails. Only reads belong inside, as other code may raise OSError."""
+    """Name ``file`` in the error if reading it fails. Only reads belong inside, as other code may raise the same."""
     try:
         yield
-    except (OSError, safetensors_package().SafetensorError) as error:
-        raise ValueError(f"weights: {file} is no readable safetensors file: {error}") from None
+    except (OSError, ValueError, safetensors_package().SafetensorError) as error:
+        raise ValueError(f"weights: {file} cannot be read: {error}") from None

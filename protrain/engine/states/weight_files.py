@@ -103,8 +103,12 @@ def weight_sources(model: nn.Module, folder: Path) -> WeightSources:
             sources.append(replace(source, names=new))
             found.update(dict.fromkeys(new, source))
         repeated += [(found[name], source) for name in source.names if found[name] is not source]
-    dispensable = _known_to_be_dispensable(model, names.prefix)
-    unused = [key for key, target in no_place.items() if not dispensable(key) and not dispensable(target)]
+    # A model does without buffers that it computes, and without what a class of transformers says.
+    buffers = {
+        spelt for name, _ in model.named_buffers(remove_duplicate=False) for spelt in _spellings(name, names.prefix)
+    }
+    known = _matcher((*_FORMER_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())))
+    unused = [key for key, to in no_place.items() if not any(name in buffers or known(name) for name in (key, to))]
     # Adapters, and what files may lack according to a class of transformers, keep the model's own values.
     may_lack, added = _matcher(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()), adapter_names(model)
     missing = [
@@ -131,8 +135,8 @@ def _has_values(parameter: nn.Parameter) -> bool:
     return not (missing_start(parameter) if parameter.is_meta else has_moved(parameter))
 
 
-def check_weights(model: nn.Module, folder: Path) -> None:
-    """Check ``folder`` before it is loaded, and warn of tensors in it that the model has no place for.
+def check_weights(model: nn.Module, folder: Path) -> WeightSources:
+    """``weight_sources``, and warn of tensors in ``folder`` that the model has no place for.
 
     Raises:
         ValueError: as ``weight_sources``, or names of one parameter have different values in the files.
@@ -153,6 +157,7 @@ def check_weights(model: nn.Module, folder: Path) -> None:
             f"weights: {folder} holds what {type(model).__name__} has no place for: "
             f"{_listed(found.unused)}. Left out; for them to count, build the model that they were saved from"
         )
+    return found
 
 
 def unmanaged(model: nn.Module) -> dict[str, Tensor]:
@@ -163,13 +168,6 @@ def unmanaged(model: nn.Module) -> dict[str, Tensor]:
             if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
                 found[name] = buffer
     return found
-
-
-def _known_to_be_dispensable(model: nn.Module, prefix: str) -> Callable[[str], bool]:
-    """A function that tells whether the model does without a key of a file, as for buffers that it computes."""
-    names = {spelt for name, _ in model.named_buffers(remove_duplicate=False) for spelt in _spellings(name, prefix)}
-    known = _matcher((*_FORMER_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())))
-    return lambda key: key in names or known(key)
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
@@ -212,15 +210,12 @@ def _source(
                     "trained; save the model in bfloat16 first"
                 )
     try:
-        shapes = {other: tuple(value.shape) for other, value in values(_without_values).items()}
+        made = values(lambda tensor: torch.empty(tensor.shape, device="meta"))
     except Exception as error:
         raise ValueError(f"weights: {where} do not make {name}, as transformers puts them together: {error}") from None
+    shapes = {other: tuple(value.shape) for other, value in made.items()}
     for other, shape in shapes.items():
         if shape != names.shapes[other]:
             makes = f"{where} has" if stored[0].key == other else f"{where}, which is {other} in the model, has"
             raise ValueError(f"weights: {makes} shape {shape}, the model's is {names.shapes[other]}")
     return Source(stored=stored, names=list(shapes), values=values)
-
-
-def _without_values(stored: StoredTensor) -> Tensor:
-    return torch.empty(stored.shape, device="meta")

@@ -10,10 +10,11 @@ from math import inf
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Piece
-from protrain.engine.streams import Mark, Streams
+from protrain.engine.streams import Mark, Streams, span
 from protrain.engine.updates.host_updates import HostUpdate, Rate, Scale
 from protrain.engine.updates.worker import HostWorker
 from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
+from protrain.planning.timeline import STREAM
 
 
 class Streamer:
@@ -47,10 +48,11 @@ class Streamer:
             scale: factor on the gradient.
         """
         begin = time.perf_counter()
-        with self._streams.streaming(self._done):
-            factor = None if scale is None else scale.on_device
-            chunk.step_streamed(pieces, gradient, factor, self._staging)
-        self._done.wait()
+        with span(STREAM, f"update {chunk.index}"):
+            with self._streams.streaming(self._done):
+                factor = None if scale is None else scale.on_device
+                chunk.step_streamed(pieces, gradient, factor, self._staging)
+            self._done.wait()
         if self.updates:  # the first one also compiles the kernel, and would say for good that the device is slow
             self.rate.add(pieces, time.perf_counter() - begin)
         self.updates += 1
@@ -86,8 +88,7 @@ class Streamer:
                 next(iter(at_work.values()), left[0].job).end()  # then the host's rate and what is left are known anew
                 continue
             update = left[index]
-            streamed = functools.partial(update.run_with, self.update)
-            update.job.run(self.worker.named(streamed, f"update {update.chunk.index}"))
+            update.job.run(functools.partial(update.run_with, self.update))
 
     def _waiting(self, update: HostUpdate) -> Waiting:
         device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)

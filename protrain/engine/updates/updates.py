@@ -42,12 +42,13 @@ from torch import Tensor
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import Mark, Stream
+from protrain.engine.streams import Mark, Stream, span
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
 from protrain.engine.updates.streamer import Streamer
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
+from protrain.planning.timeline import GPU
 from protrain_kernels import AdamScalars
 
 
@@ -183,7 +184,7 @@ class Updates:
     def _step(self, factor: Tensor | None, assumed_factor: float | None, pieces: list[list[Piece]]) -> None:
         with self._streams.computing():
             self._last_scale = scale = None if factor is None else self.publish(factor)
-            self._gradients.host_gradients.send_all()
+            self._gradients.reduction.send_all()
             norm = self._end_window()
             compute = self._streams.compute
             updates = [self._update(*each, scale, compute) for each in zip(self._chunks, pieces, strict=True)]
@@ -230,7 +231,7 @@ class Updates:
             return None
         if not chunk.persistent:
             return self._offloaded_update(chunk, pieces, scale)
-        with stream.running(after=chunk.updated, done=chunk.updated):
+        with span(GPU, f"update {chunk.index}"), stream.running(after=chunk.updated, done=chunk.updated):
             factor = None if scale is None else scale.on_device
             chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
         return None

@@ -16,11 +16,13 @@ import atexit
 import functools
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 
 import torch
+
+from protrain.engine.streams import span
+from protrain.planning.timeline import HOST
 
 _JOIN_S = 10.0  # how long the end of a worker waits for its queued jobs
 
@@ -125,27 +127,20 @@ class HostWorker:
 
     def __init__(self, *, threads: int, device: torch.device, name: str = "protrain-host-worker") -> None:
         self.threads = threads
-        self.times: list[tuple[str, int, int]] | None = None  # (name, start, end in ns) of jobs, while a trace runs
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = _WorkerThread(self._queue, name, device)
         self._thread.start()
         weakref.finalize(self, _end, self._thread).atexit = False  # see _end_all
 
     def submit(self, work: Callable[[], None], name: str = "") -> Job:
-        """Queue ``work`` behind everything that was submitted before."""
+        """Queue ``work`` behind everything that was submitted before. Traces show it under its ``name``, if any."""
         job = self.job(work, name)
         self.queue(job)
         return job
 
     def job(self, work: Callable[[], None], name: str = "") -> Job:
-        """A job that is not queued yet."""
-        return Job(self.named(work, name))
-
-    def named(self, work: Callable[[], None], name: str) -> Callable[[], None]:
-        """``work``, which notes its times under ``name`` while a trace runs."""
-        if self.times is None or not name:
-            return work
-        return functools.partial(_timed, work, name, self.times)
+        """``submit``, but for the queueing."""
+        return Job(functools.partial(_shown, work, name) if name else work)
 
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything that was submitted before."""
@@ -158,10 +153,9 @@ class HostWorker:
         self.submit(lambda: None).wait()
 
 
-def _timed(work: Callable[[], None], name: str, times: list[tuple[str, int, int]]) -> None:
-    start = time.time_ns()
-    work()
-    times.append((name, start, time.time_ns()))
+def _shown(work: Callable[[], None], name: str) -> None:
+    with span(HOST, name):
+        work()
 
 
 def _end(thread: _WorkerThread) -> None:

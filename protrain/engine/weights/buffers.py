@@ -33,10 +33,11 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member, State
-from protrain.engine.streams import Mark, Streams
+from protrain.engine.streams import Mark, Streams, span
 from protrain.engine.updates.worker import Job
 from protrain.engine.weights.views import ViewCounter, storage_address
 from protrain.planning.schedule import FAR, Schedule
+from protrain.planning.timeline import GATHER, UP
 
 
 class Residency(State):
@@ -274,7 +275,8 @@ class BufferPool:
         self.uploaded_bytes += 0 if chunk.persistent else weight.nbytes
         h2d.wait_for(chunk.updated)
         h2d.wait_for(buffer.gathered)  # which may have had no reader
-        self.streams.upload(buffer.memory[chunk.shard], weight, after=buffer.free, done=buffer.uploaded)
+        with span(UP, f"weights {chunk.index}"):
+            self.streams.upload(buffer.memory[chunk.shard], weight, after=buffer.free, done=buffer.uploaded)
         h2d.place(chunk.uploaded)
 
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
@@ -288,7 +290,8 @@ class BufferPool:
             self._issue(buffer, chunk, buffer.awaited)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
-                with self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered):
+                running = self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered)
+                with span(GATHER, f"gather {chunk.index}"), running:
                     self._ranks.gather(buffer.memory[: chunk.elements], f"the gather of chunk {chunk.index}")
             else:
                 self.streams.compute.wait_for(buffer.uploaded)

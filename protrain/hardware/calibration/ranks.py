@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.calibration.tensors import random_tensor
 from protrain.hardware.calibration.timing import batch_s, figure_of

@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 
-from protrain.common.quantities import format_bytes
-from protrain.common.tables import aligned, wrapped
+from protrain.common.tables import aligned, format_bytes, wrapped
 from protrain.hardware.calibration.optimizers import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.nvml import GpuFacts

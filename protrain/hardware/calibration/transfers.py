@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from protrain.common.quantities import format_bytes
+from protrain.common.tables import format_bytes
 from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure

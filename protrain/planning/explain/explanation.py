@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from protrain.common.quantities import format_bytes
 from protrain.common.records import Record
-from protrain.common.tables import WIDTH, aligned, format_change, format_ms, per_gpu, wrapped
+from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, format_ms, per_gpu, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.changes import Change
 from protrain.planning.evaluate import check
@@ -221,7 +220,7 @@ def host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
     parts = {
         "weights": sum(memory.layout.shard_elements(chunk) * element for chunk in away),
         "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes)
-        + memory.sent_sum_bytes(plan.n_device_sum),
+        + memory.sent_sum_bytes(plan.n_persist, plan.n_device_sum),
         "optimizer states": states - trained,
         "swapped activations": activations.swapped_bytes - offloaded,
     }

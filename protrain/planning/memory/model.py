@@ -9,7 +9,7 @@ weights serve every chunk. In addition there are whole gradients on their way be
 sends them takes (``protrain.planning.layout`` has the sizes).
 
 If a step has several batches, every chunk has an fp32 sum in place of its gradient, where its other states are. The
-sums of the last ``n_device_sum`` chunks are on the device although these are in host memory, where they then have a
+sums of ``n_device_sum`` chunks are on the device although these are in host memory, where they then have a
 gradient for the finished sum.
 
 With updates inside backward, gradients share regions too (``protrain.planning.memory.gradient_regions``). On the
@@ -137,16 +137,17 @@ class MemoryModel:
 
     def host_sum_bytes(self, n_persist: int, n_device_sum: int = 0) -> int:
         """Host memory of sums."""
-        elements = self._trained[-1] - self._trained[n_persist] - self._summed_elements(n_device_sum)
+        elements = self._trained[-1] - self._trained[n_persist] - self._summed_elements(n_persist, n_device_sum)
         return 4 * elements if self.accumulates else 0
 
-    def sent_sum_bytes(self, n_device_sum: int) -> int:
+    def sent_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
         """Host memory of the gradients that finished sums on the device become."""
-        return self.profile.element_bytes * self._summed_elements(n_device_sum)
+        return self.profile.element_bytes * self._summed_elements(n_persist, n_device_sum)
 
-    def _summed_elements(self, n_device_sum: int) -> int:
+    def _summed_elements(self, n_persist: int, n_device_sum: int) -> int:
         """The elements of this rank in the sums on the device of chunks in host memory."""
-        return self._trained[-1] - self._trained[len(self._trained) - 1 - n_device_sum]
+        kept = self.layout.summed_on_device(n_persist, n_device_sum)
+        return sum(self._trained[chunk + 1] - self._trained[chunk] for chunk in kept)
 
     def _staging_bytes_of(self, n_persist: int, n_device_sum: int) -> int:
         summed = n_device_sum if self.accumulates else None
@@ -192,7 +193,7 @@ class MemoryModel:
             "buffers and quantised weights": self.profile.buffer_bytes,
         }
         if n_device_sum:
-            parts["sums of gradients"] = 4 * self._summed_elements(n_device_sum)
+            parts["sums of gradients"] = 4 * self._summed_elements(n_persist, n_device_sum)
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
         if self.hardware.collective_bytes:
@@ -237,7 +238,9 @@ class MemoryModel:
         """
         states_bytes = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
         if self.accumulates:
-            states_bytes -= 4 * self._summed_elements(n_device_sum) - self.sent_sum_bytes(n_device_sum)
+            states_bytes -= 4 * self._summed_elements(n_persist, n_device_sum) - self.sent_sum_bytes(
+                n_persist, n_device_sum
+            )
         else:  # gradients are counted by their regions, which they may share
             states_bytes += self._least_gradient_bytes(n_persist) - self.gradients.own_bytes(n_persist)[1]
         return states_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from functools import cache
 from itertools import chain, cycle
 
@@ -146,12 +147,13 @@ class Durations:
         chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks that reduce the
         gradients of a chunk offload one shard, with the last of them.
         """
-        stays = len(self._layout.chunks) - (n_device_sum if self._only_adds else 0)
+        stay = self._layout.summed_on_device(n_persist, n_device_sum) if self._only_adds else ()
         usual, found = cycle(range(STAGING_BUFFERS)), {}
         for index in chain.from_iterable(self._gradients_of_visit):
             chunk = self._layout.chunks[self._gradients[index][0]]
             found[index] = -1
-            if n_persist <= chunk.index < stays and (not self._reductions or self._reductions[index].ms):
+            stays = chunk.index < n_persist or chunk.index in stay
+            if not stays and (not self._reductions or self._reductions[index].ms):
                 found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
         return found
 
@@ -161,23 +163,23 @@ class Durations:
             return {}
         n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
         share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
-        last, found = len(self._layout.chunks) - n_device_sum, {}
+        on_device, found = self._layout.summed_on_device(n_persist, n_device_sum), {}
         for index, staging in self._staging(n_persist, n_device_sum).items():
             chunk, _, offload_ms = self._gradients[index]
-            if staging >= 0 and chunk < last:
+            if staging >= 0 and chunk not in on_device:
                 up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
                 found[index] = share * up_ms * _SUM_BYTES / self._profile.element_bytes
         return found
 
-    def _gradient(self, index: int, last: int, staging: int) -> Gradient:
-        """The gradient ``index``. Sums of chunks before ``last`` that are offloaded are in host memory."""
+    def _gradient(self, index: int, on_device: Container[int], staging: int) -> Gradient:
+        """The gradient ``index``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
         chunk, flatten_ms, offload_ms = self._gradients[index]
         if not self._memory.accumulates:
             return index, chunk, flatten_ms, offload_ms, staging
         element = self._profile.element_bytes  # what flattening reads, and writes
         if self._reductions:  # their time has the additions
             added_bytes = 0
-        elif staging >= 0 and chunk < last:  # it is added when it is flattened
+        elif staging >= 0 and chunk not in on_device:  # it is added when it is flattened
             added_bytes = element + 2 * _SUM_BYTES
             offload_ms *= _SUM_BYTES / element
         else:  # it is flattened into the sum
@@ -187,7 +189,7 @@ class Durations:
     def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
         """The visits of forward and backward under these placements."""
         n_visits, staging = len(self._profile.calls), self._staging(n_persist, n_device_sum)
-        last = len(self._layout.chunks) - n_device_sum
+        on_device = self._layout.summed_on_device(n_persist, n_device_sum)
         first = self._layout.first_buffered(n_persist)
         return [
             Visit(
@@ -195,7 +197,7 @@ class Durations:
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
                 gradients=tuple(
-                    self._gradient(index, last, staging[index])
+                    self._gradient(index, on_device, staging[index])
                     for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
                 ),
             )

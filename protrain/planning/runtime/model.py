@@ -102,8 +102,8 @@ class RuntimeModel(Durations):
             work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
         host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
         if self._n_before:
-            first_summed = len(self._layout.chunks) - counts.n_device_sum
-            host = [(c, t * self._from_sum if c < first_summed else t) for c, t in host]
+            on_device = self._layout.summed_on_device(n_persist, counts.n_device_sum)
+            host = [(c, t if c in on_device else t * self._from_sum) for c, t in host]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
             n_regions = self._memory.n_host_regions(n_persist, self._memory.swapped_bytes(modes))

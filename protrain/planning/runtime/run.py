@@ -12,6 +12,10 @@ runs what was issued, which ends with the gradient that needs the region, and is
 awaited does not depend on how long anything takes. So awaited updates are not in the ``UpdateQueue``, and the host
 makes them before the updates of the queue.
 
+[Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
+transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
+issued, so the script sees that number when all sums of the backward before are in host memory, and forward begins then.
+
 [Note: collectives] Several ranks gather a chunk once its buffer is given up and each of them has its shard there, by an
 upload or by a copy on the device. A visit waits for that. Gathers go in the order in which the schedule asks for
 chunks, since all ranks must issue them in one order, while uploads may overtake each other. A gradient is flattened
@@ -183,6 +187,8 @@ class Run:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
         gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
         released, loaded, last_swap_out = self._released, self._loaded, self._last_swap_out
+        if self.step.sum_up_ms and self.free[DOWN] > gpu:
+            gpu = self.free[DOWN]  # see [Note: looking at the loss]
         self.uploads = []
         for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
             if fetches:
@@ -259,11 +265,11 @@ class Run:
                         self.free[UP] = ready  # until then the engine issues no upload
                     if ready > gpu:
                         gpu = ready
+                    there = gpu
                     if index in sum_up_ms:  # in parts, each of which goes down while the next one comes up
-                        drained[staging] = self._do(UP, max(gpu, all_offloaded[chunk]), sum_up_ms[index])
-                        all_offloaded[chunk] = self._do(DOWN, max(gpu, drained[staging] - offload_ms), offload_ms)
-                        continue
-                    drained[staging] = all_offloaded[chunk] = self._do(DOWN, gpu, offload_ms)
+                        sum_there = self._do(UP, max(gpu, all_offloaded[chunk]), sum_up_ms[index])
+                        there = max(gpu, sum_there - offload_ms)
+                    drained[staging] = all_offloaded[chunk] = self._do(DOWN, there, offload_ms)
         self.free[GPU] = max(gpu, self.free[REDUCE])
 
     def update(self) -> None:

@@ -29,7 +29,7 @@ from tests.engine.harness import (
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
-from tests.engine.speculative.trained import STEPS, clipping, counts, trained, updated_on_host
+from tests.engine.speculative.trained import STEPS, clipping, counts, names_of_jobs, trained, updated_on_host
 
 
 @pytest.mark.parametrize(
@@ -121,20 +121,19 @@ def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
     data, model = residual.batches(STEPS), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
-    times: list[tuple[str, int, int]] = []
-    optimizer._engine.updates.worker.times = times
+    names = names_of_jobs(optimizer._engine.updates.worker, monkeypatch)
 
     def link_is_idle() -> bool:
-        return sum(name.startswith("update") for name, _, _ in times) % n_chunks < idle
+        return sum(name.startswith("update") for name in names) % n_chunks < idle
 
     # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
     monkeypatch.setattr(Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
     monkeypatch.setattr(optimizer._engine.updates.host, "_link_is_idle", link_is_idle)
     losses = Loop().run(wrapped, optimizer, data)
     found = states(wrapped, optimizer)
-    order = [int(name.split()[-1]) for name, _, _ in times if name.startswith("update")]
+    order = [int(name.split()[-1]) for name in names if name.startswith("update")]
     kind = f"speculative {'weight' if spec.weights else 'update'}"
-    assert times[n_chunks - 1][0] == f"{kind} 0", "its gradient comes last"
+    assert names[n_chunks - 1] == f"{kind} 0", "its gradient comes last"
     assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
     plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
     assert Loop().run(plain, trainer, data) == losses

@@ -14,7 +14,6 @@ from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import Mark
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.plan import layout_of
-from protrain.tracing import _Recorder
 from tests.engine import residual
 from tests.engine.harness import (
     Batch,
@@ -115,18 +114,6 @@ def test_edits_between_backward_and_step_count(spec: Spec, device: torch.device)
     speculative, redone = results[0][1]
     assert speculative == redone > 0
     assert results[1][1] == (0, 0)
-
-
-def test_copies_of_a_weight_are_traced_under_its_name(spec: Spec, device: torch.device) -> None:
-    data, model = residual.batches(1), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    names = _Recorder(optimizer._engine)._names
-    default_loss(wrapped, data[0]).backward()
-    optimizer.step()
-    optimizer._engine.updates.wait()
-    assert counts(optimizer)[0] > 0
-    for chunk in optimizer._engine.chunks:  # the copies have changed places
-        assert names[chunk.weight.data_ptr()] == f"weights {chunk.index}"
 
 
 @pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from protrain.engine.updates.worker import HostWorker, Job
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -46,6 +48,22 @@ def trained(
     assert not spec.weights or n_whole == (plan.n_speculate // 2 if spec.whole else 0)
     assert not spec.whole or 0 < n_whole < plan.n_speculate
     return optimizer, plan.n_speculate
+
+
+def names_of_jobs(worker: HostWorker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the jobs that ``worker`` is given from now on, each added when it is done."""
+    done: list[str] = []
+    job = worker.job
+
+    def noted(work: Callable[[], None], name: str = "") -> Job:
+        def run() -> None:
+            work()
+            done.append(name)
+
+        return job(run if name else work, name)
+
+    monkeypatch.setattr(worker, "job", noted)
+    return done
 
 
 def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
