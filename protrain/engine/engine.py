@@ -40,7 +40,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
@@ -390,23 +389,12 @@ class Engine:
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
-    def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
-        self._use_gradients("clip_grad_norm_()")
-        return self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+    def clipping_for(self, what: str, index: int | None = None) -> Clipping:
+        """The norms and the factor of the gradients, which ``what`` reads or changes, or needs of one parameter.
 
-    def gradient_norm(self, index: int) -> Tensor:
-        """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
-        self._use_gradients("the norm of a gradient", index)
-        return self._clipping.gradient_norm(index)
-
-    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
-        """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
-        self._use_gradients("to multiply a gradient", index)
-        self._clipping.multiply_gradient(index, factor)
-
-    def _use_gradients(self, what: str, index: int | None = None) -> None:
-        """``what`` reads or scales gradients. MisuseError where updates have used them up, or there are none."""
+        Raises:
+            MisuseError: updates have used the gradients up, or there are none.
+        """
         self.streams.refuse_another()
         self.reset()
         if self._inside:
@@ -415,6 +403,7 @@ class Engine:
                 "step_during_backward=False, which overlaps updates too"
             )
         self.gradients.refuse_missing(what, index)
+        return self._clipping
 
     def forget_gradient(self, index: int) -> None:
         """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""

@@ -65,25 +65,19 @@ class Visits:
 
     def enter_forward(self, unit: Unit) -> None:
         """The forward of ``unit`` begins."""
-        if self._several and not self._make_up_until(unit):
-            return
+        if self._several:
+            if self.schedule.skipped(unit.index) is None:  # it runs more often than in the profiled step
+                self.make_up_rest()
+                self.schedule.restart()
+                self._ranks.note("a forward")
+            skipped = self.schedule.skipped(unit.index)
+            if skipped is None:
+                self._enter_unscheduled(unit)
+                return
+            for visit in skipped:
+                self._make_up(visit)
         self._release_left(unit)
         self.schedule.enter(unit.index)
-
-    def _make_up_until(self, unit: Unit) -> bool:
-        """Make up for the visits before the forward of ``unit``. Returns whether that is in the schedule at all."""
-        skipped = self.schedule.skipped(unit.index)
-        if skipped is None:
-            self.make_up_rest()
-            self.schedule.restart()
-            self._ranks.note("a forward")
-            skipped = self.schedule.skipped(unit.index)
-        if skipped is None:
-            self._enter_unscheduled(unit)
-            return False
-        for visit in skipped:
-            self._make_up(visit)
-        return True
 
     def prefetch(self) -> None:
         """Fetch the chunks of later visits, as far as buffers are free."""
@@ -179,11 +173,10 @@ class Visits:
 
     def _release_left(self, entered: Unit) -> None:
         """Forward enters a unit: release the units that enclosed others, but not it. Backward keeps them all."""
-        if self.schedule.position >= self.backward_start:
-            return
-        for outer in [held for held in self._held if held.index not in self._within[entered.index]]:
-            self._held.remove(outer)
-            self._release(outer)
+        if self.schedule.position < self.backward_start:
+            for outer in [held for held in self._held if held.index not in self._within[entered.index]]:
+                self._held.remove(outer)
+                self._release(outer)
 
     def _release(self, unit: Unit) -> None:
         for chunk in unit.chunks:
