@@ -227,15 +227,13 @@ class Engine:
         refuse_hooks_on_sums(self.members, self.gradients.indices())
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._backward = weakref.ref(end, self._report_failed if self._ranks.several else None)
+        # Without several ranks nobody else has to know that autograd drops the callback before it has called it.
+        failed = (lambda _: self._ranks.raised(None, "a backward")) if self._ranks.several else None
+        self._backward = weakref.ref(end, failed)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._visits.begin_backward()
         self.swaps.begin_backward()
         self.gradients.begin_backward()
-
-    def _report_failed(self, _: object) -> None:
-        """Autograd has dropped the callback at the end of backward, before it has called it."""
-        self._ranks.raised(None, "a backward")
 
     def in_backward_of(self, frame: Frame) -> bool:
         """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
