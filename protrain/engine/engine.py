@@ -111,7 +111,6 @@ class Engine:
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.bindings = bindings
-        self.placeholder = bindings.placeholder
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped

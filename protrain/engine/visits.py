@@ -71,8 +71,14 @@ class Visits:
                 self.schedule.restart()
                 self._ranks.note("a forward")
             skipped = self.schedule.skipped(unit.index)
-            if skipped is None:
-                self._enter_unscheduled(unit)
+            if skipped is None:  # such as the head of a model whose loss takes its weight, and whose generate calls it
+                if torch.is_grad_enabled():
+                    raise MisuseError(
+                        f"{unit.label} was not called in the profiled step, so the ranks have no order for its "
+                        "backward: pass an example_batch to protrain.wrap with which every unit is called, or call it "
+                        "under torch.no_grad()"
+                    )
+                self._ranks.note(f"the forward of {unit.label}")  # all ranks are between two forwards
                 return
             for visit in skipped:
                 self._make_up(visit)
@@ -131,18 +137,6 @@ class Visits:
     def reset(self) -> None:
         """No unit uses any chunk any more."""
         self._held.clear()
-
-    def _enter_unscheduled(self, unit: Unit) -> None:
-        """The forward of ``unit`` begins, which the profiled step never called. All ranks are between two forwards.
-
-        An example is the head of a model whose loss takes the head's weight, and whose ``generate`` calls the head.
-        """
-        if torch.is_grad_enabled():
-            raise MisuseError(
-                f"{unit.label} was not called in the profiled step, so the ranks have no order for its backward: pass "
-                "an example_batch to protrain.wrap with which every unit is called, or call it under torch.no_grad()"
-            )
-        self._ranks.note(f"the forward of {unit.label}")
 
     def _make_up(self, visit: int) -> None:
         """Do what the other ranks do together in a visit that this rank skips."""

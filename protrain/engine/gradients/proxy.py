@@ -39,7 +39,7 @@ class GradientProxy(Tensor):
         proxy = handle.gradient_proxy
         if not isinstance(proxy, cls):
             with torch._C.DisableTorchFunctionSubclass():
-                proxy = handle.engine.placeholder.expand(shape).as_subclass(cls)
+                proxy = handle.engine.bindings.placeholder.expand(shape).as_subclass(cls)
             proxy.protrain_handle = handle
             handle.gradient_proxy = proxy
         return proxy

@@ -196,11 +196,6 @@ class HostUpdate:
             chunk.step_speculatively(self.pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
-    def ask(self, pieces: list[Piece], scale: Scale | None) -> None:
-        """The step asks for this update, which may differ from what was begun."""
-        self.as_asked = pieces == self.pieces
-        self.pieces, self.scale = pieces, scale
-
     def begin(self) -> None:
         """From now on fetches of the chunk wait for the job."""
         self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
