@@ -33,12 +33,10 @@ class AveragedWeights:
         decay: how much of the average an update keeps.
 
     Raises:
-        ValueError: ``model`` is no module, or ``decay`` no number from 0 (inclusive) to 1.
+        ValueError: ``decay`` is no number from 0 (inclusive) to 1.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
-        if not isinstance(model, nn.Module):
-            raise ValueError(f"model must be a torch.nn.Module, not {type(model).__name__}")
         if not isinstance(decay, (float, Real)) or not 0 <= decay < 1:
             raise ValueError(f"decay must be at least 0 and less than 1, not {decay!r}")
         self._model = model

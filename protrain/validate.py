@@ -15,8 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
+from protrain.common.errors import warn_user
 from protrain.common.parameters import DTYPES, is_managed, split_up
-from protrain.common.warned import warn_user
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_start_values
 from protrain.engine.states.groups import check_options
@@ -126,7 +126,8 @@ def check_arguments(
         moment_dtype=moments,
         plan=given,
         plan_file=file,
-        weights=None if weights is None else check_weights(model, Path(weights)),
+        # The path is absolute, whatever the folder is at the first call.
+        weights=None if weights is None else check_weights(model, Path(os.path.abspath(weights))),
         step_during_backward=step_during_backward,
         accumulation=accumulation,
         gradient_reduction=gradient_reduction,
@@ -136,16 +137,12 @@ def check_arguments(
 
 def _check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
-    if isinstance(inner := getattr(optimizer, "optimizer", None), _OPTIMIZERS):
-        raise ValueError(
-            f"optimizer is a {type(optimizer).__name__} around {type(inner).__name__}: call protrain.wrap first, and "
-            "give what it returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
-        )
     if type(optimizer) not in _OPTIMIZERS:
         kind = type(optimizer)
         raise ValueError(
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
-            "ProTrain carries out the update itself and supports these two"
+            "ProTrain carries out the update itself and supports these two. Wrap first, and give what protrain.wrap "
+            "returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
         )
     check_options(optimizer.param_groups)
 

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -157,7 +157,7 @@ def wrap(
             plan=plan,
             device_memory=device_memory,
             host_memory=host_memory,
-            weights=None if weights is None else os.path.abspath(on_disk(os.fspath(weights), weights=True)),
+            weights=None if weights is None else on_disk(os.fspath(weights), weights=True),
             step_during_backward=step_during_backward,
             accumulation=accumulation,
             moment_dtype=moment_dtype,
@@ -272,7 +272,7 @@ def _begin_training(
                 show=show,
             )
         changes.pop_all()
-    wrapped.begin(engine, hardware=hardware)
+    wrapped.attach(engine, hardware=hardware)
 
 
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
@@ -460,8 +460,9 @@ def _retire(optimizer: torch.optim.Optimizer) -> None:
     for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
         vars(optimizer)[name] = _refused(name)
     # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
+    if not _retired:
+        register_optimizer_step_pre_hook(_check_step)
     _retired.add(optimizer)
-    _watch_steps()
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -474,16 +475,11 @@ def _refused(name: str) -> Callable[..., Any]:
     return refuse
 
 
-@cache  # torch keeps the hook, so one is enough
-def _watch_steps() -> None:
-    """Look from now on at each step of any optimizer, because one that ProTrain does not know of may do nothing.
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Refuse a step of any optimizer that ProTrain does not know of, as it would do nothing.
 
     It finds no gradients of parameters that are in no group of the wrapped optimizer.
     """
-    register_optimizer_step_pre_hook(_check_step)
-
-
-def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     if optimizer in _retired:
         _refused("step")()
     if isinstance(optimizer, ProTrainOptimizer):

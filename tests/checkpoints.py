@@ -27,9 +27,9 @@ class PlainOptimizer:
     def trains(self, model: nn.Module) -> bool:
         return model is self.model
 
-    def load_when_begun(self, model: nn.Module, load: Callable[[], None]) -> None:
-        """Do ``load`` at once, as there is nothing to wait for."""
-        load()
+    def on_attach(self, action: Callable[[], None], *, loads: nn.Module) -> None:
+        """Do ``action`` at once, as there is nothing to wait for."""
+        action()
 
     def parameter_names(self) -> list[str]:
         return [name for name, p in self.model.named_parameters() if p.is_floating_point()]

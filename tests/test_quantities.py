@@ -42,23 +42,13 @@ def test_what_is_no_size_is_named(wrong: Any) -> None:
     assert repr(wrong) in str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [0, -5, "0GiB", "0.5B", float("nan")])
-def test_a_size_is_more_than_nothing(wrong: float | str) -> None:
-    with pytest.raises(ValueError, match="host_memory must be more than 0 bytes, like '24GiB', not "):
+@pytest.mark.parametrize(
+    "wrong", [0, -5, "0GiB", "0.5B", float("nan"), 2**64, 2**60, "1048576TiB", "9" * 400, 1e300, float("inf")]
+)
+def test_a_size_that_is_nothing_or_that_64_bits_cannot_add_to_is_refused(wrong: float | str) -> None:
+    with pytest.raises(ValueError, match=r"host_memory must be at least 1 byte and less than .* TiB, ") as caught:
         parse_memory(wrong, name="host_memory")
-
-
-@pytest.mark.parametrize("wrong", [2**64, 2**60, "1048576TiB", "9" * 400, 1e300, float("inf")])
-def test_a_size_that_64_bits_cannot_add_to_is_refused(wrong: float | str) -> None:
-    with pytest.raises(ValueError, match=r"device_memory must be less than .* TiB, like '24GiB', not ") as caught:
-        parse_memory(wrong, name="device_memory")
     assert repr(wrong) in str(caught.value)
-
-
-@pytest.mark.parametrize("small", [0.5, 24, "24", " 0.5 ", 1023])
-def test_memory_in_another_unit_than_bytes_is_refused(small: float | str) -> None:
-    with pytest.raises(ValueError, match=f"is bytes: write '{str(small).strip()}GiB'"):
-        parse_memory(small, name="device_memory")
 
 
 @pytest.mark.parametrize(("text", "count"), [(1024, 1024), ("24KiB", 24 * 1024), ("100B", 100)])

@@ -26,9 +26,8 @@ from protrain.checkpoint.saving import (
 )
 from protrain.checkpoint.tensor_files import open_tensors
 from protrain.checkpoint.unmanaged_tensors import compare_names, match_saved
-from protrain.common.errors import CheckpointError
+from protrain.common.errors import CheckpointError, warn_user
 from protrain.common.parameters import is_managed
-from protrain.common.warned import warn_user
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -93,7 +92,7 @@ def load_checkpoint(
         with raised_on_all(ranks):
             optimizer.import_parts(own_parts(save, files, optimizer))
 
-    optimizer.load_when_begun(model, load_own)  # first, because inside full_parameters() this raises
+    optimizer.on_attach(load_own, loads=model)  # first, because inside full_parameters() this raises
     with torch.no_grad():
         for target, saved in buffers:
             target.copy_(saved)

@@ -49,9 +49,8 @@ from protrain.checkpoint.parameter_files import write_parameters
 from protrain.checkpoint.random_state import random_state
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
 from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
-from protrain.common.errors import BudgetError
+from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes
-from protrain.common.warned import user_line
 from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part

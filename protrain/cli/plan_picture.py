@@ -21,6 +21,7 @@ _COLORS = {
     "weights": "tab:green",
     "activations": "tab:orange",
     "gradients": "tab:olive",
+    "sum": "darkkhaki",
     "copies": "tab:cyan",
     "gather": "lightgreen",
     "reduce": "gold",

@@ -69,13 +69,11 @@ def check(batch: Any) -> None:
 
 def shapes(batch: Any) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor in ``batch``. Nested tensors have dotted names, and positions are named "0", "1"."""
-    check(batch)
     return {name: tuple(tensor.shape) for name, tensor in named_tensors(batch)}
 
 
 def tokens(batch: Any) -> int:
     """The number of tokens: the elements of the first integer tensor, or else the first tensor's first dimension."""
-    check(batch)
     first: Tensor | None = None
     for _, tensor in named_tensors(batch):
         if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool:
@@ -87,7 +85,6 @@ def tokens(batch: Any) -> int:
 
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The positional and keyword arguments with which ``batch`` calls the model."""
-    check(batch)
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return tuple(batch), {}
@@ -229,8 +226,7 @@ def loss_of(output: Any) -> Tensor:
         loss = output
     if isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
         return loss.reshape(())
-    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-    tensors = [tensor for tensor in tensors if tensor.requires_grad]
+    tensors = [tensor for tensor in tensors_in(output) if tensor.is_floating_point() and tensor.requires_grad]
     if not tensors:
         raise ValueError(
             "the model's output depends on no trainable parameter, so there is nothing to train; "

@@ -69,7 +69,6 @@ _UNITS = {"": 1, "b": 1} | {
 _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
-_LEAST_MEMORY_BYTES = 1024  # a smaller number without a unit is probably meant in GiB
 _TOO_MANY_BYTES = 1024**6  # the planner's arrays have 64 bits, and sums of sizes must fit too
 
 
@@ -77,23 +76,17 @@ def parse_memory(value: int | float | str, *, name: str) -> int:
     """The bytes in ``value``, which is a number of bytes or text like ``"24GiB"``.
 
     Raises:
-        ValueError: it is neither, or a bare number that is too small to be bytes; the message names ``name``.
+        ValueError: it is neither, or too small or too large; the message names ``name``.
     """
-    size: float
     if isinstance(value, int | float) and not isinstance(value, bool):
-        size, unit = value, ""
+        size: float = value
     else:
         match = _PATTERN.fullmatch(value) if isinstance(value, str) else None
         if match is None or match.group(2).lower() not in _UNITS:
             raise ValueError(f"{name} must be a number of bytes or text like '24GiB', not {value!r}")
-        unit = match.group(2).lower()
-        size = float(match.group(1)) * _UNITS[unit]
-    if not unit and 0 < size < _LEAST_MEMORY_BYTES:
-        raise ValueError(f"{name} {value!r} is bytes: write '{str(value).strip()}GiB'")
-    if size >= _TOO_MANY_BYTES:
-        raise ValueError(f"{name} must be less than 1048576 TiB, like '24GiB', not {value!r}")
-    if not size >= 1:  # this also refuses a NaN
-        raise ValueError(f"{name} must be more than 0 bytes, like '24GiB', not {value!r}")
+        size = float(match.group(1)) * _UNITS[match.group(2).lower()]
+    if not 1 <= size < _TOO_MANY_BYTES:  # this also refuses a NaN
+        raise ValueError(f"{name} must be at least 1 byte and less than 1048576 TiB, like '24GiB', not {value!r}")
     return int(size)
 
 

@@ -38,12 +38,6 @@ _WITHOUT_TENSORS = _PLAIN | {torch.Size}
 _CACHES = "transformers.cache_utils"  # the module of transformers with key/value caches
 
 
-class Leaf:
-    """A placeholder for a leaf in a tree that is kept. No walk looks into its attributes."""
-
-    __slots__ = ()
-
-
 def tensors_in(tree: Any) -> list[Tensor]:
     """Every tensor in ``tree``, in the order of its parts."""
     found: list[Tensor] = []
@@ -55,11 +49,8 @@ def _collect(tree: Any, found: list[Tensor]) -> None:
     kind = type(tree)  # the type is compared first, because isinstance is slow for what is no tensor
     if kind is Tensor:
         found.append(tree)
-    elif kind is tuple or kind is list:
-        for part in tree:
-            _collect(part, found)
-    elif kind is dict:
-        for part in tree.values():
+    elif kind is tuple or kind is list or kind is dict:
+        for part in tree.values() if kind is dict else tree:
             _collect(part, found)
     elif kind in _WITHOUT_TENSORS:
         return
@@ -81,10 +72,8 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[An
     kind = type(tree)
     if kind is Tensor or kind in _PLAIN:
         return function(tree)
-    if kind is tuple:
-        return tuple([map_leaves(function, part, whole=whole) for part in tree])
-    if kind is list:
-        return [map_leaves(function, part, whole=whole) for part in tree]
+    if kind is tuple or kind is list:
+        return kind([map_leaves(function, part, whole=whole) for part in tree])
     if kind is dict:
         return {key: map_leaves(function, part, whole=whole) for key, part in tree.items()}
     node = None if isinstance(tree, Tensor) or whole(tree) else _taken_apart(tree)
@@ -145,7 +134,7 @@ def _takes_device(kind: Any) -> bool:
 
 def _taken_apart(tree: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]] | None:
     """The parts of ``tree`` by name, and what makes such a tree of other parts. None: it is a leaf."""
-    if isinstance(tree, Leaf | nn.Module | type | Enum):
+    if isinstance(tree, nn.Module | type | Enum):
         return None
     if (registered := SUPPORTED_NODES.get(_get_node_type(tree))) is not None:
         parts, context = registered.flatten_fn(tree)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from protrain.common.errors import warn_user
 from protrain.common.tables import format_bytes
 from protrain.common.trees import named_tensors
-from protrain.common.warned import warn_user
 from protrain.distributed.ranks import Ranks
 from protrain.distributed.watch import WAITING
 

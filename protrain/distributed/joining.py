@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from protrain.common.errors import MisuseError
-from protrain.common.warned import warn_user
+from protrain.common.errors import MisuseError, warn_user
 from protrain.distributed.ranks import Communicators, Ranks, announced
 from protrain.distributed.watch import WARN_S
 

@@ -53,8 +53,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
-from protrain.common.errors import MisuseError
-from protrain.common.warned import warn_user
+from protrain.common.errors import MisuseError, warn_user
 from protrain.distributed.links import DIED, Links, Message
 
 TICK_S = 1.0  # after so long without a note, the last ones are sent

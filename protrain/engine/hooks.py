@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from protrain.common import batch as batches
-from protrain.common.errors import MisuseError
-from protrain.common.warned import warn_user
+from protrain.common.errors import MisuseError, warn_user
 from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
 from protrain.engine.planned_batch import PlannedBatch

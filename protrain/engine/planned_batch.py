@@ -14,9 +14,8 @@ from typing import Any
 from torch import nn
 
 from protrain.common import batch as batches
-from protrain.common.errors import MisuseError
+from protrain.common.errors import MisuseError, warn_user
 from protrain.common.tables import format_bytes
-from protrain.common.warned import warn_user
 from protrain.engine.states.arena import EngineMemory
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile

@@ -203,7 +203,7 @@ class BlockModules:
         self.watched = set[bool]()  # the modes, training or not, in which a run was watched
         self._found: _Found | None = None  # at the last call, unless the modules have changed since
 
-    def called(self) -> ModulesBefore:
+    def at_call(self) -> ModulesBefore:
         """The content of the modules at a call of the block."""
         if self._found is None or not self._found.contents.same():
             self._found = _Found(self.module, self.watched_elsewhere)
@@ -226,7 +226,7 @@ class ModulesBefore:
         self._requires_grad = [(parameter, parameter.requires_grad) for parameter in found.parameters]
         self._entries = [(*entry, entry[2]._version) for entry in found.entries]
         self.copies: dict[int, Tensor] = {}  # of tensors that a forward changes, by their ids; they take device memory
-        self._compared: dict[int, Tensor] = {}  # by the id, in host memory, until ``over``
+        self._compared: dict[int, Tensor] = {}  # by the id, in host memory, until ``first_run_ends``
         for _, _, tensor, place, version in self._entries:
             if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # part of a graph, or a weight
                 continue
@@ -239,7 +239,7 @@ class ModulesBefore:
             elif new and tensor.layout == torch.strided:
                 self._compared[id(tensor)] = tensor.detach().to("cpu", copy=True)
 
-    def over(self) -> None:
+    def first_run_ends(self) -> None:
         """The first run is over: note what it has changed. If it was watched, this waits for the device."""
         self._block.watched.add(self._block.module.training)
         self._block.drawn.update(g for g, before in self._shared.items() if pickle.dumps(g) != before)
@@ -276,7 +276,7 @@ class ModulesBefore:
                     tensor.copy_(self.copies[id(tensor)])
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def as_found(self) -> Iterator[None]:
         """A context for another run, in which the modules have the content that the first run found."""
         before = now = self._contents
         switched = [(p, required) for p, required in self._requires_grad if p.requires_grad != required]

@@ -39,8 +39,8 @@ class _Stop(Exception):
 class Recomputation:
     """One call of the block ``modules``, which errors name by ``label``, on ``device``. See [Note: a second run].
 
-    Who runs the block calls, in this order: ``called``, the block, with ``note`` for every tensor that autograd
-    saves, and ``over``. In backward ``again`` gives what stands for a saved tensor.
+    Who runs the block calls, in this order: ``first_run_begins``, the block, with ``count_saved`` for every tensor that
+    autograd saves, and ``first_run_ends``. In backward ``restored`` gives what keeps a saved tensor.
     """
 
     def __init__(self, label: str, modules: BlockModules, device: torch.device) -> None:
@@ -93,22 +93,22 @@ class Recomputation:
 
     # -- the first run
 
-    def called(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def first_run_begins(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The first run of ``function`` begins, which is given the arguments as they are."""
         self.function = function
         self.args, self.kwargs = map_leaves(self.as_given, (args, kwargs))
         self._autocast = autocast_of_now(self._on.type)
-        self.modules = self._block.called()
+        self.modules = self._block.at_call()
         self._random_state = RandomState(self._on, self.modules.generators)
 
-    def note(self, tensor: Tensor) -> int:
-        """The first run saves ``tensor``. Returns what stands for it."""
+    def count_saved(self, tensor: Tensor) -> int:
+        """The first run saves ``tensor``. Returns the number that stands for it."""
         self._forms.append(_form(tensor))
         return len(self._forms) - 1
 
-    def over(self) -> None:
+    def first_run_ends(self) -> None:
         """The first run is over."""
-        self.modules.over()
+        self.modules.first_run_ends()
         self._recomputed.clear()  # it has entries if the block has computed gradients itself
         self._look_at_caches()
 
@@ -119,11 +119,11 @@ class Recomputation:
 
     # -- the second run
 
-    def again(self, noted: int) -> Any:
-        """What keeps the saved tensor that ``noted`` stands for. It is no longer kept here."""
-        if noted not in self._recomputed:
+    def restored(self, number: int) -> Any:
+        """What keeps the saved tensor that ``number`` stands for. It is no longer kept here."""
+        if number not in self._recomputed:
             self._recompute()
-        found = self._recomputed.pop(noted, None)
+        found = self._recomputed.pop(number, None)
         if found is None:
             raise self._other_operations(f"saved {len(self._forms)} tensors in forward but fewer when recomputed")
         return found
@@ -141,7 +141,7 @@ class Recomputation:
             with _outside_vmap():
                 args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
                 with (
-                    self.modules.again(),
+                    self.modules.as_found(),
                     torch.enable_grad(),
                     self._random_state,
                     self._autocast(),
@@ -197,26 +197,15 @@ def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
 
 
-def _older_vmaps() -> int:
-    """How many contexts of the vmap of torch.autograd.grad(is_grads_batched=True) there are around this call."""
-    torch._C._vmapmode_increment_nesting()
-    return torch._C._vmapmode_decrement_nesting()
-
-
-def _outside_vmap() -> AbstractContextManager[Any]:
+@contextmanager
+def _outside_vmap() -> Iterator[None]:
     """A context outside of the vmap in which a backward may run. The second run is no part of it.
 
     Gradients of several outputs are taken so, by torch.autograd.grad or torch.func.vmap. Inside torch would refuse to
     draw random numbers.
     """
-    if not _older_vmaps() and torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    return _without_vmap()
-
-
-@contextmanager
-def _without_vmap() -> Iterator[None]:
-    n_older = _older_vmaps()
+    torch._C._vmapmode_increment_nesting()
+    n_older = torch._C._vmapmode_decrement_nesting()  # those of torch.autograd.grad(is_grads_batched=True)
     with temporarily_clear_interpreter_stack():
         try:
             for _ in range(n_older):

@@ -188,7 +188,7 @@ class ProTrainStrategy(Processes, DDPStrategy):
             found["example_batch"] = ("training_step", self._example_batch, 0)
         with self.precision_plugin.train_step_context():
             _, self._optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
-        self._optimizer.when_begun(self._steps.begin)
+        self._optimizer.on_attach(self._steps.begin)
         self.optimizers = [self._optimizer]
 
     training_step = _step("training")

@@ -23,7 +23,7 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, Tr
 from protrain.checkpoint.adapters import Base, has_adapter, is_peft_model
 from protrain.checkpoint.manifest import check_files, find_save, read_manifest
 from protrain.checkpoint.random_state import random_state, set_random_state
-from protrain.common.warned import warn_user
+from protrain.common.errors import warn_user
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import join
 from protrain.engine.weights.parameter import PresentParameter

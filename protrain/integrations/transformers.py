@@ -23,9 +23,9 @@ from transformers import Trainer
 
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
+from protrain.common.errors import warn_user
 from protrain.common.progress import heard, stage
 from protrain.common.trees import named_tensors
-from protrain.common.warned import warn_user
 from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
 from protrain.integrations.accelerate import leave_model

@@ -26,7 +26,7 @@ from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.awaited import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.explain.explanation import Explanation, explain
-from protrain.planning.explain.host_rate import host_gparams
+from protrain.planning.explain.phases import host_gparams
 from protrain.planning.plan import Plan
 
 
@@ -53,7 +53,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     Hyperparameters are read from ``param_groups`` when ``step`` is called, so every scheduler works.
 
     Where ``protrain.wrap`` is given no example batch, there is no engine before the first call of the model. Until
-    then groups can be read and changed, and a state can be loaded, which goes to the engine when that begins.
+    then groups can be read and changed, and a state can be loaded, which goes to the engine when that is attached.
 
     Args:
         optimizer: of the user.
@@ -87,44 +87,43 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._clock = StepClock()
         self._running: Engine | None = None  # None: the model was not called yet
         self._no_sync = False
-        self._at_begin: list[Callable[[], None]] = []
+        self._on_attach: list[Callable[[], None]] = []
         self._awaited: Awaited | None = None  # what is loaded by one of these
-        # States of parameters by name, for the engine when that begins.
-        self._state_at_begin: dict[str, Mapping[str, Any]] = {}
+        # States of parameters by name, for the engine when that is attached.
+        self._states_to_import: dict[str, Mapping[str, Any]] = {}
         for name, parameter in self._trained.items():
             if parameter in optimizer.state:
-                self._state_at_begin[name] = optimizer.state[parameter]
+                self._states_to_import[name] = optimizer.state[parameter]
                 parameter_state.check_state(name, parameter.shape, optimizer.state[parameter])
 
-    def begin(self, engine: Engine, *, hardware: HardwareProfile) -> None:
+    def attach(self, engine: Engine, *, hardware: HardwareProfile) -> None:
         """Train with ``engine`` from now on. It has the chunks of all parameters and was planned for ``hardware``."""
         self._running = engine
         self.hardware = hardware
         self._by_name = {member.name: member for member in engine.members}
         engine.gradients.no_sync = self._no_sync
         try:
-            self._import(self._state_at_begin)
-            for action in self._at_begin:
+            self._import(self._states_to_import)
+            for action in self._on_attach:
                 action()
         except BaseException:  # such as a checkpoint that is gone: no step() may train what was not loaded
             self._running = None
             raise
-        self._at_begin.clear()
-        self._state_at_begin.clear()
+        self._on_attach.clear()
+        self._states_to_import.clear()
         self._wrapped.state = StatesInChunks()
 
-    def when_begun(self, action: Callable[[], None]) -> None:
-        """Do ``action``, which needs the engine: now, or when there is one."""
-        if self._running is None:
-            self._at_begin.append(action)
-        else:
-            action()
+    def on_attach(self, action: Callable[[], None], *, loads: nn.Module | None = None) -> None:
+        """Do ``action``, which needs the engine: now, or when there is one.
 
-    def load_when_begun(self, model: nn.Module, load: Callable[[], None]) -> None:
-        """Do ``load``, which loads all states: now, or when there is an engine. Until then nobody may use them."""
-        if self._running is None and self._awaited is None:
-            self._awaited = Awaited(model, self._parameters)
-        self.when_begun(load)
+        If it loads all states of the model ``loads``, nobody may use these until then.
+        """
+        if self._running is not None:
+            action()
+            return
+        if loads is not None and self._awaited is None:
+            self._awaited = Awaited(loads, self._parameters)
+        self._on_attach.append(action)
 
     def given_back(self) -> AbstractContextManager[None]:
         """A context in which parameters whose values are to be loaded are ordinary ones, for the first call."""
@@ -275,7 +274,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._refuse_awaited(what)
         self.groups.check_members()
         self.ranks.meet(what)
-        states = self._state_at_begin if self._running is None else self._states_of(self._running, kept=kept)
+        states = self._states_to_import if self._running is None else self._states_of(self._running, kept=kept)
         result = _pack_state(self.param_groups, self._parameters, states)
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale.state()
@@ -315,10 +314,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self._running is None:
-            self._state_at_begin = found
+            self._states_to_import = found
         else:
             self._import(found)
-        self.when_begun(partial(self._load_loss_scale, state_dict.get("loss_scale")))
+        self.on_attach(partial(self._load_loss_scale, state_dict.get("loss_scale")))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -378,7 +377,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.check_scalar_state(state)
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
-        self.when_begun(partial(self._load_loss_scale, state.get("loss_scale")))
+        self.on_attach(partial(self._load_loss_scale, state.get("loss_scale")))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, which is possible only before wrapping. Afterwards it raises a MisuseError."""

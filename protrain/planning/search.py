@@ -14,7 +14,7 @@ make a step slower, so a plan has all that fit, unless its what-if table shows t
 updates compute only the weight if host memory has no room for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
-(``protrain.planning.rates.host_rates``), plus a share of that time for every mechanism that costs memory:
+(``protrain.planning.rates.update_rates``), plus a share of that time for every mechanism that costs memory:
 ``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
 since a transfer may be late.
 

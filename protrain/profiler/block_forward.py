@@ -132,7 +132,7 @@ def _measure(
     assert meter is not None, "only a step that measures comes here"
     # The run leaves no trace in modules and in random states.
     with weights.unobserved():
-        before = block.called()
+        before = block.at_call()
         known |= weights.storages()
     random_state = RandomState(weights.device, before.generators)
     meter.reset_peak()
@@ -146,7 +146,7 @@ def _measure(
     # The graph of a gradient that the block computed itself is gone, with what it saved.
     alive = {key: size for key, size in (saved | bools).items() if not key.expired()}
     with weights.unobserved():
-        before.over()
+        before.first_run_ends()
         before.undo()
         del before
     random_state.set()

@@ -101,8 +101,8 @@ class CheckpointedCall(Recomputation):
         return self._around()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The first run, after ``called``."""
-        with saved_tensors_hooks(self.note, self.again):
+        """The first run, after ``first_run_begins``."""
+        with saved_tensors_hooks(self.count_saved, self.restored):
             output = self.function(*args, **kwargs)
-        self.over()
+        self.first_run_ends()
         return output

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 
+from protrain.common.errors import warn_user
 from protrain.common.parameters import is_managed
-from protrain.common.warned import warn_user
 
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 

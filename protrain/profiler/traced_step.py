@@ -299,7 +299,7 @@ class TracedStep:
             around = AutocastOnMeta if self._device.type == "meta" and not self.compiled else nullcontext
             checkpointed_call = CheckpointedCall(path, self._modules[path], self._device, around)
             with torch._C.DisableTorchFunction():  # to look at parameters is no use of them
-                checkpointed_call.called(self._recomputed(call, traced), args, kwargs)
+                checkpointed_call.first_run_begins(self._recomputed(call, traced), args, kwargs)
             if self._measure:
                 known = _storages_of(self._modules[path].module)
                 self._open.held_until = self._inputs.add(len(self.segments), inputs)

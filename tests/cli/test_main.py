@@ -115,11 +115,11 @@ def test_help_does_not_wait_for_torch(words: list[str]) -> None:
         (["train", "--model", "tiny", "--device-memory", "lots"], "--device-memory: must be a number of bytes"),
         (
             ["train", "--model", "tiny", "--device-memory", "0.5"],
-            "--device-memory: '0.5' is bytes: write '0.5GiB'",
+            "--device-memory: must be at least 1 byte and less than 1048576 TiB, like '24GiB', not '0.5'",
         ),
         (
             ["train", "--model", "tiny", "--host-memory", "0"],
-            "--host-memory: must be more than 0 bytes, like '24GiB'",
+            "--host-memory: must be at least 1 byte and less than 1048576 TiB, like '24GiB'",
         ),
         (["train", "--model", "tiny", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["train"], "--model is missing"),

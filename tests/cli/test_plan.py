@@ -261,10 +261,12 @@ def test_a_sequence_has_two_spellings() -> None:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_picture_of_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("more", [["--device-memory", "134MiB"], ["--device-memory", "138MiB", "--accumulation", "2"]])
+def test_a_picture_of_a_step_is_drawn(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of one with sums in host memory, for whose copies the picture had no color."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "new" / "step.png"
-    status, _, err = run(capsys, *TINY, "--device-memory", "134MiB", "--json", "--picture", str(path))
+    status, _, err = run(capsys, *TINY, *more, "--json", "--picture", str(path))
     assert status == 0, err
     assert dark_pixels(path).float().mean() > 0.1
 

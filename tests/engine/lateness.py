@@ -133,7 +133,7 @@ class Lateness:
         def make_worker(*, threads: int, device: torch.device, name: str = "") -> LateWorker:
             return LateWorker(threads=threads, schedule=self.schedule, choice=choice)
 
-        begin = ProTrainOptimizer.begin
+        begin = ProTrainOptimizer.attach
 
         def begun(optimizer: ProTrainOptimizer, engine: Any, **options: Any) -> None:
             begin(optimizer, engine, **options)
@@ -150,7 +150,7 @@ class Lateness:
         with monkeypatch.context() as patch:
             patch.setattr("protrain.engine.build.streams_for", make_streams)
             patch.setattr("protrain.engine.build.HostWorker", make_worker)
-            patch.setattr(ProTrainOptimizer, "begin", begun)
+            patch.setattr(ProTrainOptimizer, "attach", begun)
             patch.setattr("protrain.engine.gradients.reduction.flatten", flattened)
             yield self
         faults = [fault for streams in self.streams for fault in streams.faults]

@@ -220,5 +220,5 @@ def test_what_was_prepared_before_wrap_is_refused_by_name() -> None:
     accelerate.state.AcceleratorState._reset_state(True)
     model = make()
     prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(model, adamw(model))
-    with pytest.raises(ValueError, match=r"AcceleratedOptimizer around AdamW: call protrain\.wrap first.*prepare"):
+    with pytest.raises(ValueError, match=r"not AcceleratedOptimizer of .*: .*Wrap first.*prepare"):
         protrain.wrap(prepared, optimizer, example_batch=batches()[0], device="cpu", progress=False)

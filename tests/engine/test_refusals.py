@@ -33,8 +33,8 @@ def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
     [
         ({"device_memory": "24 apples"}, "device_memory must be .* text like '24GiB', not '24 apples'"),
         ({"host_memory": "24 apples"}, "host_memory must be .* text like '24GiB', not '24 apples'"),
-        ({"device_memory": 0}, "device_memory must be more than 0 bytes, .*not 0"),
-        ({"host_memory": -1}, "host_memory must be more than 0 bytes, .*not -1"),
+        ({"device_memory": 0}, "device_memory must be at least 1 byte .*not 0"),
+        ({"host_memory": -1}, "host_memory must be at least 1 byte .*not -1"),
         ({"dtype": "float64"}, "dtype must be bfloat16, float16 or float32, not 'float64'"),
         ({"dtype": torch.int8}, "dtype must be bfloat16, float16 or float32, not torch.int8"),
         ({"device": "tpu"}, "device must be a CUDA GPU or the CPU, not 'tpu'"),

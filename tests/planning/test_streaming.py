@@ -14,7 +14,7 @@ from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, pack
 from protrain.planning.layout import updated_chunks
 from protrain.planning.rates.contention import OTHERS, rates
-from protrain.planning.rates.streaming import staging_bytes
+from protrain.planning.rates.update_rates import staging_bytes
 from protrain.planning.runtime.run import Run
 from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline

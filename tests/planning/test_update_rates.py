@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from protrain.planning import evaluate, predict, search
-from protrain.planning.explain.host_rate import host_gparams
-from protrain.planning.rates.streaming import streamed_rates
+from protrain.planning.explain.phases import host_gparams
 from protrain.planning.rates.update_rates import (
     device_update_gparams,
     host_update_gparams,
     moved_bytes,
     read_bytes,
+    streamed_rates,
     written_bytes,
 )
 from protrain.planning.timeline import GPU, HOST, STREAM

@@ -1,6 +1,6 @@
 """Speculative updates of the weight alone: the memory that they take, and steps that can be worked out by hand.
 
-See [Note: weight-only updates] in ``protrain.planning.runtime.update_queue``.
+See [Note: weight-only updates] in ``protrain.planning.runtime.planned_step``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
+from protrain.planning.runtime.planned_step import UpdateQueue
 from protrain.planning.runtime.run import Run
-from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N as CHUNK

@@ -101,7 +101,7 @@ class KeptAttention:
             call.moved = bool(call.outputs)
             call.outputs = _with_tensors(function, call.outputs)
 
-    def again(self, restored: Callable[[Any], Any]) -> RuntimeMode:
+    def second_run(self, restored: Callable[[Any], Any]) -> RuntimeMode:
         """A mode for the second run, in which ``restored`` of the kept outputs replaces the calls of attention.
 
         A call runs again if it has no kept outputs, or if they belong to a different call.

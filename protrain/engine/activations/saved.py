@@ -178,7 +178,7 @@ class CheckpointFrame(Frame, Recomputation):
             if not isinstance(tensor, nn.Parameter):  # parameters lie in chunks
                 self.engine.ledger.hold(tensor, within=self)
         self.watched = watch(given)
-        self.called(function, args, kwargs)
+        self.first_run_begins(function, args, kwargs)
         for copy in self.modules.copies.values():
             self.engine.ledger.hold(copy, within=self)
         if self.attention is None:
@@ -187,28 +187,28 @@ class CheckpointFrame(Frame, Recomputation):
             output = super().run(self.attention.noting(function), args, kwargs)
             for tensor in self.attention.keep():
                 self.engine.ledger.hold(tensor)
-        self.over()
+        self.first_run_ends()
         return output
 
     @override
     def hooks(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self.note, self.restore)
+        return saved_tensors_hooks(self.count_saved, self.restore)
 
     @override
-    def note(self, tensor: Tensor) -> int:
+    def count_saved(self, tensor: Tensor) -> int:
         if self.attention is not None:
             self.attention.note_saved(tensor)
-        return super().note(tensor)
+        return super().count_saved(tensor)
 
     @override
     def restore(self, kept: int) -> Tensor:
         self.reach()
-        return self.tensor_of(self.again(kept))
+        return self.tensor_of(self.restored(kept))
 
     @override
     @contextmanager
     def around_second_run(self) -> Iterator[None]:
-        with self.runs(), nullcontext() if self.attention is None else self.attention.again(self.fresh_input):
+        with self.runs(), nullcontext() if self.attention is None else self.attention.second_run(self.fresh_input):
             yield
 
     @override

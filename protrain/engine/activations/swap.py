@@ -23,7 +23,7 @@ from typing_extensions import override
 from protrain.common.errors import BudgetError
 from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
 from protrain.common.tables import format_bytes
-from protrain.common.trees import Leaf, map_leaves, tensors_in
+from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams, span
@@ -271,10 +271,11 @@ class SwapFrame(Frame):
         return self.offload.rebuild(kept)
 
 
-@dataclass(frozen=True, slots=True)
-class _OffloadedInput(Leaf):
-    view: OffloadedTensor
-    requires_grad: bool
+class _OffloadedInput:
+    """Stands for an input among the arguments. It is no dataclass, which walks of arguments would look into."""
+
+    def __init__(self, view: OffloadedTensor, requires_grad: bool) -> None:
+        self.view, self.requires_grad = view, requires_grad
 
 
 class CheckpointSwapFrame(CheckpointFrame):

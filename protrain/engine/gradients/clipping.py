@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from protrain.common.errors import MisuseError
-from protrain.common.warned import warn_user
+from protrain.common.errors import MisuseError, warn_user
 from protrain.engine.gradients.gradients import Gradients
 
 _INITIAL = 2.0**16

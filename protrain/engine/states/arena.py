@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from protrain.common.errors import warn_user
 from protrain.common.host_memory import HostMapping
-from protrain.common.warned import warn_user
 from protrain.distributed.ranks import Ranks
 from protrain.engine.streams import Streams
 

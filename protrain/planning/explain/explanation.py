@@ -12,14 +12,13 @@ from typing import Any
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, format_ms, per_gpu, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.changes import Change
+from protrain.planning.changes import Change, changes_of
 from protrain.planning.evaluate import check
-from protrain.planning.explain.knobs import changes_of
 from protrain.planning.explain.phases import WAITS, Phase, phases
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, offloaded_input_bytes
 from protrain.planning.predict import Models
-from protrain.planning.rates.host_rates import slower_share
+from protrain.planning.rates.update_rates import slower_share
 from protrain.planning.search import search
 from protrain.profiler.model_profile import ModelProfile
 

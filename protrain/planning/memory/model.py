@@ -31,8 +31,8 @@ from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_he
 from protrain.planning.memory.gradient_regions import GradientRegions
 from protrain.planning.memory.segments import Bytes, ModeChoices, Segments
 from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
-from protrain.planning.rates.streaming import may_stream, staging_bytes
 from protrain.planning.rates.swap_copies import choose_packed
+from protrain.planning.rates.update_rates import may_stream, staging_bytes
 from protrain.profiler.model_profile import ModelProfile
 
 MIB = 1024**2

@@ -10,18 +10,17 @@ from itertools import chain, cycle
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory.model import MemoryModel
-from protrain.planning.rates.compute_times import bytes_ms, compute_times
+from protrain.planning.rates.compute_times import bytes_ms, compute_times, computing_by_visit, gradients_by_visit
 from protrain.planning.rates.contention import lost_to_collectives, rates
-from protrain.planning.rates.streaming import streamed_rates
 from protrain.planning.rates.swap_copies import NO_COPIES, SwapCopies, swap_copies
 from protrain.planning.rates.update_rates import (
     CALIBRATED_DTYPE,
     device_update_gparams,
     host_update_gparams,
     moved_bytes,
+    streamed_rates,
     written_bytes,
 )
-from protrain.planning.rates.visits import computing_by_visit, gradients_by_visit
 from protrain.planning.runtime.fetches import Fetches
 from protrain.planning.runtime.planned_step import Gradient, Reduction, Visit
 

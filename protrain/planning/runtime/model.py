@@ -20,14 +20,13 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.memory.model import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates.contention import OTHERS
-from protrain.planning.rates.streaming import staging_bytes
 from protrain.planning.rates.swap_copies import NO_COPIES
+from protrain.planning.rates.update_rates import staging_bytes
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.planned_step import AwaitedUpdate, PlannedStep, Work
-from protrain.planning.runtime.simulate import simulate, stages, stages_ms, timeline
+from protrain.planning.runtime.planned_step import AwaitedUpdate, PlannedStep, UpdateQueue, Work
+from protrain.planning.runtime.simulate import serial, serial_ms, simulate, timeline
 from protrain.planning.runtime.slowdowns import Slowdowns
-from protrain.planning.runtime.update_queue import UpdateQueue
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, UP, Timeline
 
@@ -85,13 +84,13 @@ class RuntimeModel(Durations):
                 return before_ms
         step = self._step(modes, counts)
         if self._hardware.device_type == "cpu":
-            return before_ms + sum(stages_ms(step))
+            return before_ms + serial_ms(step)
         return before_ms + simulate(step, self._slowdowns, limit_ms=limit_ms - before_ms)
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self._step(modes, counts)
-        return stages(step) if self._hardware.device_type == "cpu" else timeline(step, self._slowdowns)
+        return serial(step) if self._hardware.device_type == "cpu" else timeline(step, self._slowdowns)
 
     def _step(self, modes: Modes, counts: Counts) -> PlannedStep:
         n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
@@ -153,7 +152,7 @@ class RuntimeModel(Durations):
         ``first`` is the first chunk without a speculative update. The engine also lets the GPU redo a speculative
         update. A plan does not count on that, as it is help for steps that are not as the plan foresees them.
         """
-        if not self._memory.stream or self._only_adds:
+        if not self._memory.stream or self._only_adds or self._hardware.device_type == "cpu":
             return {}
         by_host, by_device = self._update_gparams
         return {chunk: self._host_update_ms[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}

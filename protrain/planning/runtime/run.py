@@ -25,7 +25,6 @@ offloaded. The norm is known when all gradients are reduced.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from math import inf
@@ -34,8 +33,7 @@ from typing import NamedTuple
 
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.runtime.fetches import Fetch
-from protrain.planning.runtime.planned_step import Gradient, PlannedStep
-from protrain.planning.runtime.update_queue import Updates
+from protrain.planning.runtime.planned_step import Gradient, PlannedStep, Updates
 from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP
 
@@ -68,6 +66,7 @@ class Run:
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the step
         self.starts: list[list[float]] = [[] for _ in LANES]  # by lane: when its operations start, and when they end
         self.ends: list[list[float]] = [[] for _ in LANES]
+        self.first = [0] * len(LANES)  # by lane: its first operation of the step
         self.free = [0.0] * len(LANES)  # by lane: when it has done all operations so far
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
@@ -95,7 +94,7 @@ class Run:
         run.choices = choices
         run.backward()
         run.update()
-        run.begin_ms = run.free[GPU]
+        run.begin_ms, run.first = run.free[GPU], [len(each) for each in run.starts]
         run.forward()
         run.forward_end_ms = run.free[GPU]
         run.backward()
@@ -107,11 +106,9 @@ class Run:
         return run
 
     def busy_ms(self, lane: int, factors: list[float] | None = None) -> float:
-        """How long ``lane``, the GPU or the host, is busy in the step if its operations take longer by ``factors``."""
-        starts, ends = self.starts[lane], self.ends[lane]
-        # The host does as much in the step as before it. The GPU's operations of the step begin with the step.
-        first = len(starts) // 2 if lane == HOST else bisect_left(starts, self.begin_ms)
-        lengths = map(sub, ends[first:], starts[first:])
+        """How long ``lane`` is busy in the step if its operations take longer by ``factors``."""
+        first = self.first[lane]
+        lengths = map(sub, self.ends[lane][first:], self.starts[lane][first:])
         return sum(lengths if factors is None else map(mul, lengths, factors[first:]))
 
     @property

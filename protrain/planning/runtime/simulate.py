@@ -17,13 +17,15 @@ operations of other lanes (``protrain.planning.runtime.slowdowns``).
 
 from __future__ import annotations
 
-from itertools import accumulate, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from math import inf
 
 from protrain.planning.runtime.planned_step import PlannedStep
 from protrain.planning.runtime.run import Choices, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
+
+_STAGES = {"forward": "forward", "backward": "backward", "flatten": "backward", "update": "update"}  # others are copies
 
 
 def simulate(step: PlannedStep, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
@@ -65,39 +67,26 @@ def timeline(step: PlannedStep, slowdowns: Slowdowns) -> Timeline:
     )
 
 
-def stages_ms(step: PlannedStep) -> tuple[float, float, float, float]:
-    """Milliseconds of forward, backward, copies (between ranks too) and updates on a CPU.
-
-    They run one after the other, as the device and the host are the same processor.
-    """
-    forward, backward = step.work[: step.n_forward], step.work[step.n_forward :]
-    forward_ms, backward_ms = (sum(compute_ms for compute_ms, _, _ in work) for work in (forward, backward))
-    gradients = [gradient for visit in step.visits for gradient in visit.gradients]
-    backward_ms += sum(flatten_ms for _, _, flatten_ms, _, _ in gradients)
-    copy_ms = sum(step.upload_ms[chunk] for of_visit in step.fetches for chunk, _ in of_visit)
-    copy_ms += sum(swap_ms for _, swap_ms, _ in forward)
-    copy_ms += sum(step.swap_in_ms[visit.unit] for visit in step.visits[step.n_forward :])
-    copy_ms += sum(step.sum_up_ms.values())
-    copy_ms += sum(offload_ms for _, _, _, offload_ms, staging in gradients if staging >= 0)
-    copy_ms += sum(step.gather_ms[chunk] for of_visit in step.gathers for chunk, _ in of_visit)
-    copy_ms += sum(reduction.ms for reduction in step.reductions.values())
-    update_ms = step.host.weight_share * sum(ms for _, ms in step.host.updates[: step.host.n_weight_only])
-    update_ms += sum(ms for _, ms in (*step.device_update_ms, *step.host.updates))
-    update_ms += sum(update.ms for update in step.awaited_updates.values())
-    return forward_ms, backward_ms, copy_ms, update_ms
+def serial_ms(step: PlannedStep) -> float:
+    """Milliseconds of a step on a CPU, where device and host are one processor and nothing overlaps."""
+    run = Run.of(step)
+    return sum(run.busy_ms(lane) for lane in range(len(LANES)))
 
 
-def stages(step: PlannedStep) -> Timeline:
-    """The timeline of a step on a CPU: see ``stages_ms``."""
-    ends = list(accumulate(stages_ms(step)))
+def serial(step: PlannedStep) -> Timeline:
+    """The timeline of a step on a CPU: all of its forward, then all of its backward, its copies and its updates."""
+    run, stages = Run.of(step), {"forward": 0.0, "backward": 0.0, "copies": 0.0, "update": 0.0}
+    for lane, names in enumerate(_names(step, run)):
+        first, starts, ends = run.first[lane], run.starts[lane], run.ends[lane]
+        for (kind, _), start, end in zip(names[first:], starts[first:], ends[first:], strict=True):
+            stages[_STAGES.get(kind, "copies")] += end - start
+    ends = list(accumulate(stages.values(), initial=0.0))
     operations = tuple(
         Operation(lane=lane, name=name, start_ms=start, end_ms=end)
-        for lane, name, start, end in zip(
-            (GPU, GPU, UP, HOST), ("forward", "backward", "copies", "update"), [0.0, *ends], ends, strict=False
-        )
+        for lane, name, (start, end) in zip((GPU, GPU, UP, HOST), stages, pairwise(ends), strict=True)
         if end > start
     )
-    return Timeline(step_ms=ends[3], forward_end_ms=ends[0], backward_end_ms=ends[1], operations=operations)
+    return Timeline(step_ms=ends[4], forward_end_ms=ends[1], backward_end_ms=ends[2], operations=operations)
 
 
 def _names(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
