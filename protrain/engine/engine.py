@@ -15,15 +15,13 @@ A step, in the order in which things happen:
 
 [Note: phases] A step goes through these phases and no others:
 
-    EMPTY      no gradient is there
+    READY      a backward may come, and adds to the gradients that are there, unless clipping has given them a factor
     BACKWARD   a backward brings gradients
-    READY      gradients are there: another backward may add to them, and a factor or the update may use them
-    SCALED     the gradients have a factor, so that no backward may add to them
     UPDATED    the last backward has made the updates: step() comes next
     CUT_SHORT  a backward raised an exception after it had made some updates: step() or zero_grad() comes next
 
 Updates are made inside backward only with ``step_during_backward=True``; the last two phases exist only there. As in
-torch, step() leaves gradients where they are, and zero_grad() forgets them.
+torch, step() leaves gradients where they are, and zero_grad() forgets them and their factor.
 
 [Note: interrupts] An exception or Ctrl-C may come between any two lines of the main thread. The engine is dirty when
 it has left a backward, a begin or an end of a unit, or the end of a step unfinished. The next call of the engine then
@@ -42,7 +40,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
@@ -73,12 +70,10 @@ from protrain.planning.timeline import GPU
 class Phase(State):
     """What has happened in a step so far. See [Note: phases]."""
 
-    EMPTY = "empty", "backward", "empty"
-    BACKWARD = "backward", "ready", "scaled", "updated", "cut short", "empty"  # scaled: by a hook; empty: it has failed
-    READY = "ready", "backward", "scaled", "empty"
-    SCALED = "scaled", "scaled", "empty"
-    UPDATED = "updated", "empty"
-    CUT_SHORT = "cut short", "empty"
+    READY = "ready", "backward"
+    BACKWARD = "backward", "ready", "updated", "cut short"
+    UPDATED = "updated", "ready"
+    CUT_SHORT = "cut short", "ready"
 
 
 class Engine:
@@ -106,7 +101,7 @@ class Engine:
         self._groups = groups
         self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
         self._clipping = Clipping(gradients, self.loss_scale)
-        self.phase = Phase.EMPTY
+        self.phase = Phase.READY
         self._inside = step_during_backward  # updates are made inside backward, not by step()
         self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.chunks, self.members = managed.chunks, managed.members
@@ -116,7 +111,6 @@ class Engine:
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.bindings = bindings
-        self.placeholder = bindings.placeholder
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
         self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
@@ -232,15 +226,13 @@ class Engine:
         refuse_hooks_on_sums(self.members, self.gradients.indices())
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
-        self._backward = weakref.ref(end, self._report_failed if self._ranks.several else None)
+        # Without several ranks nobody else has to know that autograd drops the callback before it has called it.
+        failed = (lambda _: self._ranks.raised(None, "a backward")) if self._ranks.several else None
+        self._backward = weakref.ref(end, failed)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
         self._visits.begin_backward()
         self.swaps.begin_backward()
         self.gradients.begin_backward()
-
-    def _report_failed(self, _: object) -> None:
-        """Autograd has dropped the callback at the end of backward, before it has called it."""
-        self._ranks.raised(None, "a backward")
 
     def in_backward_of(self, frame: Frame) -> bool:
         """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
@@ -284,7 +276,7 @@ class Engine:
     def _begin_gradients(self) -> None:
         """The first gradient of a backward has arrived. MisuseError if no backward may come now."""
         # This is not called for autograd.grad, which computes no gradients of a step.
-        if self.phase is Phase.SCALED:
+        if self._clipping.has_begun:
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
@@ -327,15 +319,13 @@ class Engine:
 
     def _end_gradients(self) -> None:
         """The backward is over."""
-        if not self._inside or self.gradients.no_sync:
-            self._go_to(Phase.SCALED if self._clipping.has_begun else Phase.READY)
-            return
-        for chunk in self.chunks:
-            if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
-                self._update_inside(chunk)
-        self.updates.end_backward()
-        self._forget()
-        self._go_to(Phase.UPDATED if self.updated_inside else Phase.EMPTY)
+        if self._inside and not self.gradients.no_sync:
+            for chunk in self.chunks:
+                if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
+                    self._update_inside(chunk)
+            self.updates.end_backward()
+            self._forget()
+        self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
 
     def _update_inside(self, chunk: Chunk) -> None:
         self.updated_inside.add(chunk.index)
@@ -373,8 +363,7 @@ class Engine:
             self._unbind_current()
             self.gradients.abandon()
             if self.phase is Phase.BACKWARD:
-                left = Phase.READY if any(self.gradients.present) else Phase.EMPTY
-                self._go_to(Phase.CUT_SHORT if self.updated_inside else left)
+                self._go_to(Phase.CUT_SHORT if self.updated_inside else Phase.READY)
             self._backward = None
         if self._begun and not self._running and self._backward is None:
             self.updates.drain()
@@ -397,31 +386,12 @@ class Engine:
 
     # -- gradients and updates -----------------------------------------------------------------------------------------
 
-    def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
-        """Scale the gradients so that their norm is at most ``max_norm``. Returns the norm before, 0-d and fp32."""
-        self._use_gradients("clip_grad_norm_()")
-        norm = self._clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
-        self._note_factor()
-        return norm
+    def clipping_for(self, what: str, index: int | None = None) -> Clipping:
+        """The norms and the factor of the gradients, which ``what`` reads or changes, or needs of one parameter.
 
-    def gradient_norm(self, index: int) -> Tensor:
-        """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
-        self._use_gradients("the norm of a gradient", index)
-        return self._clipping.gradient_norm(index)
-
-    def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
-        """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
-        self._use_gradients("to multiply a gradient", index)
-        self._clipping.multiply_gradient(index, factor)
-        self._note_factor()
-
-    def _note_factor(self) -> None:
-        """The gradients have a factor now, so that no backward may add to them."""
-        if self.phase is not Phase.BACKWARD:  # a hook inside backward: see end_backward
-            self._go_to(Phase.SCALED)
-
-    def _use_gradients(self, what: str, index: int | None = None) -> None:
-        """``what`` reads or scales gradients. MisuseError where updates have used them up, or there are none."""
+        Raises:
+            MisuseError: updates have used the gradients up, or there are none.
+        """
         self.streams.refuse_another()
         self.reset()
         if self._inside:
@@ -430,6 +400,7 @@ class Engine:
                 "step_during_backward=False, which overlaps updates too"
             )
         self.gradients.refuse_missing(what, index)
+        return self._clipping
 
     def forget_gradient(self, index: int) -> None:
         """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
@@ -451,11 +422,8 @@ class Engine:
         with self.streams.computing():
             self._forget()
         ends = self.phase is Phase.CUT_SHORT
-        if self.phase not in (Phase.BACKWARD, Phase.UPDATED):
-            self._go_to(Phase.EMPTY)
         if ends:
-            self.weights_version += 1
-            self.updated_inside.clear()
+            self._end_inside()
             self._restart(training=True)
         return ends
 
@@ -506,11 +474,14 @@ class Engine:
             self.gradients.refuse_missing("step()")
             raise MisuseError("step() after no_sync() only: run the last backward() of a step outside no_sync()")
         self._ranks.note("step()")
-        self.weights_version += 1
         self.gradients.backwards = 0
-        self.updated_inside.clear()
-        self._go_to(Phase.EMPTY)
+        self._end_inside()
         return True
+
+    def _end_inside(self) -> None:
+        self.weights_version += 1
+        self.updated_inside.clear()
+        self._go_to(Phase.READY)
 
     def _forget(self) -> None:
         self.gradients.reset()

@@ -13,6 +13,7 @@ from protrain.common.records import Record
 from protrain.common.tables import format_bytes, format_change, format_ms
 from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.engine import Engine
+from protrain.engine.updates.host_updates import UpdateState
 
 _TIMED_STEPS = 200
 _SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than plans are made for
@@ -126,8 +127,8 @@ def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: flo
         uploaded_bytes=engine.buffers.uploaded_bytes,
         received_bytes=engine.memory.ranks.received_bytes,
         sent_bytes=engine.memory.ranks.sent_bytes,
-        speculative_updates=host.committed + host.redone,
-        redone_updates=host.redone,
+        speculative_updates=host.counts[UpdateState.COMMITTED] + host.counts[UpdateState.REDONE],
+        redone_updates=host.counts[UpdateState.REDONE],
         streamed_updates=0 if streamer is None else streamer.updates,
         host_gparams=host.rate.mean_gparams(),
         predicted_host_gparams=predicted_host_gparams,

@@ -65,25 +65,25 @@ class Visits:
 
     def enter_forward(self, unit: Unit) -> None:
         """The forward of ``unit`` begins."""
-        if self._several and not self._make_up_until(unit):
-            return
+        if self._several:
+            if self.schedule.skipped(unit.index) is None:  # it runs more often than in the profiled step
+                self.make_up_rest()
+                self.schedule.restart()
+                self._ranks.note("a forward")
+            skipped = self.schedule.skipped(unit.index)
+            if skipped is None:  # such as the head of a model whose loss takes its weight, and whose generate calls it
+                if torch.is_grad_enabled():
+                    raise MisuseError(
+                        f"{unit.label} was not called in the profiled step, so the ranks have no order for its "
+                        "backward: pass an example_batch to protrain.wrap with which every unit is called, or call it "
+                        "under torch.no_grad()"
+                    )
+                self._ranks.note(f"the forward of {unit.label}")  # all ranks are between two forwards
+                return
+            for visit in skipped:
+                self._make_up(visit)
         self._release_left(unit)
         self.schedule.enter(unit.index)
-
-    def _make_up_until(self, unit: Unit) -> bool:
-        """Make up for the visits before the forward of ``unit``. Returns whether that is in the schedule at all."""
-        skipped = self.schedule.skipped(unit.index)
-        if skipped is None:
-            self.make_up_rest()
-            self.schedule.restart()
-            self._ranks.note("a forward")
-            skipped = self.schedule.skipped(unit.index)
-        if skipped is None:
-            self._enter_unscheduled(unit)
-            return False
-        for visit in skipped:
-            self._make_up(visit)
-        return True
 
     def prefetch(self) -> None:
         """Fetch the chunks of later visits, as far as buffers are free."""
@@ -138,18 +138,6 @@ class Visits:
         """No unit uses any chunk any more."""
         self._held.clear()
 
-    def _enter_unscheduled(self, unit: Unit) -> None:
-        """The forward of ``unit`` begins, which the profiled step never called. All ranks are between two forwards.
-
-        An example is the head of a model whose loss takes the head's weight, and whose ``generate`` calls the head.
-        """
-        if torch.is_grad_enabled():
-            raise MisuseError(
-                f"{unit.label} was not called in the profiled step, so the ranks have no order for its backward: pass "
-                "an example_batch to protrain.wrap with which every unit is called, or call it under torch.no_grad()"
-            )
-        self._ranks.note(f"the forward of {unit.label}")
-
     def _make_up(self, visit: int) -> None:
         """Do what the other ranks do together in a visit that this rank skips."""
         self.schedule.position = visit
@@ -179,11 +167,10 @@ class Visits:
 
     def _release_left(self, entered: Unit) -> None:
         """Forward enters a unit: release the units that enclosed others, but not it. Backward keeps them all."""
-        if self.schedule.position >= self.backward_start:
-            return
-        for outer in [held for held in self._held if held.index not in self._within[entered.index]]:
-            self._held.remove(outer)
-            self._release(outer)
+        if self.schedule.position < self.backward_start:
+            for outer in [held for held in self._held if held.index not in self._within[entered.index]]:
+                self._held.remove(outer)
+                self._release(outer)
 
     def _release(self, unit: Unit) -> None:
         for chunk in unit.chunks:

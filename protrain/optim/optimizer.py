@@ -159,7 +159,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be 2.0, not {norm_type!r}")
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be a positive number, not {max_norm!r}")
-        return self._engine.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        clipping = self._engine.clipping_for("clip_grad_norm_()")
+        return clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

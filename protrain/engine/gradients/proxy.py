@@ -39,7 +39,7 @@ class GradientProxy(Tensor):
         proxy = handle.gradient_proxy
         if not isinstance(proxy, cls):
             with torch._C.DisableTorchFunctionSubclass():
-                proxy = handle.engine.placeholder.expand(shape).as_subclass(cls)
+                proxy = handle.engine.bindings.placeholder.expand(shape).as_subclass(cls)
             proxy.protrain_handle = handle
             handle.gradient_proxy = proxy
         return proxy
@@ -84,7 +84,7 @@ def _norm(
     if not isinstance(tensor, GradientProxy) or order not in (2, "fro", None) or more:
         return NotImplemented
     handle = tensor.protrain_handle
-    norm = handle.engine.gradient_norm(handle.index)
+    norm = handle.engine.clipping_for("the norm of a gradient", handle.index).gradient_norm(handle.index)
     return norm if dtype is None else norm.to(dtype)
 
 
@@ -103,7 +103,7 @@ def _multiplied(tensor: Any, other: Any) -> Any:
     if not isinstance(tensor, GradientProxy) or not _is_factor(other):
         return NotImplemented
     handle = tensor.protrain_handle
-    handle.engine.multiply_gradient(handle.index, other)
+    handle.engine.clipping_for("to multiply a gradient", handle.index).multiply_gradient(handle.index, other)
     return tensor
 
 

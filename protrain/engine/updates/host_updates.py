@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -75,10 +75,19 @@ class Scale(NamedTuple):
         return self.on_host.item()
 
 
-class HostUpdates:
-    """Does updates on the host, and counts how they turned out.
+class UpdateState(State):
+    """What has become of an update of one chunk. See [Note: states of an update]."""
 
-    The host worker alone calls the methods but ``note_redone``, which the thread of the streamer calls, too.
+    PENDING = "pending", "speculated", "updated"
+    SPECULATED = "speculated", "committed", "redone"
+    COMMITTED = "committed", "caught up"
+    UPDATED = ("updated",)
+    REDONE = ("redone",)
+    CAUGHT_UP = ("caught up",)
+
+
+class HostUpdates:
+    """Does updates on the host, for the host worker, and counts how all turned out.
 
     Args:
         threads: number of host threads.
@@ -90,12 +99,11 @@ class HostUpdates:
         self.threads = threads
         self.rate = rate
         self.as_assumed = True  # whether the last step was as its speculative updates had assumed
-        self.committed = 0  # speculative updates
-        self.redone = 0
+        self.counts = Counter[UpdateState]()  # how many updates have come to each state
         self._link_is_idle = link_is_idle
         self._commits: deque[Job] = deque()
         self._commits_s = 0.0  # how long those ran in the middle of the update that is timed
-        self._counting = threading.Lock()
+        self.counting = threading.Lock()  # the thread of the streamer counts, too
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
         """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
@@ -119,11 +127,6 @@ class HostUpdates:
         self._commits_s += time.perf_counter() - begin
         return bool(commits)
 
-    def note_redone(self) -> None:
-        """Count a speculative update that was done again."""
-        with self._counting:
-            self.redone += 1
-
     @contextmanager
     def timing(self, pieces: list[Piece]) -> Iterator[None]:
         """Time the body, which updates all states of ``pieces``, without commits that run in the middle of it."""
@@ -145,17 +148,6 @@ class Window:
         memory of its gradient is free when the job is done.
         """
         return self.end is not None and self.end.reached()
-
-
-class UpdateState(State):
-    """What has become of an update of one chunk. See [Note: states of an update]."""
-
-    PENDING = "pending", "speculated", "updated"
-    SPECULATED = "speculated", "committed", "redone"
-    COMMITTED = "committed", "caught up"
-    UPDATED = ("updated",)
-    REDONE = ("redone",)
-    CAUGHT_UP = ("caught up",)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -204,11 +196,6 @@ class HostUpdate:
             chunk.step_speculatively(self.pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
-    def ask(self, pieces: list[Piece], scale: Scale | None) -> None:
-        """The step asks for this update, which may differ from what was begun."""
-        self.as_asked = pieces == self.pieces
-        self.pieces, self.scale = pieces, scale
-
     def begin(self) -> None:
         """From now on fetches of the chunk wait for the job."""
         self.chunk.begin(ChunkState.UPDATING, self.job, then=self.deferred)
@@ -229,14 +216,11 @@ class HostUpdate:
             return
         self.chunk.commit()
         self._go_to(UpdateState.COMMITTED)
-        self.host.committed += 1
 
     def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]) -> None:
         """Call ``update`` when what it reads is there."""
         _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
-        if self.state is UpdateState.SPECULATED:
-            self.host.note_redone()
         self._go_to(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
 
     def catch_up(self) -> None:
@@ -249,6 +233,8 @@ class HostUpdate:
 
     def _go_to(self, new: UpdateState) -> None:
         self.state = self.state.become(new)
+        with self.host.counting:
+            self.host.counts[new] += 1
 
 
 def factor_of(scale: Scale | None) -> float:

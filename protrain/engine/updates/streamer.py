@@ -68,19 +68,13 @@ class Streamer:
             self.worker.submit(functools.partial(self._share, updates, norm))
 
     def _share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
-        before = self.updates
-        self._take_late(updates, norm)
-        if self.updates == before:
-            self.rate.forget()
-
-    def _take_late(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
         norm.wait()
-        begin = time.perf_counter()
+        begin, before = time.perf_counter(), self.updates
         while True:
             at_work = {update: job for update in updates if (job := update.host_job()) is not None}
             left = [update for update in updates if not update.job.begun and update not in at_work]
             if all(update.can_commit() for update in left):
-                return
+                break
             now_ms = (time.perf_counter() - begin) * 1e3
             free_ms = now_ms + sum(map(self._host_ms, at_work))
             index = next_for_gpu([self._waiting(update) for update in left], now_ms, free_ms, self._host_kept)
@@ -89,6 +83,8 @@ class Streamer:
                 continue
             update = left[index]
             update.job.run(functools.partial(update.run_with, self.update))
+        if self.updates == before:
+            self.rate.forget()
 
     def _waiting(self, update: HostUpdate) -> Waiting:
         device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)

@@ -249,7 +249,7 @@ class Updates:
             update = self._made(chunk, pieces)
         elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
-        update.ask(pieces, scale)
+        update.as_asked, update.pieces, update.scale = pieces == update.pieces, pieces, scale
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
 

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+from typing_extensions import override
 
 from protrain.engine.streams import span
 from protrain.planning.timeline import HOST
@@ -93,14 +94,20 @@ class Job:
 class _WorkerThread(threading.Thread):
     """The thread of a worker. Its class tells it from other threads, on any of which the collector may end a worker."""
 
-    def __init__(self, jobs: queue.SimpleQueue[Job | None], name: str, device: torch.device) -> None:
-        super().__init__(target=_serve, args=(jobs, device), name=name, daemon=True)
-        self._jobs = jobs
+    def __init__(self, name: str, device: torch.device) -> None:
+        super().__init__(name=name, daemon=True)
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None: end
+        self._device = device
+        self.start()
         _threads.add(self)
 
-    def end(self) -> None:
-        """Stop after all jobs that are queued."""
-        self._jobs.put(None)
+    @override
+    def run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # see [Note: the current GPU]
+        while (job := self.jobs.get()) is not None:
+            job.run()
+            del job  # an error in it and the frames of that must not live until the next job comes
 
 
 _threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
@@ -109,10 +116,9 @@ _threads: weakref.WeakSet[_WorkerThread] = weakref.WeakSet()
 @atexit.register
 def _end_all() -> None:
     """A kernel that returned into a finalised interpreter would abort the process."""
-    threads = [thread for thread in _threads if thread.ident is not None]
-    for thread in threads:
-        thread.end()
-    for thread in threads:
+    for thread in _threads:
+        thread.jobs.put(None)
+    for thread in _threads:
         thread.join()
 
 
@@ -127,9 +133,7 @@ class HostWorker:
 
     def __init__(self, *, threads: int, device: torch.device, name: str = "protrain-host-worker") -> None:
         self.threads = threads
-        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = _WorkerThread(self._queue, name, device)
-        self._thread.start()
+        self._thread = _WorkerThread(name, device)
         weakref.finalize(self, _end, self._thread).atexit = False  # see _end_all
 
     def submit(self, work: Callable[[], None], name: str = "") -> Job:
@@ -144,7 +148,7 @@ class HostWorker:
 
     def queue(self, job: Job) -> None:
         """Put ``job`` behind everything that was submitted before."""
-        self._queue.put(job)
+        self._thread.jobs.put(job)
         if not self._thread.is_alive():  # at the interpreter's exit
             job.run()
 
@@ -164,14 +168,6 @@ def _end(thread: _WorkerThread) -> None:
     The wait is limited, as the collector may run in a caller that a queued job waits for. Another worker does not wait
     at all, as jobs of ``thread`` may wait for jobs of that worker.
     """
-    thread.end()
+    thread.jobs.put(None)
     if not isinstance(threading.current_thread(), _WorkerThread):
         thread.join(_JOIN_S)
-
-
-def _serve(jobs: queue.SimpleQueue[Job | None], device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # see [Note: the current GPU]
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # an error in it and the frames of that must not live until the next job comes

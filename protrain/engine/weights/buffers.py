@@ -23,6 +23,7 @@ schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterable
 
@@ -122,8 +123,7 @@ class BufferPool:
         for buffer in self.buffers:
             streams.compute.place(buffer.free)
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
-        self._all = [*self._by_chunk.values(), *self.buffers]
-        self.by_address = {storage_address(buffer.memory): buffer for buffer in self._all}
+        self.by_address = {storage_address(each.memory): each for each in (*self._by_chunk.values(), *self.buffers)}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
         self._last_upload: Mark = streams.mark()  # the last one that was issued is done
         self.fetches = 0  # uploads that were issued
@@ -131,20 +131,16 @@ class BufferPool:
 
     def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
         """The weight of ``chunk`` on the device, where it stays until ``release``. Blocks for its own update only."""
-        buffer = self._by_chunk.get(chunk.index)
+        buffer = self._by_chunk.get(chunk.index) or self._assign(chunk, schedule, needed_in=0)
         if buffer is None:
-            buffer = self._claim_buffer(chunk, schedule, needed_in=0)
-            if buffer is None:
-                names = ", ".join(list(chunk.parameters.values())[:3])
-                raise MisuseError(
-                    f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
-                    "step that was profiled: pass an example_batch with which the model runs as it will be trained"
-                )
-            self._assign(buffer, chunk)
+            names = ", ".join(list(chunk.parameters.values())[:3])
+            raise MisuseError(
+                f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
+                "step that was profiled: pass an example_batch with which the model runs as it will be trained"
+            )
         self._make_whole(buffer, chunk)
         if not buffer.users:
-            if self._ranks.several:
-                self.streams.compute.wait_for(buffer.gathered)
+            self.streams.compute.wait_for(buffer.gathered)
             buffer.view_counter.begin_use()
         buffer.users += 1
         return buffer.memory
@@ -186,7 +182,7 @@ class BufferPool:
 
     def reset(self) -> None:
         """End every ``acquire``, and empty the buffers that chunks take turns in. No copy or kernel is under way."""
-        for buffer in self._all:
+        for buffer in self.by_address.values():
             buffer.users = 0
             if buffer.state not in (Residency.EMPTY, Residency.RESIDENT):
                 self._evict(buffer)
@@ -203,10 +199,8 @@ class BufferPool:
             chunk = chunks[index]
             if index in self._by_chunk:
                 continue
-            buffer = self._claim_buffer(chunk, schedule, needed_in=schedule.next_use(index))
-            if buffer is None:
+            if self._assign(chunk, schedule, needed_in=schedule.next_use(index)) is None:
                 return
-            self._assign(buffer, chunk)
 
     def make_whole(self, chunks: Iterable[Chunk]) -> None:
         """Gather the weights of ``chunks`` ahead of their use, as far as they have buffers."""
@@ -226,72 +220,64 @@ class BufferPool:
         """Whether all uploads that were issued are done."""
         return self._last_upload.reached()
 
-    def _claim_buffer(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
-        """An empty buffer for ``chunk``. If there is none, the content that is needed last is evicted for it.
+    def _assign(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
+        """Assign a buffer to ``chunk``. If none is empty, the content that is needed last is evicted for it.
 
         Content that is needed within ``needed_in`` visits stays. If all content does, there is no buffer: None. Among
         chunks that are needed at the same time the last one is evicted, as the runtime model assumes.
         """
-        victim, latest = None, (needed_in, FAR)
+        found, latest = None, (needed_in, FAR)
         for buffer in self._large if chunk.large else self._usual:
-            if buffer.state is Residency.EMPTY:
-                return buffer
-            assert buffer.chunk is not None
             if buffer.users == 0:
-                use = schedule.next_use(buffer.chunk.index), buffer.chunk.index
+                at = -1 if buffer.chunk is None or buffer.state is Residency.EMPTY else buffer.chunk.index
+                use = (FAR + 1 if at < 0 else schedule.next_use(at), at)
                 if use > latest:
-                    victim, latest = buffer, use
-        if victim is not None:
-            self._evict(victim)
-        return victim
+                    found, latest = buffer, use
+        if found is None:
+            return None
+        if found.state is not Residency.EMPTY:
+            self._evict(found)
+        found.chunk = chunk
+        found.awaited = update = chunk.update
+        found.become(Residency.ASSIGNED)
+        self._by_chunk[chunk.index] = found
+        if update is None:
+            self._issue(found, chunk, None)
+        else:
+            update.when_done(functools.partial(self._issue, found, chunk, update))
+        return found
 
     def _evict(self, buffer: Buffer) -> None:
         assert buffer.chunk is not None
         self._by_chunk.pop(buffer.chunk.index, None)
         with self._lock:
-            if buffer.state is Residency.UPLOADED:
-                # Nobody has waited for the upload, and what comes next on the compute stream must not overtake it.
-                self.streams.compute.wait_for(buffer.uploaded)
-            if self._ranks.several and buffer.state is Residency.WHOLE:
-                self.streams.compute.wait_for(buffer.gathered)  # likewise
+            # If nobody has waited for these, what comes next on the compute stream must not overtake them.
+            self.streams.compute.wait_for(buffer.uploaded)
+            self.streams.compute.wait_for(buffer.gathered)
             buffer.become(Residency.EMPTY)
-            buffer.awaited = None
             if self.poison:
                 buffer.memory.fill_(float("nan"))
                 self.streams.compute.place(buffer.free)
 
-    def _assign(self, buffer: Buffer, chunk: Chunk) -> None:
-        buffer.chunk = chunk
-        buffer.awaited = update = chunk.update
-        buffer.become(Residency.ASSIGNED)
-        self._by_chunk[chunk.index] = buffer
-        if update is None:
-            self._issue(buffer, None)
-        else:
-            update.when_done(lambda: self._issue(buffer, update))
-
-    def _issue(self, buffer: Buffer, update: Job | None) -> None:
-        """Issue the upload of the chunk that waited for ``update``, unless another thread has issued it.
+    def _issue(self, buffer: Buffer, chunk: Chunk, update: Job | None) -> None:
+        """Issue the upload of ``chunk``, which waited for ``update``, unless another thread has issued it.
 
         The thread that updates chunks may call this late, when the chunk waits for the update after ``update``.
         """
         with self._lock:
-            if buffer.state is Residency.ASSIGNED and buffer.awaited is update and buffer.chunk is not None:
-                self._upload(buffer, buffer.chunk)
+            if buffer.state is Residency.ASSIGNED and buffer.awaited is update:
+                self._upload(buffer, chunk)
                 buffer.become(Residency.UPLOADED)
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
+        weight, h2d, self._last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
         self.fetches += 1
-        self.uploaded_bytes += 0 if chunk.persistent else chunk.current_weight.nbytes
-        self._last_upload = buffer.uploaded
-        if chunk.persistent:
-            self.streams.h2d.wait_for(chunk.updated)
-        if self._ranks.several:
-            self.streams.h2d.wait_for(buffer.gathered)  # which may have had no reader
-        target, source = buffer.memory[chunk.shard], chunk.current_weight
+        self.uploaded_bytes += 0 if chunk.persistent else weight.nbytes
+        h2d.wait_for(chunk.updated)
+        h2d.wait_for(buffer.gathered)  # which may have had no reader
         with span(UP, f"weights {chunk.index}"):
-            self.streams.upload(target, source, after=buffer.free, done=buffer.uploaded)
-        self.streams.h2d.place(chunk.uploaded)
+            self.streams.upload(buffer.memory[chunk.shard], weight, after=buffer.free, done=buffer.uploaded)
+        h2d.place(chunk.uploaded)
 
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
         """Let compute use the whole weight of ``chunk`` in its ``buffer``. The main thread alone calls this.
@@ -301,7 +287,7 @@ class BufferPool:
         """
         if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
-            self._issue(buffer, buffer.awaited)
+            self._issue(buffer, chunk, buffer.awaited)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
                 running = self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered)
