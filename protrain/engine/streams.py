@@ -163,9 +163,10 @@ class CudaStreams(Streams):
 
     @override
     def record_streams(self, memory: Tensor) -> Tensor:
-        wrapped = (stream.stream for stream in (self.h2d, self.d2h, self.gather, self.reduce))
-        for stream in (*wrapped, self.streamed, self.streamed_h2d, self.streamed_d2h):
-            memory.record_stream(stream)
+        for stream in (self.h2d, self.d2h, self.gather, self.reduce):
+            memory.record_stream(stream.stream)
+        for streamed in (self.streamed, self.streamed_h2d, self.streamed_d2h):
+            memory.record_stream(streamed)
         return memory
 
     @override

@@ -159,8 +159,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be 2.0, not {norm_type!r}")
         if not float(max_norm) > 0:
             raise ValueError(f"max_norm must be a positive number, not {max_norm!r}")
-        clipping = self._engine.clipping_for("clip_grad_norm_()")
-        return clipping.clip(max_norm, error_if_nonfinite=error_if_nonfinite)
+        return self._engine.clipping_for("clip_grad_norm_()").clip(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -174,8 +173,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if closure is not None and result is None and not any(self._engine.gradients.present):
-            return None  # a closure without a loss, such as Lightning's for a training_step that leaves out a batch
+            if result is None and not any(self._engine.gradients.present):
+                return None  # a closure without a loss, such as Lightning's for a training_step that leaves out a batch
         vars(self._wrapped)["_opt_called"] = True  # schedulers that were made with it look for this
         self._clock.tick(updated=self._engine.update())
         return result
