@@ -1,1 +1,0 @@
-"""Several processes that train one model: who they are, what they do together, and what they must agree on."""

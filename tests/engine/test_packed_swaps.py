@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.engine.activations.packed import PackedOffload
+from protrain.engine.activations.modes import PackedOffload
 from protrain.engine.streams import streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain_kernels import PackPlan

@@ -1,12 +1,96 @@
-"""What becomes of the tensors that a unit saves, by its mode."""
+"""What becomes of the tensors that a unit saves, by its mode; and swapped blocks that are packed.
+
+[Note: packed swaps] A swapped block may have one copy each way. At the end of forward one kernel packs the tensors that
+it saves into one buffer. Views of one storage are packed once, bools as bits, and views with gaps without the gaps. The
+originals are freed at once, as the kernel runs before any work that gets their memory.
+
+In backward most tensors are views of the buffer that was fetched. One kernel unpacks bits, and views with gaps, into
+memory of their own. To unpack every tensor would take as long as packing, and twice the device memory. The price of
+views is that the buffer stays until the last of them is used.
+
+The plan of packing is made at the first call of a block and reused for the same layout (``protrain_kernels.pack``).
+"""
 
 from __future__ import annotations
 
-from protrain.engine.activations.packed import PackedSwapFrame
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
 from protrain.engine.activations.saved import CheckpointFrame, Frame
-from protrain.engine.activations.swap import CheckpointSwapFrame, SwapFrame
+from protrain.engine.activations.swap import CheckpointSwapFrame, Offload, OffloadedTensor, Storage, SwapFrame
 from protrain.engine.units import ManagedModel, Unit
+from protrain.engine.weights.handle import Engine
+from protrain.engine.weights.views import ViewForm
+from protrain.forward.dispatch import detached
 from protrain.planning.plan import BlockMode, Modes
+from protrain_kernels import PackPlan, pack
+
+
+@dataclass(eq=False)
+class _PackedTensor(OffloadedTensor):
+    """Stands for a tensor that is packed."""
+
+    original: Tensor | None = None  # until it is packed
+    index: int = -1  # among those that are packed
+
+
+class PackedOffload(Offload):
+    """The tensors that one call of ``unit`` keeps in host memory, packed into one buffer."""
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        super().__init__(engine, unit)
+        self._buffer = Storage(0, None)
+        self._plan: PackPlan | None = None
+        self._rebuilt: list[Tensor | None] = []  # tensors that no node of this backward has taken yet
+
+    @override
+    def _placeholder(self, tensor: Tensor, watch: Tensor) -> OffloadedTensor:
+        form = ViewForm.of(tensor)
+        original = form.flipped(detached(tensor))  # the kernels know neither conjugate nor negative views
+        self._engine.ledger.hold(original)
+        return _PackedTensor(self._buffer, watch, tensor._version, form, original=original)
+
+    @override
+    def start(self) -> None:
+        tensors = [tensor for tensor in self._tensors.values() if isinstance(tensor, _PackedTensor)]
+        self._plan, buffer = pack([tensor.original for tensor in tensors if tensor.original is not None])
+        self._engine.ledger.hold(buffer)
+        self._buffer.size_bytes, self._buffer.device = buffer.numel(), buffer
+        self._storages[0] = self._buffer
+        for index, tensor in enumerate(tensors):
+            tensor.index, tensor.original = index, None
+        super().start()
+
+    @override
+    def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
+        assert isinstance(offloaded, _PackedTensor)
+        if offloaded.original is not None:  # not packed yet: the block computes gradients itself
+            return offloaded.form.flipped(offloaded.original)
+        assert self._plan is not None
+        buffer = self._for_one_user(self._buffer)
+        tensor = self._rebuilt[offloaded.index] if self._rebuilt else None
+        if tensor is None:
+            # A graph of gradients holds some of the tensors, and must not hold the whole buffer.
+            unpacked = self._plan.unpack(buffer, in_place=not torch.is_grad_enabled())
+            for each in unpacked:
+                self._engine.ledger.hold(each)
+            self._rebuilt = [*unpacked]
+            tensor = unpacked[offloaded.index]
+        self._rebuilt[offloaded.index] = None  # its memory is freed with the node that takes it
+        if self._buffer.device is None:
+            self._rebuilt.clear()
+        assert tensor is not None
+        return offloaded.form.flipped(tensor)
+
+
+class PackedSwapFrame(SwapFrame):
+    """One call of a unit whose saved tensors are offloaded and fetched in one buffer (SWAP if the plan packs)."""
+
+    offload_class = PackedOffload
+
 
 _FRAMES: dict[BlockMode, type[Frame]] = {
     BlockMode.NONE: Frame,
