@@ -4,7 +4,7 @@ After forward each distinct storage is copied to the host arena. Its device memo
 by when the copies usually are, too. Backward fetches the offload of the block before the current one ahead.
 
 SWAP offloads the tensors that a block saves, each storage by itself or, where the plan says so, packed into one buffer
-(``protrain.engine.activations.packed``). Its inputs stay on the device, where other units have them anyway.
+(``protrain.engine.activations.modes``). Its inputs stay on the device, where other units have them anyway.
 CKPT_SWAP offloads the inputs, which are all that a recomputed block keeps.
 """
 
