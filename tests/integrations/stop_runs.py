@@ -123,6 +123,7 @@ def in_terminal(rank: int, size: int, folder: str) -> None:
         os.close(terminal)
         os.kill(os.getpid(), signal.SIGHUP)
 
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has tests ignore it, and a training that ignores it goes on
     terminal, own = pty.openpty()
     trainer = make("Trainer", Path(folder), on_protrain=True, gradient_accumulation_steps=2, save_steps=100)
     trainer.add_callback(_Calls(close))
