@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -60,8 +61,9 @@ def test_a_call_on_one_rank_alone_is_an_error_within_seconds(tmp_path: Path) -> 
     errors = on_ranks(2, call_alone, 2, FIRST, str(tmp_path), timeout_s=240)
     found = [
         re.search(r" and gives up. Call (.*) in every process", error)
-        for both in zip(*errors, strict=True)
+        for both in zip_longest(*errors)  # the ranks take turns
         for error in both
+        if error is not None
     ]
     names = [match and match.group(1) for match in found]
     assert names == [
