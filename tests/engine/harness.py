@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
@@ -289,3 +292,24 @@ def seeded(seed: int = 0) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
+
+
+class Calls:
+    """Counts the calls of functions in ``folder`` of the package, made on this thread inside, and interrupts one."""
+
+    def __init__(self, at: int = 0, *, folder: str = "") -> None:
+        self.made, self.at = 0, at
+        self._prefix = os.path.join(os.path.dirname(protrain.__file__), folder)
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        if frame.f_code.co_filename.startswith(self._prefix):
+            self.made += 1
+            if self.made == self.at:
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self.before = sys.gettrace()
+        sys.settrace(self)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self.before)

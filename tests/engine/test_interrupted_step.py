@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +14,19 @@ from protrain.common.errors import MisuseError
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, seeded, states, wrap_under
+from tests.engine.harness import (
+    CKPT,
+    NONE,
+    Calls,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    default_loss,
+    seeded,
+    states,
+    wrap_under,
+)
 from tests.engine.residual import batches, make
 
 SPECS = (
@@ -26,26 +36,6 @@ SPECS = (
 )
 POINTS = 24
 pytestmark = pytest.mark.timeout(60)  # what would fail here is a hang
-
-
-class Calls:
-    """Counts the calls of ProTrain's functions on this thread inside, and interrupts one."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.made, self.at = 0, at
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if "/protrain" in frame.f_code.co_filename:
-            self.made += 1
-            if self.made == self.at:
-                raise KeyboardInterrupt
-
-    def __enter__(self) -> None:
-        self.before = sys.gettrace()
-        sys.settrace(self)
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self.before)
 
 
 class Interrupted:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from types import FrameType
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from tests.engine.harness import (
     CKPT_SWAP,
     NONE,
     SWAP,
+    Calls,
     Spec,
     adamw,
     assert_same,
@@ -65,30 +66,11 @@ def check_goes_on(training: Wrapped, undisturbed: Wrapped, number: int, *, where
     assert train(training, (number,)) == train(undisturbed, (number,)), where
 
 
-class _Calls:
-    """Counts calls of the engine's functions on this thread, and interrupts one."""
-
-    def __init__(self, at: int = 0) -> None:
-        self.made, self.at = 0, at
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if "/protrain/engine/" in frame.f_code.co_filename:
-            self.made += 1
-            if self.made == self.at:
-                raise KeyboardInterrupt
-
-
-def interrupted(training: Wrapped, calls: _Calls) -> None:
+def interrupted(training: Wrapped, calls: Calls) -> None:
     """One forward and backward under ``calls``, then what a notebook's user does."""
     torch.manual_seed(7)
-    before = sys.gettrace()
-    sys.settrace(calls)
-    try:
+    with suppress(KeyboardInterrupt), calls:
         default_loss(training[0], DATA[1]).backward()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        sys.settrace(before)
     training[1].zero_grad()
 
 
@@ -97,13 +79,13 @@ def interrupted(training: Wrapped, calls: _Calls) -> None:
 def test_training_goes_on_after_ctrl_c_anywhere(spec: Spec) -> None:
     training, undisturbed = wrapped(spec), wrapped(spec)
     check_goes_on(training, undisturbed, 0, where="before")
-    calls = _Calls()
+    calls = Calls(folder="engine")
     interrupted(training, calls)
     assert calls.made > 500
     check_goes_on(training, undisturbed, 1, where="without an interrupt")
     for point in range(POINTS):
         # Not at the same place of every unit.
-        interrupted(training, _Calls(at=1 + (calls.made * point // POINTS + 37 * point) % calls.made))
+        interrupted(training, Calls(at=1 + (calls.made * point // POINTS + 37 * point) % calls.made, folder="engine"))
         check_goes_on(training, undisturbed, point % 3, where=f"call {point} of {POINTS}")
     check_goes_on(training, undisturbed, 1, where="after the last")
     assert_same(states(*training), states(*undisturbed))

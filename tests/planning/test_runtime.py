@@ -182,6 +182,15 @@ def test_on_a_cpu_everything_adds() -> None:
     assert step == pytest.approx(4 * 9.0 + 4 * MOVE + 4 * MOVE + 4 * UPDATE, rel=1e-3)
 
 
+@pytest.mark.parametrize("inside", [False, True])
+def test_on_a_cpu_updates_are_shown_as_updates(inside: bool) -> None:
+    profile = replace(make_profile(3.0, 6.0), device="cpu")
+    model = model_of(profile, replace(MACHINE, device_type="cpu"), update_in_backward=inside)
+    found = {op.name: op.end_ms - op.start_ms for op in model.timeline((NONE,) * 4, placed(0, 4)).operations}
+    expected = {"forward": 4 * 3.0, "backward": 4 * 6.0, "copies": 8 * MOVE, "update": 4 * UPDATE}
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
 def test_a_limit_that_a_step_keeps_changes_nothing_and_one_that_it_breaks_is_reported() -> None:
     draw = random.Random(0)
     for _ in range(300):

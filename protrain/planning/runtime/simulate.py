@@ -25,7 +25,7 @@ from protrain.planning.runtime.run import Choices, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
-_STAGES = {"forward": "forward", "backward": "backward", "flatten": "backward", "update": "update"}  # others are copies
+_STAGES = {"forward": "forward", "backward": "backward", "flatten": "backward", "update": "update"}  # on the GPU's lane
 
 
 def simulate(step: PlannedStep, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
@@ -79,7 +79,8 @@ def serial(step: PlannedStep) -> Timeline:
     for lane, names in enumerate(_names(step, run)):
         first, starts, ends = run.first[lane], run.starts[lane], run.ends[lane]
         for (kind, _), start, end in zip(names[first:], starts[first:], ends[first:], strict=True):
-            stages[_STAGES.get(kind, "copies")] += end - start
+            stage = _STAGES[kind] if lane == GPU else "update" if lane == HOST else "copies"
+            stages[stage] += end - start
     ends = list(accumulate(stages.values(), initial=0.0))
     operations = tuple(
         Operation(lane=lane, name=name, start_ms=start, end_ms=end)
