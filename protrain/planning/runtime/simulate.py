@@ -25,8 +25,6 @@ from protrain.planning.runtime.run import Choices, Run
 from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
-_STAGES = {"forward": "forward", "backward": "backward", "flatten": "backward", "update": "update"}  # on the GPU's lane
-
 
 def simulate(step: PlannedStep, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
     """Milliseconds of one step in steady state, or some number of at least ``limit_ms`` once it cannot be less.
@@ -69,18 +67,20 @@ def timeline(step: PlannedStep, slowdowns: Slowdowns) -> Timeline:
 
 def serial_ms(step: PlannedStep) -> float:
     """Milliseconds of a step on a CPU, where device and host are one processor and nothing overlaps."""
-    run = Run.of(step)
-    return sum(run.busy_ms(lane) for lane in range(len(LANES)))
+    return sum(map(Run.of(step).busy_ms, range(len(LANES))))
 
 
 def serial(step: PlannedStep) -> Timeline:
     """The timeline of a step on a CPU: all of its forward, then all of its backward, its copies and its updates."""
-    run, stages = Run.of(step), {"forward": 0.0, "backward": 0.0, "copies": 0.0, "update": 0.0}
-    for lane, names in enumerate(_names(step, run)):
-        first, starts, ends = run.first[lane], run.starts[lane], run.ends[lane]
-        for (kind, _), start, end in zip(names[first:], starts[first:], ends[first:], strict=True):
-            stage = _STAGES[kind] if lane == GPU else "update" if lane == HOST else "copies"
-            stages[stage] += end - start
+    run = Run.of(step)
+    gpu = [end - start for start, end in zip(run.starts[GPU], run.ends[GPU], strict=True)][run.first[GPU] :]
+    forward, update = step.n_forward, len(gpu) - len(step.device_update_ms)  # where they end, and begin
+    stages = {
+        "forward": sum(gpu[:forward]),
+        "backward": sum(gpu[forward:update]),
+        "copies": sum(map(run.busy_ms, (UP, DOWN, GATHER, REDUCE))),
+        "update": sum(gpu[update:]) + run.busy_ms(HOST),
+    }
     ends = list(accumulate(stages.values(), initial=0.0))
     operations = tuple(
         Operation(lane=lane, name=name, start_ms=start, end_ms=end)
