@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWa
 
 
 def assert_close(ours: Run, plain: Run) -> None:
-    """The first losses differ by no more than their last bit, and later ones by the rounding of torch's own AdamW."""
-    assert ours.losses[0] == pytest.approx(plain.losses[0], rel=1e-7)
+    """The first losses differ by no more than their last bits, and later ones by the rounding of torch's own AdamW."""
+    assert ours.losses[0] == pytest.approx(plain.losses[0], rel=5e-7)
     assert len(ours.log) == len(plain.log) == 6
     for mine, theirs in zip(ours.log, plain.log, strict=True):
         assert mine == pytest.approx(theirs, rel=2e-5)
