@@ -14,6 +14,7 @@ here, and ProTrain takes the sum.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -44,7 +45,8 @@ class TrainerSteps(_Base):
         # SFTTrainer would multiply with the head up to four times and wait for the GPU three times in each micro-batch.
         is_sft = type(self).compute_loss.__module__ == "trl.trainer.sft_trainer"
         if is_sft and self.args.loss_type == "nll" and not getattr(self, "aux_loss_enabled", False):
-            self._model_computes_loss = not (self.compute_loss_func or self.label_smoother)
+            own = self.compute_loss_func or self.label_smoother
+            self._model_computes_loss = not own and _shifts_labels(self.model)
         if self._model_computes_loss:
             self.__dict__["compute_loss"] = self._loss_of_model  # before that of the class
 
@@ -119,6 +121,12 @@ class TrainerSteps(_Base):
         if self._random_state is not None:
             torch.set_rng_state(self._random_state)
             self._random_state = None
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the loss of ``model`` is transformers' usual one, which compares each output with the next label."""
+    forward = type(getattr(model, "get_base_model", lambda: model)()).forward
+    return "self.loss_function(" in inspect.getsource(forward)  # BartForCausalLM compares with the label at its place
 
 
 class KeyedBatches:
