@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 import protrain
-from protrain.cli.launch import launched, together
+from protrain.cli.launch import start_ranks, together
 from protrain.cli.options import emit
 from protrain.common.progress import note, stage
 from protrain.common.signals import stop_requests
@@ -22,8 +22,7 @@ from protrain_cache import keeps_measurements
 
 def run(args: argparse.Namespace) -> None:
     """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
-    if launched(args):
-        return
+    start_ranks(args.gpus, args.words)
     with stop_requests() as requests, together() as rank, requests.raised():
         _calibrate(args, speaks=rank == 0)
 
