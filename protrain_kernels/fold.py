@@ -9,7 +9,7 @@ squares.
     accumulator = total
     gradient = total * factor                  multiplied in fp32, then rounded once to nearest, ties to even
     padding of gradient and accumulator = 0
-    partials = sums of squares of what the gradient now holds, for the whole tiles of each slice (see sum_of_squares)
+    partials = sums of squares of what the gradient now holds, for the whole tiles of each slice (see sum_of_squares.py)
 
 The order of additions does not depend on how ranks and micro-batches are shared out: W ranks with A micro-batches each
 give the bits of one rank with W x A micro-batches. A reduction by the collective itself would add in an order of its

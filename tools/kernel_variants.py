@@ -32,9 +32,6 @@ from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
 from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
 from protrain_kernels.pack_layout import BITS, GATHER, RAW, TILE
 from protrain_kernels.rounding import BF16, FP16, FP32
-from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
-from protrain_kernels.split_master import join_kernel, split_kernel
-from protrain_kernels.sum_of_squares import sum_of_squares_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +100,8 @@ def variants() -> Iterator[Variant]:
     type for two ranks, and every number of ranks for bf16.
     """
     yield from _adam_variants()
-    yield from _sum_variants()
     yield from _flatten_variants()
     yield from _fold_variants()
-    yield from _split_variants()
     yield from _from_host_variants()
     yield from _pack_variants()
     yield from _cross_entropy_variants()
@@ -145,21 +140,6 @@ def _adam_variants() -> Iterator[Variant]:
                 wide_stores=4 if weight == "bf16" else 3,
                 divides="root",
             )
-
-
-def _sum_variants() -> Iterator[Variant]:
-    rounded = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"))
-    for (kind, weight), aligned, large in product(rounded, (False, True), (True, False)):
-        yield Variant(
-            name=f"sum_of_squares {kind}{_rounded_to(weight)}{', unaligned' * (not aligned)}{', large' * large}",
-            kernel=sum_of_squares_kernel,
-            pointers={"values": kind, "partials": "fp32"},
-            integers={"numel": _LARGE if large else _SMALL},
-            unaligned=() if aligned else ("values",),
-            constants={"ROUNDED": _TYPES[weight], **_TILES},
-            options=TILE_OPTIONS,
-            wide_loads=TILE_UNROLL if aligned else 0,
-        )
 
 
 def _rounded_to(weight: str) -> str:
@@ -244,20 +224,6 @@ def _fold_variants() -> Iterator[Variant]:
             wide_loads=loads,
             loads_together=loads,
             wide_stores=together * ((2 if accumulate else 0) + (2 if gradient == "fp32" else gradient is not None)),
-        )
-
-
-def _split_variants() -> Iterator[Variant]:
-    for (name, kernel), numel in product((("split", split_kernel), ("join", join_kernel)), (1, 17, _LARGE, _SMALL)):
-        multiple = numel % 16 == 0
-        yield Variant(
-            name=f"{name}{', large' * (numel == _LARGE)}{f', {numel}' * (not multiple)}",
-            kernel=kernel,
-            pointers={"master": "fp32", "weight": "bf16", "remainder": "i16"},
-            integers={"numel": numel},
-            constants={"BLOCK": SPLIT_BLOCK},
-            wide_loads=2 if multiple else 0,
-            wide_stores=2 if multiple else 0,
         )
 
 

@@ -10,6 +10,7 @@ import torch
 import protrain
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
+from protrain.common.cache import keeps_measurements
 from protrain.common.progress import note, stage
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
@@ -17,7 +18,6 @@ from protrain.distributed.joining import announced_processes
 from protrain.hardware.cache import Machine, cached
 from protrain.hardware.calibration import FULL_SECONDS, differences, report
 from protrain.hardware.profile import HardwareProfile
-from protrain_cache import keeps_measurements
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-/* Kernels for gradients: sums of squares, flattening, folding and accumulation. */
+/* Kernels for gradients: flattening and folding, with sums of squares. */
 
 #include "floats.h"
 
@@ -59,27 +59,12 @@ static float lane_tree(float *lanes) {
     return lanes[0];
 }
 
-/* Of the finished gradient of weights of weight_dtype. */
-void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int weight_dtype, float *partials,
-                             int threads) {
-    const int64_t tiles = (count + TILE - 1) / TILE;
-#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        float lanes[LANES] = {0}, row[LANES];
-        const int64_t end = MIN(count, (tile + 1) * TILE);
-        for (int64_t first = tile * TILE; first < end; first += LANES) {
-            const int64_t n = MIN(LANES, end - first);
-            add_squares(lanes, finished(values, dtype, weight_dtype, 1.0f, first, n, row), n);
-        }
-        partials[tile] = lane_tree(lanes);
-    }
-}
-
-/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. */
+/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. A source that is the chunk itself is
+   only summed up. */
 static void flatten_one(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
                         float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
-    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32;
+    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32, moves = source != chunk;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
@@ -90,9 +75,9 @@ static void flatten_one(const void *source, int source_dtype, void *chunk, int c
             if (accumulate) {
                 add_block((float *)chunk + first, own, n);
                 own = (const float *)chunk + first;
-            } else if (copies) {
+            } else if (moves && copies) {
                 copy_halves((uint16_t *)chunk + first, (const uint16_t *)source + first, n);
-            } else {
+            } else if (moves) {
                 own = stored(own, n, chunk, chunk_dtype, first, row);
             }
             if (chunk_dtype == FP32) own = finished(own, FP32, weight_dtype, 1.0f, 0, n, row);

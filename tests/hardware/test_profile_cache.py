@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from protrain.cli.main import main
+from protrain.common.cache import cache_folder
 from protrain.hardware.cache import Machine, cached, store, why_not_cached
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.profile import HardwareProfile
-from protrain_cache import cache_folder
 
 CPU = torch.device("cpu")
 

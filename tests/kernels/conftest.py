@@ -18,8 +18,6 @@ from protrain_kernels.adam import launch_adam
 from protrain_kernels.flatten import plan_for
 from protrain_kernels.fold import plan_for as fold_plan_for
 from protrain_kernels.from_host import launch_from_host
-from protrain_kernels.split_master import launch_join, launch_split
-from protrain_kernels.sum_of_squares import launch_sum_of_squares
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,21 +48,14 @@ class Backend:
         step = launch_adam if self.interpreted else kernels.adam
         step(weight, master, exp_avg, exp_avg_sq, grad, scalars, gradient_factor=gradient_factor, scale=scale)
 
-    def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.full_like(master, torch.nan, dtype=torch.bfloat16)
-        remainder = torch.full_like(master, 12345, dtype=torch.int16)
-        (launch_split if self.interpreted else kernels.split)(master, weight, remainder)
-        return weight, remainder
-
-    def join(self, weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-        master = torch.full_like(weight, torch.nan, dtype=torch.float32)
-        (launch_join if self.interpreted else kernels.join)(weight, remainder, master)
-        return master
-
     def sum_of_squares(self, values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The partials that ``flatten`` writes of values that it leaves in their place."""
+        padded = torch.zeros(kernels.padded(values.numel()), dtype=values.dtype, device=values.device)
+        padded[: values.numel()] = values
+        before = padded.clone()
         partials = torch.full((kernels.tiles(values.numel()),), torch.nan, device=values.device)
-        sum_up = launch_sum_of_squares if self.interpreted else kernels.sum_of_squares
-        sum_up(values, partials, weight_dtype=weight_dtype)
+        self.flatten([padded[: values.numel()]], padded, [0], partials, [0], weight_dtype=weight_dtype)
+        assert torch.equal(padded.view(torch.uint8), before.view(torch.uint8))
         return partials
 
     def flatten(

@@ -19,8 +19,6 @@ from protrain_kernels.cross_entropy import launch_cross_entropy
 from protrain_kernels.flatten_plan import FlattenPlan
 from protrain_kernels.fold_plan import MOST_RANKS, FoldPlan
 from protrain_kernels.from_host import launch_from_host
-from protrain_kernels.split_master import launch_join, launch_split
-from protrain_kernels.sum_of_squares import launch_sum_of_squares
 from tools.kernel_variants import variants
 
 BF16, FP16, FP32, I16, U8 = torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.uint8
@@ -127,15 +125,7 @@ def cross_entropy_launches() -> None:
 
 
 def other_launches() -> None:
-    """Lengths that Triton tells apart, and views that aren't aligned."""
-    types = (BF16, FP16, FP32)
-    for kind, weight, numel, first in product(types, types, (1, 17, 32, LARGE), (0, 1)):
-        if numel < LARGE or not first:  # memory that isn't there has no alignment
-            values, sums = empty(numel + first, kind)[first:], torch.zeros(64)[first:]
-            launch_sum_of_squares(values, sums, weight_dtype=weight)
-    for numel in (1, 17, 32, LARGE):
-        launch_split(empty(numel, FP32), empty(numel, BF16), empty(numel, I16))
-        launch_join(empty(numel, BF16), empty(numel, I16), empty(numel, FP32))
+    """Lengths that Triton tells apart."""
     for numel in (1, 8, 17, 128, LARGE - 1, 8 * LARGE):
         launch_from_host(empty(numel, U8), empty(numel, U8))
     tensors = [torch.zeros(100), torch.zeros(100) > 0]
@@ -148,7 +138,7 @@ def other_launches() -> None:
 def main() -> None:
     for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    modules = "adam cross_entropy flatten_plan fold_plan from_host pack split_master sum_of_squares"
+    modules = "adam cross_entropy flatten_plan fold_plan from_host pack"
     for module in modules.split():
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()

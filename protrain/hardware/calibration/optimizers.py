@@ -11,7 +11,7 @@ from torch import Tensor
 from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import measured
 from protrain.hardware.profile import Figure
-from protrain_kernels import AdamStaging, AdamStates, adam, adam_scalars, adam_weight, streamed_adam
+from protrain_kernels import AdamStaging, adam, adam_scalars, streamed_adam
 
 ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
 STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
@@ -55,8 +55,7 @@ class AdamChunk(NamedTuple):
 
     def make_weight(self, new_weight: Tensor, threads: int = 0) -> None:
         """Write the weight that a step in host memory would leave to ``new_weight``, and nothing else."""
-        states = AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
-        adam_weight(states, new_weight, self.grad, _STEP, threads=threads)
+        adam(*self, _STEP, threads=threads, out=new_weight)
 
 
 def adam_figure(
