@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import measured
-from protrain.hardware.profile import Figure
+from protrain.hardware.calibration.timing import durations_s, rate
 from protrain_kernels import AdamStaging, adam, adam_scalars, streamed_adam
 
 ADAM_BYTES = 26  # read and written a parameter, bf16 with the split master
-STREAMED_BYTES = 14  # to the device a parameter; 2 fewer come back, because the gradient stays
 _ENOUGH = 0.97  # of the best rate: more threads than reach it are better left to others
 _STEP = adam_scalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10, decoupled=True)
 
@@ -58,23 +56,16 @@ class AdamChunk(NamedTuple):
         adam(*self, _STEP, threads=threads, out=new_weight)
 
 
-def adam_figure(
-    name: str,
-    chunks: Sequence[AdamChunk],
-    update: Callable[[AdamChunk], None],
-    device: torch.device,
-    *,
-    budget_s: float,
-    at: str = "",
-) -> Figure:
-    """The rate at which ``update`` goes over ``chunks`` one after the other, in 1e9 parameters a second."""
+def adam_durations_s(
+    chunks: Sequence[AdamChunk], update: Callable[[AdamChunk], None], device: torch.device, *, budget_s: float
+) -> list[float]:
+    """Seconds in which ``update`` goes over all ``chunks``, one after the other: a sample for each time."""
 
     def update_all() -> None:
         for chunk in chunks:
             update(chunk)
 
-    elements = sum(chunk.elements for chunk in chunks)
-    return measured(name, update_all, device, elements / 1e9, "G param/s", budget_s=budget_s, at=at)
+    return durations_s(update_all, device, budget_s=budget_s)
 
 
 def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
@@ -88,10 +79,10 @@ def thread_counts(cores: int, *, taken: int = 0) -> list[int]:
     return sorted(powers | {free, max(1, free - 1)})
 
 
-def best_threads(by_threads: dict[int, Figure]) -> int:
-    """The fewest threads that reach 97% of the best rate."""
-    best = max(figure.median for figure in by_threads.values())
-    return min(count for count, figure in by_threads.items() if figure.median >= _ENOUGH * best)
+def best_threads(seconds: dict[int, float]) -> int:
+    """The fewest threads that reach 97% of the best rate, by the seconds that each number of threads takes."""
+    best = min(seconds.values())
+    return min(count for count, taken in seconds.items() if _ENOUGH * taken <= best)
 
 
 class StreamedChunk:
@@ -112,7 +103,6 @@ class StreamedChunk:
         if done is not None:
             torch.cuda.current_stream(self.device).wait_event(done)
 
-    def figure(self, *, budget_s: float) -> Figure:
+    def gparams(self, *, budget_s: float) -> float:
         """The rate of the steps, in 1e9 parameters a second."""
-        work = self.chunk.elements / 1e9
-        return measured("streamed AdamW", self.update, self.device, work, "G param/s", budget_s=budget_s)
+        return rate(self.update, self.device, self.chunk.elements / 1e9, budget_s=budget_s)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import Effort, batch_s, durations_s, measured
-from protrain.hardware.profile import Figure
+from protrain.hardware.calibration.timing import Effort, batch_s, durations_s, rate
 from protrain_kernels import PackPlan, flatten, padded, tiles
 
 _SETTLED = 0.02  # the relative difference of two windows that agree
@@ -70,44 +69,36 @@ class Products:
                 return
             before = now
 
-    def figure(self, *, budget_s: float) -> Figure:
-        """The rate of the products, in TFLOP/s."""
-        work = 2 * self.width**3 / 1e12
-        return measured("matmul", self.run, self.device, work, "TFLOP/s", budget_s=budget_s)
+    def tflops(self, *, budget_s: float) -> float:
+        """The rate of the products."""
+        return rate(self.run, self.device, 2 * self.width**3 / 1e12, budget_s=budget_s)
 
 
-def copy_figures(device: torch.device, size_bytes: int, *, budget_s: float) -> list[Figure]:
-    """Bytes a second that a copy and an elementwise kernel read and write. The better figure is the roof."""
+def copy_gbps(device: torch.device, size_bytes: int, *, budget_s: float) -> float:
+    """Bytes a second that a copy or an elementwise kernel reads and writes, whichever is faster."""
     source, target = (random_tensor(size_bytes // 4, torch.float32, device) for _ in range(2))
-    ways = {"copy": lambda: target.copy_(source), "kernel": lambda: torch.mul(source, 1.0, out=target)}
-    moved = 2 * size_bytes
-    return [
-        measured("device copy", run, device, moved / 1e9, "GB/s", budget_s=budget_s / 2, at=way)
-        for way, run in ways.items()
-    ]
+    ways: list[Callable[[], object]] = [lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target)]
+    return max(rate(run, device, 2 * size_bytes / 1e9, budget_s=budget_s / 2) for run in ways)
 
 
-def dram_figures(size_bytes: int, *, budget_s: float) -> list[Figure]:
+def dram_gbps(size_bytes: int, *, budget_s: float) -> float:
     """What torch's threads move through the host's memory, with tensors of ``size_bytes``, far beyond the caches.
 
-    One figure is of an update in place, which is what AdamW does. The other is of a triad, whose written lines are read
-    first.
+    It is the better of an update in place, which is what AdamW does, and a triad, whose written lines are read first.
     """
     one, other, third = (random_tensor(size_bytes // 4, torch.float32, CPU) for _ in range(3))
-    ways: list[tuple[str, Callable[[], object], int]] = [
-        ("update in place", lambda: one.mul_(1.0), 2 * size_bytes),
-        ("triad", lambda: torch.add(third, one, alpha=0.5, out=other), 4 * size_bytes),
+    ways: list[tuple[Callable[[], object], int]] = [
+        (lambda: one.mul_(1.0), 2 * size_bytes),
+        (lambda: torch.add(third, one, alpha=0.5, out=other), 4 * size_bytes),
     ]
-    return [
-        measured("host DRAM", run, CPU, moved / 1e9, "GB/s", budget_s=budget_s / 2, at=way) for way, run, moved in ways
-    ]
+    return max(rate(run, CPU, moved / 1e9, budget_s=budget_s / 2) for run, moved in ways)
 
 
 def _random(device: torch.device, *shape: int) -> Tensor:
     return random_tensor(math.prod(shape), torch.bfloat16, device).view(shape)
 
 
-def flatten_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure:
+def flatten_gbps(device: torch.device, hidden: int, *, budget_s: float) -> float:
     """Bytes a second that ``flatten`` with squares reads and writes, on the bf16 gradients of a LLaMA block."""
     wide = hidden * 7 // 2 // 128 * 128
     shapes = [(hidden, hidden)] * 2 + [(hidden // 4, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
@@ -121,10 +112,10 @@ def flatten_figure(device: torch.device, hidden: int, *, budget_s: float) -> Fig
         flatten(gradients, chunk, offsets, squares, starts)
 
     moved = sum(gradient.nbytes for gradient in gradients) + chunk.nbytes
-    return measured("flatten", run, device, moved / 1e9, "GB/s", budget_s=budget_s)
+    return rate(run, device, moved / 1e9, budget_s=budget_s)
 
 
-def pack_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure:
+def pack_gbps(device: torch.device, hidden: int, *, budget_s: float) -> float:
     """Bytes a second that ``pack`` reads and writes, on what a block of 4096 tokens saves, with views and a mask."""
     tokens = hidden
     fused = _random(device, tokens, 3 * hidden)
@@ -141,4 +132,4 @@ def pack_figure(device: torch.device, hidden: int, *, budget_s: float) -> Figure
         plan.pack(saved, buffer)
 
     moved = plan.unpacked_bytes + plan.packed_bytes
-    return measured("pack", run, device, moved / 1e9, "GB/s", budget_s=budget_s)
+    return rate(run, device, moved / 1e9, budget_s=budget_s)

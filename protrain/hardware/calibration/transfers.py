@@ -7,10 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from protrain.common.tables import format_bytes
 from protrain.hardware.calibration.tensors import CPU, random_tensor
-from protrain.hardware.calibration.timing import measured
-from protrain.hardware.profile import Figure
+from protrain.hardware.calibration.timing import rate
 
 _IN_A_ROW_BYTES = 64 * 1024**2  # small copies follow each other, so that starting and joining two streams costs nothing
 
@@ -55,15 +53,12 @@ class Transfers:
             if stream is not None:
                 torch.cuda.current_stream(self.device).wait_stream(stream)
 
-    def figures(self, size_bytes: int, *, budget_s: float) -> list[Figure]:
+    def gbps(self, size_bytes: int, *, budget_s: float) -> dict[str, float]:
         """The rates up, down and both ways in copies of ``size_bytes``. ``budget_s`` is the time for all three."""
         count = max(1, min(_IN_A_ROW_BYTES, self.size_bytes) // size_bytes)
-        ways: list[tuple[str, Callable[[], None], int]] = [
-            ("h2d", lambda: self.up(size_bytes), size_bytes),
-            ("d2h", lambda: self.down(size_bytes), size_bytes),
-            ("both ways", lambda: self.both(size_bytes, count), 2 * count * size_bytes),
-        ]
-        at, each_s = format_bytes(size_bytes), budget_s / 3
-        return [
-            measured(name, run, self.device, moved / 1e9, "GB/s", budget_s=each_s, at=at) for name, run, moved in ways
-        ]
+        ways: dict[str, tuple[Callable[[], None], int]] = {
+            "h2d_gbps": (lambda: self.up(size_bytes), size_bytes),
+            "d2h_gbps": (lambda: self.down(size_bytes), size_bytes),
+            "bidirectional_gbps": (lambda: self.both(size_bytes, count), 2 * count * size_bytes),
+        }
+        return {name: rate(run, self.device, moved / 1e9, budget_s=budget_s / 3) for name, (run, moved) in ways.items()}
