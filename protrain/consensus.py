@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -60,7 +59,7 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
     The shares are the least of all ranks.
     """
     collectives = Collectives(ranks, device, _MEASURED_BYTES)
-    gbps: dict[str, Any] = collectives.gbps(_MEASURED_BYTES, budget_s=_MEASURED_S)
+    gbps = collectives.gbps(_MEASURED_BYTES, budget_s=_MEASURED_S)
     matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
     product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -65,8 +66,11 @@ class Collectives:
             self._both_s = max(self._ranks.all_values(batch_s(self.both, self._device, _WARM_UP), _WHAT))
         return math.ceil(_MARGIN * seconds / self._both_s)
 
-    def gbps(self, size_bytes: int, *, budget_s: float) -> dict[str, float]:
-        """The rates of a gather and of an exchange: the bytes that a rank receives from others, or sends to them."""
+    def gbps(self, size_bytes: int, *, budget_s: float) -> dict[str, Any]:
+        """The rates of a gather and of an exchange, by the names of a profile's fields.
+
+        They count the bytes that a rank receives from others, or sends to them.
+        """
         whole = self._divisible(size_bytes)
         moved = whole - whole // self._ranks.size
         ways = {"all_gather_gbps": lambda: self.gather(whole), "all_to_all_gbps": lambda: self.exchange(whole)}
