@@ -13,7 +13,7 @@ from protrain_kernels.fold import fold
 from protrain_kernels.fold_kernels import fold_reference
 from protrain_kernels.from_host import from_host
 from protrain_kernels.linear_cross_entropy import linear_cross_entropy
-from protrain_kernels.pack import Packed, PackPlan, pack, unpack
+from protrain_kernels.pack import Packed, pack, unpack
 from protrain_kernels.slices import Slice, in_parts
 from protrain_kernels.split_master import join, split
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
@@ -26,7 +26,6 @@ __all__ = [
     "AdamScalars",
     "AdamStaging",
     "AdamStates",
-    "PackPlan",
     "Packed",
     "Slice",
     "adam",

@@ -28,9 +28,6 @@ from protrain_kernels.fold_kernels import fold_kernel
 from protrain_kernels.fold_plan import MOST_RANKS, rows_together
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
-from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
-from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
-from protrain_kernels.pack_layout import BITS, GATHER, RAW, TILE
 from protrain_kernels.rounding import BF16, FP16, FP32
 
 
@@ -49,7 +46,7 @@ class Variant:
     wide_loads: int = 0  # the least number of loads of 16 bytes
     wide_stores: int = 0  # the least number of stores of 16 bytes
     loads_together: int = 0  # the least number of wide loads in a row without a wide store between them
-    # Why AMD's code may hold fused multiply-adds: a correctly rounded "root" and division, or an "integer division".
+    # Why AMD's code may hold fused multiply-adds: a correctly rounded "root" and division.
     divides: str = ""
     same_bits: bool = True  # as the reference has, so that nothing may be fused, approximated or flushed
 
@@ -95,15 +92,13 @@ _TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
 def variants() -> Iterator[Variant]:
     """What the launchers compile.
 
-    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list. So is
-    that of ``cross_entropy``, whose constants are a vocabulary and the options of a loss. That of ``fold`` has every
-    type for two ranks, and every number of ranks for bf16.
+    The list of ``cross_entropy`` is a choice, as its constants are a vocabulary and the options of a loss. That of
+    ``fold`` has every type for two ranks, and every number of ranks for bf16.
     """
     yield from _adam_variants()
     yield from _flatten_variants()
     yield from _fold_variants()
     yield from _from_host_variants()
-    yield from _pack_variants()
     yield from _cross_entropy_variants()
 
 
@@ -238,35 +233,6 @@ def _from_host_variants() -> Iterator[Variant]:
             wide_loads=4 if kind == "i64" else 0,
             wide_stores=4 if kind == "i64" else 0,
         )
-
-
-def _pack_variants() -> Iterator[Variant]:
-    bits = {"raw": 1 << RAW, "gather": 1 << GATHER, "bits": 1 << BITS}
-    for name, kernel in (("pack", pack_kernel), ("unpack", unpack_kernel)):
-        for kinds, widths, dims, loads, stores in (
-            (("raw",), 0, 0, 1, 1),
-            (("bits",), 0, 0, name == "pack", name == "unpack"),
-            (tuple(bits), 15, 4, 1 + (name == "pack"), 1 + (name == "unpack")),
-            (tuple(bits), 15, 8, 1, 1),
-        ):
-            yield Variant(
-                name=f"{name} {', '.join(kinds)}{', strided' * (dims > 0)}{', wide' * (dims > 4)}",
-                kernel=kernel,
-                pointers={"piece_of": "i32", "rows": "i64", "addresses": "i64", "packed": "u8"},
-                integers={"slot": 0},
-                constants={
-                    "KINDS": sum(bits[kind] for kind in kinds),
-                    "WIDTHS": widths,
-                    "DIMS": dims,
-                    "WIDE": dims > 4,
-                    "TILE": TILE,
-                    "STEPS": PACK_STEPS,
-                },
-                options=PACK_OPTIONS,
-                divides="integer division" if dims > 4 else "",
-                wide_loads=loads,
-                wide_stores=stores,
-            )
 
 
 def _cross_entropy_variants() -> Iterator[Variant]:

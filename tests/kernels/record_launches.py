@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from protrain_kernels import PackPlan, Slice, adam_scalars
+from protrain_kernels import Slice, adam_scalars
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.cross_entropy import launch_cross_entropy
 from protrain_kernels.flatten_plan import FlattenPlan
@@ -63,8 +63,6 @@ def record(
 
 def key(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> object:
     """What tells specialisations apart."""
-    if "pack" in kernel.fn.__name__:  # constants say what a block's activations are, in too many ways to list
-        return frozenset(signature.items())
     return frozenset(signature.items()), frozenset(constants.items())
 
 
@@ -128,17 +126,12 @@ def other_launches() -> None:
     """Lengths that Triton tells apart."""
     for numel in (1, 8, 17, 128, LARGE - 1, 8 * LARGE):
         launch_from_host(empty(numel, U8), empty(numel, U8))
-    tensors = [torch.zeros(100), torch.zeros(100) > 0]
-    plan = PackPlan(tensors)
-    buffer = torch.zeros(plan.packed_bytes, dtype=U8)
-    plan.launch_pack(tensors, buffer)
-    plan.launch_unpack(buffer, plan.memories())
 
 
 def main() -> None:
     for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    modules = "adam cross_entropy flatten_plan fold_plan from_host pack"
+    modules = "adam cross_entropy flatten_plan fold_plan from_host"
     for module in modules.split():
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()

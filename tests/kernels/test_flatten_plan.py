@@ -10,7 +10,6 @@ import torch
 
 from protrain_kernels import TILE, flatten, flatten_reference, unflatten_reference
 from protrain_kernels.flatten_plan import FlattenPlan
-from protrain_kernels.strided import collapsed, overlaps_itself
 
 TENSORS = [torch.zeros(20, 10), torch.zeros(2, 30)]
 
@@ -60,25 +59,3 @@ def test_unflatten_reference_is_the_inverse() -> None:
     flatten_reference(tensors, chunk, [0, 256])
     unflatten_reference(chunk, back, [0, 256])
     assert all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(3, 4, 5), ([60], [1])),
-        (torch.zeros(3, 4, 5).transpose(1, 2), ([3, 5, 4], [20, 1, 5])),
-        (torch.zeros(3, 4, 5)[:, :, :2], ([12, 2], [5, 1])),
-        (torch.zeros(3, 1, 5)[:, :, ::2], ([3, 3], [5, 2])),
-        (torch.zeros(()), ([], [])),
-        (torch.zeros(1).expand(6), ([6], [0])),
-    ],
-)
-def test_collapsed(tensor: torch.Tensor, expected: tuple[list[int], list[int]]) -> None:
-    assert collapsed(tensor.shape, tensor.stride()) == expected
-
-
-def test_overlaps() -> None:
-    assert not overlaps_itself([3, 5, 4], [20, 1, 5])
-    assert overlaps_itself([6], [0])
-    assert overlaps_itself([4, 4], [1, 2])
-    assert not overlaps_itself([], [])
