@@ -237,7 +237,7 @@ def check_adam(
     others: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
         ("exp_avg", exp_avg, MOMENT_DTYPES),
         ("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,)),
-        ("grad", grad, tuple({weight.dtype, torch.float32})),
+        ("grad", grad, tuple(dict.fromkeys((weight.dtype, torch.float32)))),
     ]
     if master is not None and master_dtype is not None:
         others.append(("master", master, (master_dtype,)))

@@ -70,7 +70,7 @@ def host_flatten(
     accumulate: bool,
     weight_dtype: torch.dtype,
 ) -> bool:
-    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their plan: one call, as each takes time."""
+    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their table: one call, as each takes time."""
     return _call(
         "protrain_flatten",
         len(tensors),

@@ -24,8 +24,8 @@ from protrain_kernels.cross_entropy import LANES as CROSS_ENTROPY_LANES
 from protrain_kernels.cross_entropy import OPTIONS as CROSS_ENTROPY_OPTIONS
 from protrain_kernels.cross_entropy import cross_entropy_kernel
 from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
+from protrain_kernels.fold import MOST_RANKS, rows_together
 from protrain_kernels.fold_kernels import fold_kernel
-from protrain_kernels.fold_plan import MOST_RANKS, rows_together
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.rounding import BF16, FP16, FP32
@@ -86,7 +86,7 @@ class Variant:
 _SMALL, _LARGE = 4096, 1 << 32  # lengths that are multiples of 16
 _TYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 _TILES = {"GROUP": TILE_GROUP, "ROWS": TILE_ROWS, "LANES": TILE_LANES, "UNROLL": TILE_UNROLL}
-_TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
+_TABLES = {"slice_of": "i32", "rows": "i64", "addresses": "i64"}
 
 
 def variants() -> Iterator[Variant]:

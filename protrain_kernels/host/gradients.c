@@ -88,14 +88,14 @@ static void flatten_one(const void *source, int source_dtype, void *chunk, int c
     zero_padding(chunk, chunk_dtype, count);
 }
 
-/* A row describes a tensor: its elements, where it starts in the chunk, where its partials start, and one more number.
+/* A row describes a tensor as slices.py says: it starts at row[0] in the chunk, and its partials start at row[4].
    partials may be NULL, and accumulate needs an fp32 chunk, whose values are rounded to weight_dtype for the partials. */
-void protrain_flatten(int64_t tensors, const void *const *sources, int source_dtype, const int64_t (*rows)[4],
+void protrain_flatten(int64_t tensors, const void *const *sources, int source_dtype, const int64_t (*rows)[6],
                       void *chunk, int chunk_dtype, float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t itemsize = chunk_dtype == FP32 ? 4 : 2;
     for (int64_t i = 0; i < tensors; i++)
-        flatten_one(sources[i], source_dtype, (char *)chunk + rows[i][1] * itemsize, chunk_dtype, rows[i][0],
-                    partials ? partials + rows[i][2] : NULL, weight_dtype, accumulate, threads);
+        flatten_one(sources[i], source_dtype, (char *)chunk + rows[i][0] * itemsize, chunk_dtype, rows[i][2],
+                    partials ? partials + rows[i][4] : NULL, weight_dtype, accumulate, threads);
 }
 
 /* Folds one slice. Element e of its parameter is element e - first + offset of the range, and the piece of rank w begins

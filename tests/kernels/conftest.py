@@ -16,8 +16,9 @@ from triton.runtime import interpreter
 import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
-from protrain_kernels.flatten import plan_for
-from protrain_kernels.fold import plan_for as fold_plan_for
+from protrain_kernels.flatten import launch_flatten, launch_unflatten, table_for
+from protrain_kernels.fold import launch_fold
+from protrain_kernels.fold import table_for as fold_table_for
 from protrain_kernels.from_host import launch_from_host
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -71,14 +72,14 @@ class Backend:
         weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         if self.interpreted:
-            plan = plan_for(tensors, offsets, starts)
-            plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
+            table = table_for(tensors, offsets, starts)
+            launch_flatten(table, tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
         else:
             kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate, weight_dtype=weight_dtype)
 
     def unflatten(self, chunk: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
         if self.interpreted:
-            plan_for(tensors, offsets, None).launch_unflatten(chunk, tensors)
+            launch_unflatten(table_for(tensors, offsets, None), chunk, tensors)
         else:
             kernels.unflatten(chunk, tensors, offsets)
 
@@ -93,9 +94,8 @@ class Backend:
         partials: torch.Tensor | None = None,
     ) -> None:
         if self.interpreted:
-            plan = fold_plan_for(tuple(slices), pieces.device)
-            plan.check(pieces, gradient, accumulator, partials)
-            plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+            table = fold_table_for(tuple(slices), pieces.device)
+            launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
         else:
             kernels.fold(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
 
