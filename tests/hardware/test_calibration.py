@@ -18,16 +18,17 @@ import torch
 
 from protrain.hardware.calibration import calibrate
 from protrain.hardware.calibration.contention import Together, groups_on, portions_of
-from protrain.hardware.calibration.optimizers import (
+from protrain.hardware.calibration.rates import (
+    CPU,
     AdamChunk,
+    Products,
+    Transfers,
     adam_durations_s,
     best_threads,
+    random_tensor,
     thread_counts,
 )
-from protrain.hardware.calibration.rates import Products
-from protrain.hardware.calibration.tensors import CPU, random_tensor
 from protrain.hardware.calibration.timing import Effort, durations_s, quintiles_of, rate
-from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.detection import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.profile import RATE_UNITS, Contention, HardwareProfile
@@ -254,7 +255,7 @@ def test_a_rate_counts_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         return [0.03] * 3
 
     monkeypatch.setattr(AdamChunk, "update", update)
-    monkeypatch.setattr("protrain.hardware.calibration.optimizers.durations_s", three_times_30_ms)
+    monkeypatch.setattr("protrain.hardware.calibration.rates.durations_s", three_times_30_ms)
     chunks = [AdamChunk.on(CPU, elements) for elements in (128, 256, 128)]
     assert adam_durations_s(chunks, AdamChunk.update, CPU, budget_s=0.1) == [0.03] * 3
     assert updated == [id(chunk) for chunk in chunks]

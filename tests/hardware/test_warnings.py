@@ -9,13 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from protrain.hardware.calibration.rates import pinned
 from protrain.hardware.calibration.report import (
     clock_warnings,
     link_warnings,
     machine_warnings,
     pinning_warnings,
 )
-from protrain.hardware.calibration.tensors import pinned
 from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.nvml import GpuFacts, gpu_facts
 
@@ -140,19 +140,15 @@ def test_a_card_that_slows_itself_down_is_told(library: Callable[..., GpuFacts])
         assert "slows itself down, by heat" in line
 
 
-def _of_machine(
-    *, seconds: float = 30.0, names: tuple[str, ...] = ("H100",), has_bf16: bool = True, torch_threads: int = 4
-) -> list[str]:
+def _of_machine(*, seconds: float = 30.0, names: tuple[str, ...] = ("H100",), torch_threads: int = 4) -> list[str]:
     effort = Effort(seconds=seconds, host_room_bytes=64 * 1024**3, device_room_bytes=64 * 1024**3)
-    return machine_warnings(effort, names, has_bf16=has_bf16, torch_threads=torch_threads, cores=4)
+    return machine_warnings(effort, names, torch_threads=torch_threads, cores=4)
 
 
 def test_what_slows_a_machine_down_before_it_is_measured_is_told() -> None:
     assert _of_machine(names=("H100", "H100")) == []
     (line,) = _of_machine(torch_threads=1)
     assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
-    (line,) = _of_machine(has_bf16=False)
-    assert "no units for bf16" in line
     (line,) = _of_machine(names=("H100", "A100", "H100"))
     assert "ranks have unlike GPUs: H100 and A100" in line
     (line,) = _of_machine(seconds=3.0)

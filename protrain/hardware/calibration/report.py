@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protrain.common.tables import aligned, format_bytes, wrapped
-from protrain.hardware.calibration.optimizers import ADAM_BYTES
+from protrain.hardware.calibration.rates import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import GpuFacts
@@ -47,15 +47,12 @@ def report(profile: HardwareProfile) -> str:
     )
 
 
-def machine_warnings(
-    effort: Effort, names: Sequence[str], *, has_bf16: bool, torch_threads: int, cores: int
-) -> list[str]:
+def machine_warnings(effort: Effort, names: Sequence[str], *, torch_threads: int, cores: int) -> list[str]:
     """Warns of what slows the planned training down, or makes the rates wrong, before anything is measured.
 
     Args:
         effort: the sizes that are measured.
         names: of the devices of all ranks.
-        has_bf16: whether the card has units for bf16.
         torch_threads: how many threads torch was going to use.
         cores: how many cores this process may use.
     """
@@ -70,10 +67,6 @@ def machine_warnings(
         found.append(
             f"ranks have unlike GPUs: {' and '.join(kinds)}. All ranks follow one plan, so the least memory and the "
             "slowest rates count: let CUDA_VISIBLE_DEVICES name GPUs of one kind"
-        )
-    if not has_bf16:
-        found.append(
-            "the card has no units for bf16, in which products were measured, and torch emulates it: train in float16"
         )
     if torch_threads < cores:
         found.append(

@@ -11,24 +11,30 @@ from typing import Any
 
 import torch
 
-from protrain.distributed.devices import has_bf16, own_device, refuse_shared_gpu
+from protrain.distributed.devices import own_device, refuse_shared_gpu
 from protrain.distributed.joining import join, local_rank
 from protrain.distributed.ranks import Ranks
 from protrain.hardware.cache import Machine, store
 from protrain.hardware.calibration.contention import Together, groups_on
-from protrain.hardware.calibration.optimizers import (
+from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
+from protrain.hardware.calibration.rates import (
+    CPU,
     AdamChunk,
+    Products,
     StreamedChunk,
+    Transfers,
     adam_durations_s,
     best_threads,
+    copy_gbps,
+    dram_gbps,
+    flatten_gbps,
+    pack_gbps,
+    pinned,
+    random_tensor,
     thread_counts,
 )
-from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
-from protrain.hardware.calibration.rates import Products, copy_gbps, dram_gbps, flatten_gbps, pack_gbps
 from protrain.hardware.calibration.report import clock_warnings, link_warnings, machine_warnings, pinning_warnings
-from protrain.hardware.calibration.tensors import CPU, pinned, random_tensor
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken, quintiles_of, rate
-from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.detection import assume
 from protrain.hardware.memory import usable_cores
 from protrain.hardware.nvml import gpu_facts
@@ -94,9 +100,7 @@ def calibrate(
             device_room_bytes=base.device_bytes,
         )
         measuring = Calibration(target, effort, ranks, threads=threads, progress=progress)
-        measuring.warnings = machine_warnings(
-            effort, names, has_bf16=has_bf16(target), torch_threads=before, cores=threads
-        )
+        measuring.warnings = machine_warnings(effort, names, torch_threads=before, cores=threads)
         measuring.measure_all()
         profile = measuring.profile(replace(base, source="measured", **vars(machine)))
         del measuring
