@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from protrain.common import batch as batches
+from protrain.common.cache import keeps_measurements
 from protrain.common.parameters import is_managed
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
@@ -28,7 +29,6 @@ from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, 
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import ALONE, MISSING, Together
 from protrain.profiler.trace import profile_together
-from protrain_cache import keeps_measurements
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
