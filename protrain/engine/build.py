@@ -17,22 +17,25 @@ from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
-from protrain.engine.states.allocation import (
+from protrain.engine.states.arena import (
+    ActivationBytes,
+    Arena,
+    EngineMemory,
     complete_chunks,
     make_chunks,
     make_members,
     planned_states,
     state_sizes_bytes,
+    whole_pages,
 )
-from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, whole_pages
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.states.weight_files import WeightSources
 from protrain.engine.streams import streams_for
-from protrain.engine.units import ManagedModel
-from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.host_updates import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
+from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks

@@ -52,12 +52,10 @@ from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import span
-from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.updates import Updates
-from protrain.engine.visits import Visits
-from protrain.engine.weights.bindings import Bindings
+from protrain.engine.visits import ManagedModel, Unit, Visits
+from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.parameter import (
     frozen_error,
     refuse_foreign_gradients,

@@ -20,9 +20,9 @@ from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, warn_user
 from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
-from protrain.engine.planned_batch import PlannedBatch
+from protrain.engine.inputs import PlannedBatch
 from protrain.engine.streams import span
-from protrain.engine.units import Unit
+from protrain.engine.visits import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import PresentParameter, manage
 from protrain.forward.compilation import CompiledForward

@@ -50,7 +50,7 @@ def test_whoever_does_it_the_bits_are_the_same(
         possible = [index for index, update in enumerate(waiting) if update.device_ms < inf]
         return choice.choice([None, *possible])
 
-    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", at_random)
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", at_random)
     slow_down(monkeypatch, seconds=0.001)
     if inside:
         monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward

@@ -23,7 +23,7 @@ from torch import Tensor
 from protrain.common.trees import tensors_in
 from protrain.engine.weights.views import storage_address
 from protrain.forward.dispatch import RuntimeMode, detached, for_backward, is_attention
-from protrain.forward.rng import RandomState
+from protrain.forward.module_state import RandomState
 
 
 @dataclass(slots=True)

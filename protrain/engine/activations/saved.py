@@ -29,7 +29,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
-from protrain.engine.units import Unit
+from protrain.engine.visits import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.dispatch import detached

@@ -26,11 +26,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.norm import SquareSums
 from protrain.engine.gradients.pool import GradientPools
-from protrain.engine.gradients.reduction import Reduction
+from protrain.engine.gradients.reduction import Reduction, SquareSums
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.units import ManagedModel
+from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.parameter import receives_gradient, take_gradient
 from protrain_kernels import AdamScalars
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from protrain.common.errors import PlanError
 from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.units import ManagedModel
+from protrain.engine.visits import ManagedModel
 
 
 class GradientPools:

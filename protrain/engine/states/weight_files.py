@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from protrain.common.adapters import adapter_names, base_name, copied_names, within_peft
 from protrain.common.errors import warn_user
 from protrain.common.parameters import is_managed
-from protrain.engine.states.conversions import Conversions
 from protrain.engine.states.initialisers import missing_start
-from protrain.engine.states.stored_tensors import StoredTensor, reading, stored_tensors
+from protrain.engine.states.stored_tensors import Conversions, StoredTensor, reading, stored_tensors
 from protrain.engine.weights.parameter import has_moved
 
 _NAMED = 3  # tensors that a message names

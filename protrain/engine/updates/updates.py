@@ -43,10 +43,9 @@ from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark, Stream, span
-from protrain.engine.units import ManagedModel
-from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
-from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.timeline import GPU
 from protrain_kernels import AdamScalars

@@ -16,7 +16,7 @@ from torch import nn
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
-from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA
 
 _GRADIENT: Any = torch.Tensor.grad
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad

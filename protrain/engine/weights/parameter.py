@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from protrain.common.errors import NO_WRITES, MisuseError
-from protrain.engine.gradients.proxy import GradientProxy, describe
 from protrain.engine.states.chunks import Member
-from protrain.engine.weights.handle import Handle
+from protrain.engine.weights.handle import GradientProxy, Handle, describe
 
 _MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data

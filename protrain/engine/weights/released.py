@@ -25,8 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.states.parameter_state import read_weight
-from protrain.engine.weights.handle import Handle
-from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, Handle, as_contiguous
 from protrain.engine.weights.parameter import PresentParameter, edit_error
 from protrain.engine.weights.views import ViewForm, storage_address
 
