@@ -43,7 +43,7 @@ import torch
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.modes import Frames
+from protrain.engine.activations.modes import frame_of
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.clipping import Clipping, LossScale
@@ -120,7 +120,8 @@ class Engine:
         self._visits = Visits(managed, buffers=buffers, take_gradients=self._take_gradients)
         # By unit, the one that forward calls just before the first call of it: backward reaches that next.
         self._unit_before = {unit: before for before, unit in reversed([*pairwise(profile.calls)])}
-        self.frames = Frames(managed)
+        # In the current forward every block is recomputed, and nothing is offloaded: it takes less memory than planned.
+        self.recompute_all = False
         self._current: Unit | None = None  # the unit whose backward runs
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # To the callback that autograd calls at the end of backward. None: there is no backward; dead: it has raised.
@@ -154,7 +155,7 @@ class Engine:
 
         def run() -> Any:
             if torch.is_grad_enabled():
-                return self.frames.of(unit)(self, unit).run(function, args, kwargs)
+                return frame_of(self, unit).run(function, args, kwargs)
             return function(*args, **kwargs)
 
         output = self._run_bound(unit, run)

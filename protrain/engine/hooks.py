@@ -207,7 +207,7 @@ class _Root:
         engine.begin_forward()
         if self._recompute_together:  # a second run of a block begins its collectives again, on all ranks or none
             recompute = any(engine.memory.ranks.all_values(recompute, "the question whether blocks are recomputed"))
-        engine.frames.recompute_all = recompute
+        engine.recompute_all = recompute
         return args, kwargs
 
 

@@ -45,6 +45,7 @@ class Unit:
     label: str
     module: nn.Module
     mode: BlockMode
+    is_block: bool
     packs: bool  # what it swaps goes to host memory in one buffer
     chunks: list[Chunk]  # the chunks that it needs on the device
     members: list[Member]  # its parameters in those
@@ -79,6 +80,7 @@ class ManagedModel:
             label=record.name or type(self.model).__name__,
             module=module,
             mode=BlockMode.NONE if record.block is None else self.plan.block_modes[record.block],
+            is_block=record.block is not None,
             packs=record.block is not None and self.plan.packs(record.block),
             chunks=[self.chunks[chunk] for chunk in self.layout.unit_chunks[index]],
             members=[self.members[member] for member in record.parameters],

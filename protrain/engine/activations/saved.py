@@ -106,7 +106,7 @@ class Frame:
             self.engine.ledger.hold(saved, address)
             return saved, saved._version, None, None
         assert buffer.users > 0, "a weight is used while no unit uses its chunk"
-        buffer.view_counter.known += 1
+        buffer.known_views += 1
         return saved, saved._version, buffer, buffer.chunk
 
     def keep_parts(self, parts: dict[str, Tensor], remade: Callable[[dict[str, Tensor]], Tensor]) -> SavedParts:

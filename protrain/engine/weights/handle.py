@@ -51,11 +51,6 @@ class Handle:
         """The engine's own hook on the parameter, called after all others: autograd has accumulated its gradient."""
         self.engine.gradient_ready(self.index)
 
-    @property
-    def gradient_pending(self) -> bool:
-        """Whether the parameter has a gradient that no step has used."""
-        return self.engine.gradient_pending(self.index)
-
 
 _GETTERS = """
     shape dtype device requires_grad is_leaf ndim layout grad_fn is_cuda is_cpu is_meta is_sparse is_sparse_csr

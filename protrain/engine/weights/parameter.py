@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from protrain.common.errors import NO_WRITES, MisuseError
+from protrain.common.parameters import same_bytes
 from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import GradientProxy, Handle, describe
 
@@ -40,8 +41,7 @@ def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
 
 def _replace_data(parameter: PresentParameter, value: Tensor) -> None:
     """``parameter.data = value``. Equal values are accepted, and the parameter stays where it is."""
-    own = parameter.detach()
-    if value.dtype != own.dtype or value.shape != own.shape or not same_bits(value.detach().to(own.device), own):
+    if not same_bytes(value.detach().to(parameter.device), parameter.detach()):
         raise edit_error(parameter.protrain_handle.name, "replaced")
 
 
@@ -79,7 +79,7 @@ class PresentParameter(nn.Parameter):
         if (arriving := self._arriving()) is not None:
             return arriving
         handle = self.protrain_handle
-        pending, member = handle.gradient_pending, handle.engine.members[handle.index]
+        pending, member = handle.engine.gradient_pending(handle.index), handle.engine.members[handle.index]
         refuse_foreign_gradients([member])
         if pending:
             return GradientProxy.of(handle, self.shape)
@@ -97,7 +97,8 @@ class PresentParameter(nn.Parameter):
                 _RAW_GRAD.__set__(self, value)
             return
         handle = self.protrain_handle
-        if isinstance(value, GradientProxy) and value.protrain_handle is handle and handle.gradient_pending:
+        pending = handle.engine.gradient_pending(handle.index)
+        if isinstance(value, GradientProxy) and value.protrain_handle is handle and pending:
             return  # parameter.grad *= factor
         if value is not None:
             raise MisuseError(
@@ -105,7 +106,7 @@ class PresentParameter(nn.Parameter):
                 "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook, or in "
                 "parameter.register_hook where a step has several backward() calls"
             )
-        if handle.gradient_pending:
+        if pending:
             handle.engine.forget_gradient(handle.index)
 
     def _arriving(self) -> Tensor | None:
@@ -114,7 +115,8 @@ class PresentParameter(nn.Parameter):
         if gradient is None or torch._C._current_graph_task_id() == -1:
             return None
         handle.engine.begin_backward()  # the hook may come before everything else that tells of this backward
-        if handle.gradient_pending:  # a backward inside this one, as of a checkpoint, may have brought the earlier one
+        # A backward inside this one, as of a checkpoint, may have brought an earlier gradient.
+        if handle.engine.gradient_pending(handle.index):
             refuse_hooks_on_sums(handle.engine.members, {handle.index})
         return gradient
 
@@ -206,11 +208,6 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
     """Give ``parameter`` other data of its shape, without any check. Only the engine may do this."""
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_DATA.__set__(parameter, data)
-
-
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of the same dtype and shape have the same bits, so that NaN equals NaN."""
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
 def refuse_foreign_gradients(members: Iterable[Member]) -> None:

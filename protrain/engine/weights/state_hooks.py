@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
+from protrain.common.parameters import same_bytes
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.parameter_state import check_values, read_weight, read_weights, write_weight
-from protrain.engine.weights.parameter import PresentParameter, same_bits
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
 _SAVING = "state_dict()"
@@ -198,7 +199,7 @@ def _find_edits(members: list[Member], copies: list[Tensor], given: list[Tensor]
                 f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit of this "
                 "full_parameters is kept"
             )
-        if value.dtype != copy.dtype or not same_bits(value, copy):
+        if not same_bytes(value, copy):
             found.append((member, value))
     return found
 

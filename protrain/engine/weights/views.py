@@ -21,30 +21,6 @@ def storage_bytes(tensor: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
-class ViewCounter:
-    """Counts the tensors that share ``memory``, to find views that outlive the use of it.
-
-    Views that autograd saves through the engine may outlive it. The engine adds each of them to ``known``.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self.known = 0  # never decreases: when known views die, some unknown ones may go unnoticed
-        self._storage = memory.untyped_storage()
-        self._before = self._count()
-
-    def begin_use(self) -> None:
-        """Units begin to use the memory."""
-        self._before = self._count() - self.known
-
-    def has_unknown(self) -> bool:
-        """Whether more tensors share the memory than when units began to use it, beside those that are known."""
-        return self._count() - self.known > self._before
-
-    def _count(self) -> int:
-        count: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return count
-
-
 class ViewForm(NamedTuple):
     """How a tensor lies in its storage. A view may read the same bytes as another type (``view_as_complex``)."""
 
