@@ -127,20 +127,18 @@ def build_engine(
         chunks=chunks,
         members=members,
     )
-    worker = HostWorker(threads=host_threads, device=device)
     gradients = Gradients(managed)
     streamer = _streamer(managed, sharing)
     staging_bytes = 0 if streamer is None else sharing.staging_bytes
     ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)
-    arena = memory.arena
-    arena.reserve(_activation_bytes(profile, plan))
+    memory.arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
     updates = Updates(
         managed,
         groups=groups,
         gradients=gradients,
         buffers=buffers,
-        worker=worker,
+        worker=HostWorker(threads=host_threads, device=device),
         streamer=streamer,
         committer=HostWorker(threads=1, device=device, name="protrain-committer"),
     )
@@ -151,7 +149,7 @@ def build_engine(
         updates=updates,
         buffers=buffers,
         bindings=bindings,
-        swap_slots=HostSlots(arena, memory.streams, limit_bytes=max(host_bytes, arena.total_bytes)),
+        swap_slots=HostSlots(memory.arena, memory.streams, limit_bytes=max(host_bytes, memory.arena.total_bytes)),
         ledger=ledger,
         step_during_backward=step_during_backward,
     )

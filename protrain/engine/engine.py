@@ -313,18 +313,8 @@ class Engine:
                 # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
                 if self.gradients.agree(chunk) and not self.buffers.in_use(chunk):
                     self._update_inside(chunk)
-            elif chunk.speculates and self.gradients.has_all(chunk):
+            elif chunk.speculative is not None and self.gradients.has_all(chunk):
                 self.updates.speculate(chunk, self._unscaling())
-
-    def _end_gradients(self) -> None:
-        """The backward is over."""
-        if self._inside and not self.gradients.no_sync:
-            for chunk in self.chunks:
-                if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
-                    self._update_inside(chunk)
-            self.updates.end_backward()
-            self._forget()
-        self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
 
     def _update_inside(self, chunk: Chunk) -> None:
         self.updated_inside.add(chunk.index)
@@ -341,7 +331,13 @@ class Engine:
             self._visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
-                self._end_gradients()
+                if self._inside and not self.gradients.no_sync:
+                    for chunk in self.chunks:
+                        if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
+                            self._update_inside(chunk)
+                    self.updates.end_backward()
+                    self._forget()
+                self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
             self._backward = None
 
     def reset(self) -> None:
@@ -400,11 +396,6 @@ class Engine:
             )
         self.gradients.refuse_missing(what, index)
         return self._clipping
-
-    def forget_gradient(self, index: int) -> None:
-        """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
-        if self.gradients.forget(index):
-            self.forget_gradients()
 
     def forget_gradients(self, *, zeros: bool = False) -> bool:
         """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short.

@@ -200,11 +200,6 @@ class Chunk:
         return self._last is None or self._last.done
 
     @property
-    def speculates(self) -> bool:
-        """Whether it has memory for what a speculative update writes."""
-        return self.speculative is not None
-
-    @property
     def speculates_weight_only(self) -> bool:
         """Whether a speculative update computes the weight only."""
         return isinstance(self.speculative, Tensor)

@@ -135,7 +135,7 @@ class Updates:
         return Settings(self._scalars(), self._groups.texts(), factor)
 
     def speculate(self, chunk: Chunk, factor: float) -> None:
-        """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
+        """Update ``chunk``, which has memory for that and all of whose parameters have a gradient, speculatively.
 
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
         step is to be expected.
@@ -146,11 +146,8 @@ class Updates:
             pieces = self._pieces(chunk)
         except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
             return
-        own = [self._gradients.members[index].own for index in chunk.parameters]
-        if not pieces or sum(part.stop - part.start for part, _ in pieces) != sum(
-            part.stop - part.start for part in own
-        ):
-            return  # the shard is padding, or a commit would take over elements that were not written
+        if not pieces:  # the shard is padding
+            return
         update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)
         what = "weight" if chunk.speculates_weight_only else "update"
         update.early = self.worker.submit(update.speculate, f"speculative {what} {chunk.index}")

@@ -106,8 +106,8 @@ class PresentParameter(nn.Parameter):
                 "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook, or in "
                 "parameter.register_hook where a step has several backward() calls"
             )
-        if pending:
-            handle.engine.forget_gradient(handle.index)
+        if pending and handle.engine.gradients.forget(handle.index):  # it was the last one
+            handle.engine.forget_gradients()
 
     def _arriving(self) -> Tensor | None:
         """The gradient with which a hook is called now. MisuseError if torch would add it to an earlier one first."""
