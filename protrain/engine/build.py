@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain.common.parameters import DTYPES, moved, unmanaged_memory
 from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
-from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
@@ -39,6 +38,7 @@ from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
+from protrain.engine.weights.views import Ledger, SimulatedLedger
 from protrain.planning.layout import most_held
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.sharing import Sharing

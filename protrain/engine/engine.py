@@ -42,7 +42,6 @@ from typing import Any
 import torch
 
 from protrain.common.errors import MisuseError
-from protrain.engine.activations.ledger import Ledger
 from protrain.engine.activations.modes import frame_of
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
@@ -62,6 +61,7 @@ from protrain.engine.weights.parameter import (
     refuse_hooks_on_sums,
     take_gradient,
 )
+from protrain.engine.weights.views import Ledger
 from protrain.planning.timeline import GPU
 
 

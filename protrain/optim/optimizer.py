@@ -23,7 +23,7 @@ from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.weights.awaited import Awaited, awaited_error
+from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.explain.explanation import Explanation, explain
 from protrain.planning.explain.phases import host_gparams

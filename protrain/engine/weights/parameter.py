@@ -4,11 +4,16 @@ A parameter keeps its identity, so that the optimizer's groups, the module and t
 object. What changes is its data and its class. While a unit that uses it runs it is a ``PresentParameter``, whose
 data is a view of a chunk on the device. Everything works then as with any parameter, except that its gradient is in the
 chunk and not in ``.grad``. The other classes are in ``protrain.engine.weights.released``.
+
+[Note: awaited values] Where ``protrain.wrap`` is given no example batch, there are no chunks to load a checkpoint into
+before the first call of the model. Until then a parameter has the value from before the load. Nothing may read that,
+and what is written to it would be lost, so both are errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,8 +22,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from protrain.common.errors import NO_WRITES, MisuseError
 from protrain.common.parameters import same_bytes
+from protrain.common.trees import tensors_in
 from protrain.engine.states.chunks import Member
-from protrain.engine.weights.handle import GradientProxy, Handle, describe
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe
 
 _MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data
@@ -236,4 +242,79 @@ def edit_error(name: str, how: str) -> MisuseError:
         f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
         "inside it, which takes one parameter in place of the model, too, between steps, and never in a forward. Where "
         f"the model itself does so: {NO_WRITES}"
+    )
+
+
+_GRADIENT: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_OF_TRAINING = _GRADIENT.__get__, _GRADIENT.__set__, _REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_
+_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, *_OF_TRAINING])
+
+
+def _describe(parameter: Any, **_: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"Parameter({parameter.protrain_name}, {tuple(parameter.shape)}, {parameter.dtype}, not loaded yet)"
+
+
+class _AwaitedParameter(nn.Parameter):
+    """A parameter that can be frozen, and asked for its shape and the like, and nothing else."""
+
+    protrain_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _ALLOWED:
+            for tensor in tensors_in((args, kwargs)):
+                if isinstance(tensor, _AwaitedParameter):
+                    raise awaited_error(tensor.protrain_name)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    __repr__: Any = _describe
+
+
+class Awaited:
+    """The ``parameters`` of ``model`` by name, whose values are loaded in its first call."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}
+        self._await()
+
+    def _await(self) -> None:
+        for name, parameter in self._parameters.items():
+            vars(parameter)["protrain_name"] = name
+            parameter.__class__ = _AwaitedParameter
+        # torch would load the buffers before it comes to the parameters.
+        self._hooks = [module.register_load_state_dict_pre_hook(_refuse_load) for module in self._model.modules()]
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """A context in which they are what they were before. If it raises an error, they are awaited again."""
+        for hook in self._hooks:
+            hook.remove()
+        for name, parameter in self._parameters.items():
+            del vars(parameter)["protrain_name"]
+            parameter.__class__ = self._kinds[name]
+        try:
+            yield
+        except BaseException:
+            if all(type(parameter) is self._kinds[name] for name, parameter in self._parameters.items()):
+                self._await()  # none has moved into a chunk
+            raise
+
+
+def _refuse_load(*_: Any) -> None:
+    raise awaited_error("load_state_dict()")
+
+
+def awaited_error(what: str) -> MisuseError:
+    """The error for a use of ``what`` between a load and the first call."""
+    return MisuseError(
+        f"{what} was used between load_checkpoint() and the first call of the model, in which the values of the "
+        "checkpoint are read, as protrain.wrap was given no example_batch: use it after that call or before "
+        "load_checkpoint(), or pass example_batch to protrain.wrap"
     )
