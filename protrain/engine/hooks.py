@@ -24,7 +24,7 @@ from protrain.engine.inputs import PlannedBatch
 from protrain.engine.streams import span
 from protrain.engine.visits import Unit
 from protrain.engine.weights.handle import Handle
-from protrain.engine.weights.parameter import PresentParameter, manage
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
 from protrain.planning.timeline import GPU
@@ -37,7 +37,8 @@ def install(engine: Engine) -> None:
         handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
         if member.parameter.requires_grad:
             member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
-        manage(member.parameter, handle)
+        member.parameter.__class__ = PresentParameter
+        vars(member.parameter)["protrain_handle"] = handle
         member.edits = member.parameter._version
         engine.bindings.release(member)
     for unit in engine.units:

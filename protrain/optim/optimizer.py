@@ -346,7 +346,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with engine.quiet():
             members = [self._by_name[name] for name in found]
             for member in members:
-                parameter_state.import_state(member, found[member.name])
+                parameter_state.import_part(member, found[member.name])
             engine.weights_changed([member.chunk for member in members])
 
     def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
@@ -440,7 +440,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with self._engine.quiet():
             for name, elements, tensors in parts:
                 member = self._by_name[name]
-                parameter_state.import_part(member, elements, tensors)
+                parameter_state.import_part(member, tensors, elements)
                 self._engine.weights_changed([member.chunk])
 
     # -- internals -----------------------------------------------------------------------------------------------------

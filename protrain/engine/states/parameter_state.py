@@ -177,15 +177,6 @@ def export_parameter(member: Member) -> dict[str, Tensor]:
     return _whole(member, export_part(member).copies())
 
 
-def import_part(member: Member, elements: slice, tensors: Mapping[str, Tensor]) -> None:
-    """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a ``Part``."""
-    if "weight" in tensors or member.group < 0:
-        kind = "weight" if "weight" in tensors else "master"  # it was trainable when it was saved
-        write_weight(member, tensors[kind], elements)
-    if member.group >= 0:
-        import_state(member, tensors, elements)
-
-
 def export_state(member: Member) -> dict[str, Any]:
     """Copies of all states of ``member`` in the format of torch.optim.AdamW, and of the ``master`` if there is one.
 
@@ -200,11 +191,15 @@ def export_state(member: Member) -> dict[str, Any]:
     return {**state, "master_step": member.steps} if "master" in state else state
 
 
-def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | None = None) -> None:
-    """Set the states that ``export_state`` returned. States that are missing become those of an untrained model.
+def import_part(member: Member, tensors: Mapping[str, Any], elements: slice | None = None) -> None:
+    """Set ``elements`` of ``member``, or all, to ``tensors`` with the names of those of a ``Part`` or ``export_state``.
 
-    ``elements`` are those that ``tensors`` have. None: all of them.
+    States that are missing become those of an untrained model.
     """
+    if "weight" in tensors or member.group < 0:  # a frozen one has a master if it was trainable when it was saved
+        write_weight(member, tensors["weight" if "weight" in tensors else "master"], elements)
+    if member.group < 0:
+        return
     member.steps = int(tensors.get("step", 0))
     target, part = _within(member, elements)
     for name in _STATES:

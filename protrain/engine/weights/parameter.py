@@ -34,13 +34,10 @@ _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
     handle = parameter.protrain_handle
-    if value and not handle.trainable:
-        if torch.is_grad_enabled():
-            raise frozen_error(handle.name)
-        # A forward without gradients trains nothing, so that peft's set_adapter may choose any adapter for it.
-        handle.engine.thawed.add(handle.index)
-    elif not handle.trainable:
-        handle.engine.thawed.discard(handle.index)
+    if not handle.trainable:
+        # The next forward of the training refuses it. One without gradients trains nothing, so that peft's set_adapter
+        # may choose any adapter for it.
+        (handle.engine.thawed.add if value else handle.engine.thawed.discard)(handle.index)
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_REQUIRES_GRAD.__set__(parameter, value)
 
@@ -60,7 +57,7 @@ class PresentParameter(nn.Parameter):
     requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze the parameter, or train it again. MisuseError if it was frozen when the model was wrapped."""
+        """Freeze the parameter, or train it again, which it can be if it was not frozen when the model was wrapped."""
         self.requires_grad = requires_grad
         return self
 
@@ -155,14 +152,6 @@ def mark_moved(parameter: nn.Parameter) -> None:
 def has_moved(parameter: nn.Parameter) -> bool:
     """Whether the value was moved into a chunk by a wrap that then failed, so that it is gone."""
     return _MOVED in vars(parameter)
-
-
-def manage(parameter: nn.Parameter, handle: Handle) -> None:
-    """Turn an ordinary parameter into a managed one."""
-    vars(parameter).pop(_MOVED, None)
-    parameter.__class__ = PresentParameter
-    assert isinstance(parameter, PresentParameter)
-    parameter.protrain_handle = handle
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
