@@ -110,8 +110,7 @@ class StepClock:
 
 def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: float) -> Report:
     """The report of ``engine``."""
-    updates = engine.updates
-    host, streamer = updates.host, updates.streamer
+    host, streamer = engine.updates.host, engine.updates.streamer
     ledger, device = engine.ledger, engine.memory.device
     peak = ledger.peak_bytes if isinstance(ledger, SimulatedLedger) else torch.cuda.max_memory_allocated(device)
     return Report(

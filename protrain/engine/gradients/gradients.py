@@ -62,7 +62,7 @@ class Gradients:
         memory, members = managed.memory, managed.members
         self.members = members
         self.device = memory.device
-        self._ranks, self._streams = memory.ranks, memory.streams
+        self._ranks = memory.ranks
         self.pending: dict[int, Tensor] = {}  # gradients that wait for the visit that completes them, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None

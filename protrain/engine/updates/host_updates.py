@@ -276,9 +276,7 @@ class Streamer:
         self.rate = Rate(sharing.device_gparams)
         self.host_rate = Rate(sharing.host_gparams)
         self.updates = 0
-        self._needed_ms = sharing.needed_ms
-        self._upload_ms, self._states_ms = sharing.upload_ms, sharing.states_ms
-        self._host_kept = sharing.host_kept
+        self._sharing = sharing
         self._streams = streams
         self._staging = streams.adam_staging(sharing.staging_bytes)
         self._done = streams.mark()
@@ -322,7 +320,7 @@ class Streamer:
                 break
             now_ms = (time.perf_counter() - begin) * 1e3
             free_ms = now_ms + sum(map(self._host_ms, at_work))
-            index = next_for_gpu([self._waiting(update) for update in left], now_ms, free_ms, self._host_kept)
+            index = next_for_gpu([self._waiting(update) for update in left], now_ms, free_ms, self._sharing.host_kept)
             if index is None:
                 next(iter(at_work.values()), left[0].job).end()  # then the host's rate and what is left are known anew
                 continue
@@ -333,8 +331,9 @@ class Streamer:
 
     def _waiting(self, update: HostUpdate) -> Waiting:
         device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)
-        at = update.chunk.index
-        return Waiting(self._host_ms(update), device_ms, self._needed_ms[at], self._upload_ms[at], self._states_ms[at])
+        sharing, at = self._sharing, update.chunk.index
+        by_chunk = sharing.needed_ms[at], sharing.upload_ms[at], sharing.states_ms[at]
+        return Waiting(self._host_ms(update), device_ms, *by_chunk)
 
     def _host_ms(self, update: HostUpdate) -> float:
         return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.shard_elements)

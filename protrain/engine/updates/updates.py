@@ -140,12 +140,9 @@ class Updates:
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
         step is to be expected.
         """
-        if not self.host.as_assumed or not self._gradients.is_last:
+        if not self.host.as_assumed or not self._gradients.is_last or self._assumed_scalars is None:
             return
-        try:
-            pieces = self._pieces(chunk)
-        except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
-            return
+        pieces = self._pieces(chunk)
         if not pieces:  # the shard is padding
             return
         update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)

@@ -82,6 +82,12 @@ AUTOGRAD = frozenset([getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD.
 LAYOUT = frozenset({torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset})
 
 
+def on_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """What ``func`` returns for its arguments as they are, whatever their classes."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **(kwargs or {}))
+
+
 def as_contiguous(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """What ``func``, one of LAYOUT, returns for a contiguous tensor of the shape and type of ``tensor``."""
     return func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
@@ -131,8 +137,7 @@ class GradientProxy(Tensor):
     ) -> Any:
         """Answer questions for metadata and norms, take factors, and raise MisuseError for anything else."""
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return on_itself(func, args, kwargs)
         if func in LAYOUT:
             return as_contiguous(func, *args, **(kwargs or {}))
         if func in _HANDLED:

@@ -24,7 +24,7 @@ from protrain.common.errors import NO_WRITES, MisuseError
 from protrain.common.parameters import same_bytes
 from protrain.common.trees import tensors_in
 from protrain.engine.states.chunks import Member
-from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe, on_itself
 
 _MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data
@@ -258,8 +258,7 @@ class _AwaitedParameter(nn.Parameter):
             for tensor in tensors_in((args, kwargs)):
                 if isinstance(tensor, _AwaitedParameter):
                     raise awaited_error(tensor.protrain_name)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        return on_itself(func, args, kwargs)
 
     __repr__: Any = _describe
 

@@ -25,7 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.states.parameter_state import read_weight
-from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, Handle, as_contiguous
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, Handle, as_contiguous, on_itself
 from protrain.engine.weights.parameter import PresentParameter, edit_error
 from protrain.engine.weights.views import ViewForm, storage_address
 
@@ -45,8 +45,7 @@ class ReleasedParameter(PresentParameter):
     ) -> Any:
         """Answer questions for metadata; give copies of the weight to everything else."""
         if func in METADATA or func in HOOKS or _reads_no_values(func, args, kwargs):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return on_itself(func, args, kwargs)
         if func in (torch.autograd.grad, torch.autograd.backward):  # they need no values of inputs but their edges
             args, kwargs = map_leaves(_edge, (args, kwargs or {}))
             return func(*args, **kwargs)
@@ -114,8 +113,7 @@ class FullParameter(PresentParameter):
     ) -> Any:
         """Run ``func`` on the copies of the weights."""
         if func in HOOKS or func in AUTOGRAD:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return on_itself(func, args, kwargs)
         args, kwargs = map_leaves(_viewed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -131,8 +129,7 @@ class WeightCopy(Tensor):
     ) -> Any:
         """Run ``func``. MisuseError if it writes into the copy, or if the weight has changed since."""
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return on_itself(func, args, kwargs)
         return _read(func, args, kwargs or {})
 
 
