@@ -209,17 +209,6 @@ def import_part(member: Member, tensors: Mapping[str, Any], elements: slice | No
         write_master(member, tensors["master"], elements)
 
 
-def check_values(what: str, value: Any) -> None:
-    """ValueError unless ``value``, of ``what``, is a tensor that has all its values in its own memory."""
-    dense = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
-    if not dense or hasattr(value, "full_tensor"):  # as a DTensor has
-        where = f" ({value.layout}, on {value.device})" if isinstance(value, Tensor) else ""
-        raise ValueError(
-            f"{what} is a {type(value).__name__}{where}: give a whole dense tensor with values, as to_dense() or "
-            "full_tensor() make it"
-        )
-
-
 def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
     """ValueError if an optimizer's ``state`` of the parameter ``name``, which has ``shape``, is not that of Adam.
 
@@ -231,13 +220,9 @@ def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
             f"the state of {name} lacks {missing[0]!r} and has {', '.join(map(repr, state))}: load a state of Adam or "
             "AdamW, or one without entries for parameters that are to begin anew"
         )
-    for kind in ("master", *_STATES):
-        if kind in state:
-            check_values(f"{kind} of {name}", state[kind])
     check_shapes(name, shape, state)
     step = state.get("step", 0)
     if isinstance(step, Tensor):
-        check_values(f"step of {name}", step)
         step = step.item() if step.numel() == 1 else step.tolist()
     if not isinstance(step, int | float) or not 0 <= step < math.inf or step != int(step):
         raise ValueError(f"step of {name} must be a whole number from 0 on, not {step!r}")
