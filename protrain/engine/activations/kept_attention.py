@@ -58,9 +58,10 @@ class KeptAttention:
         self._calls: list[_Call] = []
         self._with_output: dict[int, _Call] = {}  # by the address of an output, which is unique while that is alive
 
-    def first_run(self) -> RuntimeMode:
-        """A mode for the block's first run, in which calls of attention are recorded."""
-        return _InPlaceOfAttention(self._record)
+    def first_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``function``, the block's first run, with calls of attention recorded."""
+        with _InPlaceOfAttention(self._record):
+            return function(*args, **kwargs)
 
     def _record(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)

@@ -282,6 +282,5 @@ def members_of(module: nn.Module | nn.Parameter, what: str) -> tuple[Engine, lis
             f"{type(module).__name__}. A model that was wrapped without example_batch must be called on a training "
             "batch first"
         )
-    engine = handles[0].engine
-    assert isinstance(engine, Engine)
+    engine: Engine = handles[0].engine
     return engine, [engine.members[handle.index] for handle in handles]
