@@ -8,7 +8,7 @@ A persistent chunk has all of them on the device. Every other chunk has them in 
 into a chunk buffer while it is needed. With several ranks, each rank has one shard of every state, a contiguous piece
 as long as those of the others, and buffers hold the whole weight of any chunk while it is needed. A frozen chunk has a
 weight and nothing else. A step of several backwards needs an fp32 accumulator of gradients as well. Chunks that share
-memory for gradients (``protrain.engine.gradients.pool``) have no gradient of their own. Every length is a multiple
+memory for gradients ([Note: shared memory] in gradients.py) have no gradient of their own. Every length is a multiple
 of 128 elements.
 
 [Note: chunk states] The host works on a chunk beside the main thread. The state of the chunk says what the main thread
@@ -40,8 +40,6 @@ from protrain_kernels import (
     AdamStaging,
     AdamStates,
     adam,
-    adam_out_of_place,
-    adam_weight,
     padded,
     streamed_adam,
 )
@@ -200,11 +198,6 @@ class Chunk:
         return self._last is None or self._last.done
 
     @property
-    def speculates(self) -> bool:
-        """Whether it has memory for what a speculative update writes."""
-        return self.speculative is not None
-
-    @property
     def speculates_weight_only(self) -> bool:
         """Whether a speculative update computes the weight only."""
         return isinstance(self.speculative, Tensor)
@@ -228,7 +221,7 @@ class Chunk:
             between: called on the host every few milliseconds of the update, until it returns False.
         """
         for part, scalars in pieces if between is None else _sliced(pieces, between):
-            states, own = _part(self.states, part), gradient[part]
+            states, own = self.states.part(part), gradient[part]
             adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
         self.version += 1
 
@@ -238,21 +231,18 @@ class Chunk:
         ``gradient`` is in host memory, and ``scale`` on the device.
         """
         for part, scalars in pieces:
-            states = _part(self.states, part)
+            states = self.states.part(part)
             streamed_adam(*states, gradient[part], scalars, staging, gradient_factor=self.gradient_factor, scale=scale)
         self.version += 1
 
     def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
-        assert self.speculative is not None
+        copy = self.speculative
+        assert copy is not None
         how: dict[str, Any] = {"gradient_factor": self.gradient_factor, "scale": scale, "threads": threads}
         for part, scalars in pieces:
-            old = _part(self.states, part)
-            if isinstance(self.speculative, Tensor):
-                adam_weight(old, self.speculative[part], gradient[part], scalars, **how)
-            else:
-                new = _part(self.speculative, part)
-                adam_out_of_place(old, new, gradient[part], scalars, **how)
+            new = copy[part] if isinstance(copy, Tensor) else copy.part(part)
+            adam(*self.states.part(part), gradient[part], scalars, out=new, **how)
 
     def commit(self) -> None:
         """Take over what ``step_speculatively`` wrote. If that is the weight only, ``catch_up`` comes later."""
@@ -290,8 +280,3 @@ def _sliced(pieces: list[Piece], between: Callable[[], bool]) -> Iterator[Piece]
             stop = min(part.stop, start + _SLICE_ELEMENTS) if more else part.stop
             yield slice(start, stop), scalars
             start = stop
-
-
-def _part(states: AdamStates, part: slice) -> AdamStates:
-    master = None if states.master is None else states.master[part]
-    return AdamStates(states.weight[part], master, states.exp_avg[part], states.exp_avg_sq[part])
