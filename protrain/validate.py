@@ -23,7 +23,7 @@ from protrain.engine.states.groups import check_options
 from protrain.engine.states.weight_files import WeightSources, check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.planning import Plan
-from protrain.planning.mismatch import refuse_other_parameters
+from protrain.planning.plan import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks, refuse_scripted
 from protrain.profiler.storages import storage_key
 from protrain.profiler.trace import parameter_records

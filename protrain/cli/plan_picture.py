@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protrain.cli.options import need
-from protrain.planning.frontier import Frontier
+from protrain.planning.sweeps import Frontier
 from protrain.planning.timeline import Timeline
 
 GIB = 1024**3

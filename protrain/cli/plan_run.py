@@ -24,7 +24,7 @@ from protrain.common.progress import COUNTED, note, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Explanation, Plan, compare, frontier, largest, search
-from protrain.planning.explain.explanation import explain
+from protrain.planning.answer import explain
 from protrain.planning.predict import predict
 from protrain.planning.timeline import Timeline
 from protrain.profiler.kept_profiles import counted_profile

@@ -25,8 +25,7 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.awaited import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.explain.explanation import Explanation, explain
-from protrain.planning.explain.phases import host_gparams
+from protrain.planning.answer import Explanation, explain, host_gparams
 from protrain.planning.plan import Plan
 
 

@@ -12,9 +12,9 @@ from math import inf
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
-from protrain.planning.memory.model import MemoryModel
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
-from protrain.planning.rates.update_rates import slower_share, with_host
+from protrain.planning.rates import slower_share, with_host
 from protrain.planning.runtime.model import RuntimeModel
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile

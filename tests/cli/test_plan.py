@@ -21,8 +21,8 @@ from protrain.cli.models import load_model
 from protrain.cli.plan_text import summary_text
 from protrain.hardware.shipped import load
 from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
-from protrain.planning.explain.explanation import Better
-from protrain.planning.explain.phases import Phase
+from protrain.planning.answer import Better
+from protrain.planning.timeline import Phase
 from protrain.profiler.model_profile import ModelProfile
 from tests.cli.test_plan_timeline import dark_pixels
 

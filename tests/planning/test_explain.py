@@ -10,11 +10,10 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, evaluate, explain, predict, search
-from protrain.planning.changes import Change
-from protrain.planning.explain.phases import phases
 from protrain.planning.plan import Counts
-from protrain.planning.rates.update_rates import slower_share, with_host
-from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline
+from protrain.planning.ranges import Change
+from protrain.planning.rates import slower_share, with_host
+from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.counts import busy_ms
 from tests.planning.machines import H100

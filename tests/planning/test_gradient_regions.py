@@ -25,7 +25,7 @@ from protrain.planning import (
     pack,
     search,
 )
-from protrain.planning.memory.gradient_regions import GradientRegions
+from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 from tests.planning.counts import placed

@@ -24,7 +24,7 @@ from protrain.planning import (
     pack,
     search,
 )
-from protrain.planning.explain.phases import host_gparams
+from protrain.planning.answer import host_gparams
 from protrain.planning.runtime.durations import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile

@@ -13,7 +13,7 @@ import pytest
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
-from protrain.planning.rates.update_rates import staging_bytes
+from protrain.planning.rates import staging_bytes
 from protrain.planning.runtime import model as runtime
 from protrain.planning.runtime.simulate import simulate
 from protrain.profiler.model_profile import ModelProfile

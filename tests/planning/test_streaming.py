@@ -12,9 +12,9 @@ import pytest
 
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, pack
+from protrain.planning.contention import OTHERS, rates
 from protrain.planning.layout import updated_chunks
-from protrain.planning.rates.contention import OTHERS, rates
-from protrain.planning.rates.update_rates import staging_bytes
+from protrain.planning.rates import staging_bytes
 from protrain.planning.runtime.run import Run
 from protrain.planning.sharing import Waiting, next_for_gpu
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline

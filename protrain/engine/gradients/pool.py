@@ -1,6 +1,6 @@
 """Memory that the gradients of several chunks share while updates run inside backward.
 
-A buffer here is what the planner calls a region (``protrain.planning.memory.gradient_regions``), and a plan has
+A buffer here is what the planner calls a region (``protrain.planning.gradient_regions``), and a plan has
 ``n_device_gradient`` and ``n_host_gradient`` of them.
 
 A chunk needs its gradient from when that arrives until the chunk is updated. Inside backward this is a short time, so

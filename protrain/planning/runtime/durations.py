@@ -8,17 +8,22 @@ from functools import cache
 from itertools import chain, cycle
 
 from protrain.hardware.profile import HardwareProfile
+from protrain.planning.contention import lost_to_collectives, rates
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
-from protrain.planning.memory.model import MemoryModel
-from protrain.planning.rates.compute_times import bytes_ms, compute_times, computing_by_visit, gradients_by_visit
-from protrain.planning.rates.contention import lost_to_collectives, rates
-from protrain.planning.rates.swap_copies import NO_COPIES, SwapCopies, swap_copies
-from protrain.planning.rates.update_rates import (
+from protrain.planning.memory import MemoryModel
+from protrain.planning.rates import (
     CALIBRATED_DTYPE,
+    NO_COPIES,
+    SwapCopies,
+    bytes_ms,
+    compute_times,
+    computing_by_visit,
     device_update_gparams,
+    gradients_by_visit,
     host_update_gparams,
     moved_bytes,
     streamed_rates,
+    swap_copies,
     written_bytes,
 )
 from protrain.planning.runtime.fetches import Fetches

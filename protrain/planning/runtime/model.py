@@ -17,16 +17,14 @@ from itertools import accumulate
 from math import inf
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.memory.model import MemoryModel
+from protrain.planning.contention import OTHERS, Slowdowns
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
-from protrain.planning.rates.contention import OTHERS
-from protrain.planning.rates.swap_copies import NO_COPIES
-from protrain.planning.rates.update_rates import staging_bytes
+from protrain.planning.rates import NO_COPIES, staging_bytes
 from protrain.planning.runtime.durations import Durations
 from protrain.planning.runtime.fetches import Fetch
 from protrain.planning.runtime.planned_step import AwaitedUpdate, PlannedStep, UpdateQueue, Work
 from protrain.planning.runtime.simulate import serial, serial_ms, simulate, timeline
-from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, UP, Timeline
 

@@ -6,7 +6,7 @@ at a time (``protrain.planning.timeline``).
 What a step finds is what the backward and the updates before it have left. No forward need come before these.
 
 [Note: waiting for regions] Gradients of chunks in host memory may share regions of it
-(``protrain.planning.memory.gradient_regions``). Where no region is free, the engine issues nothing until an update
+(``protrain.planning.gradient_regions``). Where no region is free, the engine issues nothing until an update
 ends that frees one: the update of the chunk whose gradient has been complete for the longest time. Until then the GPU
 runs what was issued, which ends with the gradient that needs the region, and is idle after that. Which updates are
 awaited does not depend on how long anything takes. So awaited updates are not in the ``UpdateQueue``, and the host

@@ -12,7 +12,7 @@ its lane is free and what it needs is there: a buffer is given up, a chunk is up
 norm is known. A backward with its updates comes first, so that the step after it is the steady state.
 
 A first run gives every operation its full rate. A second run lengthens each operation by its slowdown beside the
-operations of other lanes (``protrain.planning.runtime.slowdowns``).
+operations of other lanes (``protrain.planning.contention``).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from __future__ import annotations
 from itertools import accumulate, pairwise, zip_longest
 from math import inf
 
+from protrain.planning.contention import Slowdowns
 from protrain.planning.runtime.planned_step import PlannedStep
 from protrain.planning.runtime.run import Choices, Run
-from protrain.planning.runtime.slowdowns import Slowdowns
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
 
