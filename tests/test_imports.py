@@ -56,7 +56,7 @@ PLANNER = tuple(
     f"protrain.planning.{module}"
     for line in (
         ("schedule", "sharing", "layout", "plan", "timeline", "rates", "contention", "gradient_regions", "memory"),
-        ("runtime", "predict", "ranges", "fits", "search", "sweeps", "answer"),
+        ("runtime", "predict", "ranges", "fits", "search", "answer", "sweeps"),
     )
     for module in line
 )

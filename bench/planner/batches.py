@@ -153,13 +153,13 @@ def rows_of(args: argparse.Namespace) -> Sequence[Row]:
     for batch in args.batches:
         print(f"{batch} x {args.sequence} ...", file=sys.stderr, flush=True)
         found = compare(profile_of_batch(args.model, batch, args.sequence), machines)
-        for gpus, one in zip(args.gpus, found.machines, strict=True):
+        for gpus, one in zip(args.gpus, found.machines.values(), strict=True):
             rows.append(
                 Row(
                     gpus=gpus,
                     batch=batch,
-                    predicted_tokens_per_s=one.tokens_per_s / gpus,
-                    limited_by=one.limited_by,
+                    predicted_tokens_per_s=(one.tokens_per_s or 0.0) / gpus,
+                    limited_by=next(iter(one.limits), one.lacks),
                     measured_tokens_per_s=known.get((gpus, batch), ()),
                 )
             )

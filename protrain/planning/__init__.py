@@ -1,6 +1,6 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
-from protrain.planning.answer import Explanation, explain
+from protrain.planning.answer import Answer, explain
 from protrain.planning.fits import check, evaluate
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
@@ -11,10 +11,10 @@ from protrain.planning.search import search
 from protrain.planning.sweeps import Comparison, Frontier, Largest, compare, frontier, largest
 
 __all__ = [
+    "Answer",
     "BlockMode",
     "ChunkRecord",
     "Comparison",
-    "Explanation",
     "Frontier",
     "Largest",
     "Layout",

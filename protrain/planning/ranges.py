@@ -89,8 +89,8 @@ class Change(Record):
     step: int  # 1 or -1
     counts: tuple[int, ...]  # in the order of Counts
     impossible: str = ""  # the reason if there is no such plan; then no field below is set
-    step_ms: float | None = None
-    slower_ms: float | None = None  # on the slower host that plans are made for
+    step_ms: float = 0.0
+    slower_ms: float = 0.0  # on the slower host that plans are made for
     device_bytes: int = 0
     host_bytes: int = 0
     device_over_bytes: int = 0  # how much more than there is; 0 if it fits

@@ -84,7 +84,7 @@ def test_a_plan_of_second_weights_fits_where_one_of_whole_copies_does_not() -> N
     plan = made(tight, 6, 6)
     assert str(plan).endswith("n_speculate=6 n_weight_only=6")
     assert plan.host_bytes == tight.host_bytes
-    parts = explain(plan, profile, tight, more_memory=False).host_parts
+    parts = explain(plan, profile, tight, more_memory=False).host_bytes
     assert parts["second weights for speculative updates"] == 6 * N * 2
     assert "second copies for speculative updates" not in parts
     assert check(plan, profile, ROOMY) == plan
@@ -109,10 +109,10 @@ def test_a_plan_says_how_many_are_weight_only_and_what_they_take() -> None:
         check(plan, profile, replace(exact, host_bytes=exact.host_bytes - 1))
     assert refused.value.needed_bytes == plan.host_bytes
     why = explain(plan, profile, exact, more_memory=False)
-    assert why.host_parts["second weights for speculative updates"] == 4 * N * 2
-    assert why.host_parts["second copies for speculative updates"] == 2 * N * 12
-    assert sum(why.host_parts.values()) == plan.host_bytes
-    assert min(why.host_parts.values()) >= 0
+    assert why.host_bytes["second weights for speculative updates"] == 4 * N * 2
+    assert why.host_bytes["second copies for speculative updates"] == 2 * N * 12
+    assert sum(why.host_bytes.values()) == 2 * plan.host_bytes  # the whole, and its parts
+    assert min(why.host_bytes.values()) >= 0
     names = {operation.name for operation in predict(profile, ROOMY, plan).timeline.operations}
     done = Counter(name.rpartition(" ")[0] for name in names)
     assert (done["speculative update"], done["speculative weight"], done["deferred update"]) == (2, 4, 4)
