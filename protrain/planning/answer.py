@@ -16,8 +16,7 @@ from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.fits import check
 from protrain.planning.layout import updated_chunks
-from protrain.planning.memory import MemoryModel
-from protrain.planning.plan import BlockMode, Plan, layout_of, offloaded_input_bytes
+from protrain.planning.plan import BlockMode, Plan, layout_of
 from protrain.planning.predict import Models, predict
 from protrain.planning.ranges import Change, changes_of
 from protrain.planning.rates import host_update_gparams, slower_share
@@ -326,8 +325,8 @@ def explain(
             "step on a slower host": models.slower_ms(modes, counts),
             **{phase.name: phase.length_ms for phase in parts},
         },
-        device_bytes={"all": plan.device_bytes, **_device_parts(plan, models.memory)},
-        host_bytes={"all": plan.host_bytes, **_host_parts(plan, models.memory)},
+        device_bytes={"all": plan.device_bytes, **models.memory.device_parts(counts, modes)},
+        host_bytes={"all": plan.host_bytes, **models.memory.host_parts(counts, modes)},
         estimated=profile.device != hardware.device_type,
         updates_in_backward=step_during_backward,
         slower_share=slower_share(hardware),
@@ -401,45 +400,6 @@ def _activations(plan: Plan) -> str:
         more += ["what attention put out is kept"] if plan.keep_attention else []
         parts.append(f"{plan.n_ckpt} recompute them" + (f" ({', '.join(more)})" if more else ""))
     return f"of {len(modes)} blocks {', '.join(parts)}" if parts else ""
-
-
-def _device_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
-    """The parts of the device memory of ``plan``."""
-    parts = memory.static_parts(plan.n_persist, plan.n_buffer, plan.n_device_sum)
-    parts["activations"] = memory.activations(plan.block_modes).peak_bytes
-    return {**parts, "margin and workspaces": plan.device_bytes - sum(parts.values())}
-
-
-def _host_parts(plan: Plan, memory: MemoryModel) -> dict[str, int]:
-    """The parts of the host memory of ``plan``."""
-    away = memory.layout.chunks[plan.n_persist :]
-    element = memory.profile.element_bytes
-    # All states are what a second copy of all of them would take, and their weights what one of the weights would take.
-    states, trained = (memory.copy_bytes(plan.n_persist, len(away), n_weights) for n_weights in (0, len(away)))
-    sums = memory.host_sum_bytes(plan.n_persist, plan.n_device_sum)
-    activations = memory.activations(plan.block_modes)
-    offloaded = sum(
-        offloaded_input_bytes(block)
-        for block, mode in zip(memory.profile.blocks, plan.block_modes, strict=True)
-        if mode is BlockMode.CKPT_SWAP
-    )
-    parts = {
-        "weights": sum(memory.layout.shard_elements(chunk) * element for chunk in away),
-        "gradients": memory.host_gradient_bytes(plan.n_persist, activations.swapped_bytes)
-        + memory.sent_sum_bytes(plan.n_persist, plan.n_device_sum),
-        "optimizer states": states - trained,
-        "swapped activations": activations.swapped_bytes - offloaded,
-    }
-    if sums:
-        parts["sums of gradients"] = sums
-    if plan.n_ckpt_swap:
-        parts["offloaded inputs of recomputed blocks" + (", and attention" if plan.keep_attention else "")] = offloaded
-    if weights := memory.copy_bytes(plan.n_persist, plan.n_weight_only, plan.n_weight_only):
-        parts["second weights for speculative updates"] = weights
-    if whole := memory.copy_bytes(plan.n_persist, plan.n_speculate, plan.n_weight_only) - weights:
-        parts["second copies for speculative updates"] = whole
-    needed = memory.host_bytes(plan.counts, activations)
-    return {**parts, "other": needed - sum(parts.values())}
 
 
 def _with_more(

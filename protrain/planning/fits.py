@@ -13,8 +13,16 @@ from protrain.common.errors import PlanError
 from protrain.common.tables import format_bytes, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import pack
-from protrain.planning.memory import Activations, Bytes, MemoryModel
-from protrain.planning.plan import BlockMode, Counts, Plan, block_modes, refuse_other_model, refuse_other_world_size
+from protrain.planning.memory import Bytes, MemoryModel
+from protrain.planning.plan import (
+    BlockMode,
+    Counts,
+    Modes,
+    Plan,
+    block_modes,
+    refuse_other_model,
+    refuse_other_world_size,
+)
 from protrain.planning.predict import Models
 from protrain.planning.ranges import check_counts
 from protrain.profiler.model_profile import ModelProfile
@@ -90,103 +98,67 @@ def check(plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_
 
 def _check_fits(models: Models, plan: Plan) -> None:
     """Raise PlanError if ``plan`` needs more memory than there is."""
-    activations = models.memory.activations(plan.block_modes)
-    if plan.device_bytes > models.hardware.device_bytes:
-        raise device_error(models.memory, plan.counts, activations, given=True)
-    if plan.host_bytes > models.hardware.host_bytes:
-        raise host_error(models.memory, plan.counts, activations, given=True)
+    hardware = models.hardware
+    if plan.device_bytes > hardware.device_bytes or plan.host_bytes > hardware.host_bytes:
+        raise _does_not_fit(models.memory, plan.counts, plan.block_modes, given=True)
 
 
 _SEARCH = "leave the plan out, and one is searched"
-_NARROW = "so does moment_dtype=bfloat16, with Adam's moments in 16 bits"
 
 
-def device_error(
-    memory: MemoryModel,
-    counts: Counts,
-    activations: Activations,
-    *,
-    given: bool = False,
-    narrow_moments: bool = False,
+def _does_not_fit(
+    memory: MemoryModel, counts: Counts, modes: Modes, *, given: bool, fitting_device_bytes: int = 0
 ) -> PlanError:
-    """The PlanError of a plan of ``counts`` that needs more device memory than there is.
+    """The PlanError of a plan of ``counts`` and ``modes``, which needs more device or host memory than there is.
 
-    ``given`` says whether the caller gave the plan, so that another plan may fit, and ``narrow_moments`` whether a plan
-    with moments in bf16 fits.
+    Args:
+        memory: the memory model.
+        counts: the integers of the plan.
+        modes: its block modes.
+        given: whether the caller gave the plan, so that another plan may fit.
+        fitting_device_bytes: the device memory with which a plan fits; 0 if it is not known or none does.
     """
-    hardware, profile = memory.hardware, memory.profile
-    placed = counts.n_persist, counts.n_buffer, counts.n_device_sum
-    needed = memory.device_bytes(counts, activations)
-    static = memory.static_bytes(*placed)
-    parts = {"activations": needed - static, **memory.static_parts(*placed)}
-    host = memory.host_bytes(counts, activations)
-    remedies = [_SEARCH] if given else []
-    batch = next((shape[0] for shape in profile.batch_shapes.values() if shape), 0)
-    smaller = 0
-    if not given and host <= hardware.host_bytes:
-        smaller = _smaller_batch(batch, (hardware.device_bytes - static) / max(1, needed - static))
-    if smaller:
-        remedies.append(f"a batch of {smaller} instead of {batch} fits")
-    both = f" with {_host_memory(memory, host)}" if host > hardware.host_bytes else ""
-    remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
-    remedies += [_NARROW] if narrow_moments else []
+    hardware, activations = memory.hardware, memory.activations(modes)
+    device, host = memory.device_bytes(counts, activations), memory.host_bytes(counts, activations)
+    said = [
+        f"{what}: needed {format_bytes(needed)}, available {format_bytes(available)}."
+        for what, needed, available in (
+            ("Device memory", device, hardware.device_bytes),
+            (per_gpu("Host memory", hardware.world_size), host, hardware.host_bytes),
+        )
+    ]
+    remedies, smaller, shared = [_SEARCH] if given else [], 0, ""
+    if device > hardware.device_bytes:
+        where, needed, available = "GPU" if hardware.device_type == "cuda" else "device", device, hardware.device_bytes
+        parts, other = memory.device_parts(counts, modes), said[1]
+        batch = next((shape[0] for shape in memory.profile.batch_shapes.values() if shape), 0)
+        if not given and host <= hardware.host_bytes:
+            static = memory.static_bytes(counts.n_persist, counts.n_buffer, counts.n_device_sum)
+            smaller = _smaller_batch(batch, (available - static) / max(1, needed - static))
+        if smaller:
+            remedies.append(f"a batch of {smaller} instead of {batch} fits")
+        both = f" with {_host_memory(memory, host)}" if host > hardware.host_bytes else ""
+        remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
+    else:
+        where, needed, available = "host", host, hardware.host_bytes
+        parts, other = memory.host_parts(counts, modes), said[0]
+        remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
+        if fitting_device_bytes:
+            enough = _at_least(fitting_device_bytes)
+            remedies.append(f"so does about {enough} of device_memory, with more of the model states there")
+        if hardware.world_size > 1:
+            shared = f"This is for one of {hardware.world_size} ranks, with its share. "
+    if not given and _fits_with_narrow_moments(memory):
+        remedies.append("so does moment_dtype=bfloat16, with Adam's moments in 16 bits")
+    largest = max(list(parts)[:-1], key=parts.__getitem__)  # the last is the margin, which nobody can change
     return PlanError(
-        where="GPU" if hardware.device_type == "cuda" else "device",
+        where=where,
         needed_bytes=needed,
-        available_bytes=hardware.device_bytes,
-        largest_part=_largest(parts),
-        remedy=f"To fit: {'; '.join(remedies)}. {per_gpu('Host memory', hardware.world_size)}: needed "
-        f"{format_bytes(host)}, available {format_bytes(hardware.host_bytes)}.",
+        available_bytes=available,
+        largest_part=f"{largest} ({format_bytes(parts[largest])})",
+        remedy=f"{shared}To fit: {'; '.join(remedies)}. {other}",
         given=given,
         fitting_batch=smaller,
-    )
-
-
-def host_error(
-    memory: MemoryModel,
-    counts: Counts,
-    activations: Activations,
-    *,
-    given: bool = False,
-    narrow_moments: bool = False,
-    fitting_device_bytes: int = 0,
-) -> PlanError:
-    """The PlanError of a plan of ``counts`` that needs more host memory than there is.
-
-    ``fitting_device_bytes`` is the device memory with which a plan fits, 0 if it is not known or none does. The other
-    arguments are those of ``device_error``.
-    """
-    hardware, n_persist = memory.hardware, counts.n_persist
-    needed = memory.host_bytes(counts, activations)
-    copies = memory.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
-    gradients = memory.host_gradient_bytes(n_persist, activations.swapped_bytes)
-    gradients += memory.sent_sum_bytes(n_persist, counts.n_device_sum)
-    sums = memory.host_sum_bytes(n_persist, counts.n_device_sum)
-    states = needed - activations.swapped_bytes - copies - gradients - sums
-    parts = {
-        "optimizer states and weights of non-persistent chunks": states,
-        "sums of gradients of non-persistent chunks": sums,
-        "gradients of non-persistent chunks": gradients,
-        "swapped activations and offloaded inputs": activations.swapped_bytes,
-        "second copies for speculative updates": copies,
-    }
-    remedies = [_SEARCH] if given else []
-    remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
-    device = memory.device_bytes(counts, activations)
-    shared = "" if hardware.world_size == 1 else f"This is for one of {hardware.world_size} ranks, with its share. "
-    if fitting_device_bytes:
-        remedies.append(
-            f"so does about {_at_least(fitting_device_bytes)} of device_memory, with more of the model states there"
-        )
-    remedies += [_NARROW] if narrow_moments else []
-    return PlanError(
-        where="host",
-        needed_bytes=needed,
-        available_bytes=hardware.host_bytes,
-        largest_part=_largest(parts),
-        remedy=f"{shared}To fit: {'; '.join(remedies)}. Device memory: needed {format_bytes(device)}, "
-        f"available {format_bytes(hardware.device_bytes)}.",
-        given=given,
     )
 
 
@@ -217,16 +189,10 @@ def nothing_fits(memory: MemoryModel) -> PlanError:
     needed = np.where(fits, host_bytes, host_bytes.max() + 1) if fits.any() else device_bytes
     n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
     n_blocks = len(memory.profile.blocks)
-    activations = memory.activations(block_modes(n_blocks, 0, n_blocks, n_ckpt_swap))
     counts = Counts(n_persist, memory.least_buffers(n_persist), 0, n_blocks, n_ckpt_swap)
-    narrow_moments = _fits_with_narrow_moments(memory)
-    if fits.any():
-        enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
-        fitting_device_bytes = int(enough.min()) if enough.size else 0
-        return host_error(
-            memory, counts, activations, narrow_moments=narrow_moments, fitting_device_bytes=fitting_device_bytes
-        )
-    return device_error(memory, counts, activations, narrow_moments=narrow_moments)
+    enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
+    modes, fitting_device_bytes = block_modes(n_blocks, 0, n_blocks, n_ckpt_swap), int(min(enough, default=0))
+    return _does_not_fit(memory, counts, modes, given=False, fitting_device_bytes=fitting_device_bytes)
 
 
 def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
@@ -248,11 +214,6 @@ def _host_memory(memory: MemoryModel, needed_bytes: int) -> str:
     """What to ask of host_memory, which all ranks of a machine share, if each of them needs ``needed_bytes``."""
     shares = "" if memory.layout.world_size == 1 else " for each GPU of the machine"
     return f"host_memory of at least {_at_least(needed_bytes)}{shares}"
-
-
-def _largest(parts: dict[str, int]) -> str:
-    name, size = max(parts.items(), key=lambda item: item[1])
-    return f"{name} ({format_bytes(size)})"
 
 
 def _at_least(size_bytes: int) -> str:

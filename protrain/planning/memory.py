@@ -226,6 +226,12 @@ class MemoryModel:
         static_bytes = self.static_bytes(counts.n_persist, counts.n_buffer, counts.n_device_sum)
         return static_bytes + int(self._with_margin(np.array(activations.peak_bytes)))
 
+    def device_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
+        """The parts of the device memory, by name."""
+        parts = self.static_parts(counts.n_persist, counts.n_buffer, counts.n_device_sum)
+        parts["activations"] = (activations := self.activations(modes)).peak_bytes
+        return {**parts, "margin and workspaces": self.device_bytes(counts, activations) - sum(parts.values())}
+
     def _with_margin(self, peak_bytes: Bytes) -> Bytes:
         """Peaks of activations with the margin that this type of device needs."""
         if self.hardware.device_type == "cuda":
@@ -251,6 +257,34 @@ class MemoryModel:
         copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
         least_bytes = self.least_host_bytes(n_persist, swapped_bytes, counts.n_device_sum)
         return least_bytes + copies_bytes + more_regions_bytes
+
+    def host_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
+        """The parts of the host memory, by name."""
+        n_persist, activations, away = counts.n_persist, self.activations(modes), self.layout.chunks[counts.n_persist :]
+        # All states are what a second copy of all of them would take, and their weights what one of the weights would.
+        states, trained = (self.copy_bytes(n_persist, len(away), n_weights) for n_weights in (0, len(away)))
+        sizes = zip(modes, self._swapped_bytes, strict=True)
+        offloaded = sum(input_bytes for mode, (_, input_bytes) in sizes if mode is BlockMode.CKPT_SWAP)
+        attention = "" if all(block.recomputes_attention for block in self.profile.blocks) else ", and attention"
+        weights = self.copy_bytes(n_persist, counts.n_weight_only, counts.n_weight_only)
+        parts = {
+            "weights": sum(map(self.layout.shard_elements, away)) * self.profile.element_bytes,
+            "gradients": self.host_gradient_bytes(n_persist, activations.swapped_bytes)
+            + self.sent_sum_bytes(n_persist, counts.n_device_sum),
+            "optimizer states": states - trained,
+            "swapped activations": activations.swapped_bytes - offloaded,
+        }
+        optional = {
+            "sums of gradients": self.host_sum_bytes(n_persist, counts.n_device_sum),
+            f"offloaded inputs of recomputed blocks{attention}": offloaded,
+            "second weights for speculative updates": weights,
+            "second copies for speculative updates": self.copy_bytes(
+                n_persist, counts.n_speculate, counts.n_weight_only
+            )
+            - weights,
+        }
+        parts |= {name: size for name, size in optional.items() if size}
+        return {**parts, "other": self.host_bytes(counts, activations) - sum(parts.values())}
 
     def least_host_bytes(self, n_persist: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
         """The least host memory of any plan that persists and swaps so much.
