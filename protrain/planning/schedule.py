@@ -9,9 +9,27 @@ another order than the traced one, that costs a fetch and never changes a result
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 FAR = 1 << 60
+EMPTY = -1  # the content of a buffer that no chunk is in
+
+
+def claim(contents: Collection[int], next_use: Callable[[int], int], needed_in: int) -> int | None:
+    """The content that is given up for a chunk that is needed in ``needed_in`` visits. None: the chunk must wait.
+
+    The engine's buffers and the predicted fetches both go by this. Only content that is needed later than the chunk is
+    given up, and of that what is needed last. Of several chunks that are needed at the same time it is the last one.
+
+    Args:
+        contents: the chunks in buffers that nothing uses, and EMPTY if a buffer is empty.
+        next_use: in how many visits a chunk is needed.
+        needed_in: in how many visits the coming chunk is needed.
+    """
+    if EMPTY in contents:
+        return EMPTY
+    later = [(visits, chunk) for chunk in contents if (visits := next_use(chunk)) > needed_in]
+    return max(later)[1] if later else None
 
 
 class Schedule:

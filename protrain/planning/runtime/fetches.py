@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protrain.planning.layout import Layout
-from protrain.planning.schedule import Schedule
+from protrain.planning.schedule import EMPTY, Schedule, claim
 
 # One upload, issued when a visit begins: the chunk, and the chunk whose buffer it takes (-1: an empty buffer). It is a
 # plain tuple because the simulation unpacks it in its inner loop.
@@ -106,11 +106,11 @@ class _Pool:
         ``coming`` is needed in ``needed_in`` visits, and only content that is needed later is given up for it.
         """
         is_large = self._is_large[coming]
-        present, next_use = self.present[is_large], self._fetches.next_use[at]
+        present = self.present[is_large]
         if len(present) < self._rooms[is_large]:
-            return -1
-        evictable = [chunk for chunk in present if chunk not in held and next_use[chunk] > needed_in]
-        return max(evictable, key=lambda chunk: (next_use[chunk], chunk)) if evictable else None
+            return EMPTY
+        unused = [chunk for chunk in present if chunk not in held]
+        return claim(unused, self._fetches.next_use[at].__getitem__, needed_in)
 
     def _take(self, chunk: int, victim: int) -> Fetch:
         present = self.present[self._is_large[chunk]]
