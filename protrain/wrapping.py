@@ -264,7 +264,7 @@ def _begin_training(
                 activations=_activations(chosen, models.memory),
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
-                sharing=models.runtime.sharing(chosen.n_persist),
+                sharing=models.runtime.steps.sharing(chosen.n_persist),
                 groups=wrapped.groups,
                 step_during_backward=inside,
                 weights=options.weights,

@@ -55,8 +55,8 @@ ALLOWED = {
 PLANNER = tuple(
     f"protrain.planning.{module}"
     for line in (
-        ("schedule", "sharing", "layout", "plan", "timeline", "rates", "contention", "gradient_regions", "memory"),
-        ("runtime", "predict", "ranges", "fits", "search", "answer", "sweeps"),
+        ("layout", "schedule", "sharing", "plan", "timeline", "rates", "contention", "gradient_regions", "memory"),
+        ("step", "simulate", "predict", "ranges", "fits", "search", "answer", "sweeps"),
     )
     for module in line
 )
@@ -143,7 +143,7 @@ def test_imports_go_one_way() -> None:
         ("protrain_cache", "import protrain_kernels"),
         ("protrain.planning.search", "import torch"),
         ("protrain.planning.search", "from protrain.engine import core"),
-        ("protrain.planning.memory", "from protrain.planning.runtime.model import RuntimeModel"),
+        ("protrain.planning.memory", "from protrain.planning.predict import RuntimeModel"),
         ("protrain.hardware.detection", "from protrain.profiler import model_profile"),
         ("protrain.profiler.trace", "def late():\n    from protrain.planning import plan"),
         ("protrain.engine.core", "from protrain.planning import search"),

@@ -5,8 +5,7 @@ from protrain.planning.fits import check, evaluate
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
-from protrain.planning.predict import Prediction, predict
-from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.predict import Prediction, RuntimeModel, predict
 from protrain.planning.search import search
 from protrain.planning.sweeps import Comparison, Frontier, Largest, compare, frontier, largest
 

@@ -201,7 +201,7 @@ class _Search:
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
-        n_speculate = wanted.n_speculate if models.runtime.speculates else 0
+        n_speculate = wanted.n_speculate if models.runtime.steps.speculates else 0
         enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
         most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
         n_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)

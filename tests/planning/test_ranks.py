@@ -25,7 +25,7 @@ from protrain.planning import (
     search,
 )
 from protrain.planning.answer import host_gparams
-from protrain.planning.runtime.durations import COLLECTIVE_MS
+from protrain.planning.step import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning import test_limits, test_search
@@ -146,7 +146,7 @@ def test_a_gradient_waits_for_staging_to_be_sent_and_to_be_offloaded_from() -> N
 
 
 def test_forward_needs_an_update_earlier_by_the_upload_and_the_gather() -> None:
-    needed_ms = model_of(make_profile(3.0, 6.0)).sharing(2).needed_ms
+    needed_ms = model_of(make_profile(3.0, 6.0)).steps.sharing(2).needed_ms
     fetch_ms = MOVE / 2 + WHOLE
     assert needed_ms == pytest.approx([2 * SLIGHT + 3.0 * chunk - fetch_ms for chunk in range(4)])
 
@@ -257,7 +257,7 @@ def test_operations_of_every_plan_follow_what_they_need(seed: int) -> None:
     n_persist = draw.randint(0, len(layout.chunks))
     n_buffer = draw.randint(memory.least_buffers(n_persist), memory.all_buffers(n_persist))
     n_swap = draw.randint(0, n_blocks)
-    n_speculate = draw.randint(0, len(layout.chunks) - n_persist) if model.speculates else 0
+    n_speculate = draw.randint(0, len(layout.chunks) - n_persist) if model.steps.speculates else 0
     modes = tuple([BlockMode.SWAP] * n_swap + [BlockMode.CKPT] * (n_blocks - n_swap))
     counts = placed(n_persist, n_buffer, n_speculate, draw.randint(0, n_speculate))
     timeline = model.timeline(modes, counts)

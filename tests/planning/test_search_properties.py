@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -14,8 +15,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
 from protrain.planning.rates import staging_bytes
-from protrain.planning.runtime import model as runtime
-from protrain.planning.runtime.simulate import simulate
+from protrain.planning.simulate import simulate
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import (
     N,
@@ -196,6 +196,6 @@ def test_few_steps_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
-    monkeypatch.setattr(runtime, "simulate", count)
+    monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)
     search(make_profile(60), machine("4GiB", "20GiB", host_adam_gparams=0.3))
     assert 0 < len(simulated) < 1200

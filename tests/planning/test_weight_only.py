@@ -1,6 +1,6 @@
 """Speculative updates of the weight alone: the memory that they take, and steps that can be worked out by hand.
 
-See [Note: weight-only updates] in ``protrain.planning.runtime.planned_step``.
+See [Note: weight-only updates] in ``protrain.planning.step``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
-from protrain.planning.runtime.planned_step import UpdateQueue
-from protrain.planning.runtime.run import Run
+from protrain.planning.simulate import Run
+from protrain.planning.step import UpdateQueue
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N as CHUNK
@@ -249,7 +249,7 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     """Deferred updates pile up over many steps, which two steps do not show."""
     runtime, steps = steps_of(update_ms)
     for n_speculate in range(8):
-        first = Run.of(runtime._step((NONE,) * 8, weight_only(1, 7, n_speculate)))
+        first = Run.of(runtime.steps.step((NONE,) * 8, weight_only(1, 7, n_speculate)))
         run = Run(first.step, [repeat(1.0)] * len(LANES))
         run.choices = first.choices
         ends = []
@@ -274,7 +274,7 @@ def test_what_a_weight_takes_is_calibrated() -> None:
     ):
         profile = replace(make_profile(2.0, 20.0, n=8), dtype=dtype)
         memory = MemoryModel(profile, with_weights(profile, measured, 3, 1), pack(profile, N))
-        step = RuntimeModel(memory)._step((NONE,) * 8, weight_only(1, 7, 3))
+        step = RuntimeModel(memory).steps.step((NONE,) * 8, weight_only(1, 7, 3))
         assert step.host.weight_share == pytest.approx(share)
 
 
