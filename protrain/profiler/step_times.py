@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from statistics import median, median_low
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -91,28 +91,18 @@ COMPILED = "the question whether a step was compiled"
 LASTED = "the time of a step"
 
 
-class Together(Protocol):
-    """The ranks that profile together."""
+class Together:
+    """The ranks that profile together: this one, which profiles by itself. Several ranks have a class of their own."""
 
     def largest(self, what: str, number: float) -> float:
         """The largest ``number`` that any rank has for ``what`` is decided."""
+        return number
 
     def caught(self, error: Exception) -> None:
         """``error`` has ended a step of this rank, which profiles otherwise now."""
 
 
-class Alone:
-    """One rank that profiles by itself."""
-
-    def largest(self, _: str, number: float) -> float:
-        """``number``."""
-        return number
-
-    def caught(self, _: Exception) -> None:
-        """Nobody else needs to know."""
-
-
-ALONE = Alone()
+ALONE = Together()
 
 
 Durations = list[tuple[float, float]]  # for each segment, its duration and the part of it that is recomputation, in ms

@@ -96,7 +96,7 @@ def test_short_steps_are_queued_together_and_count_but_for_the_first(
     assert steps.order == order
 
 
-class _Others(step_times.Alone):
+class _Others(step_times.Together):
     """Ranks with numbers of their own."""
 
     def __init__(self, numbers: dict[str, float]) -> None:
