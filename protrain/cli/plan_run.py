@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from protrain.cli.imports import importing
-from protrain.cli.options import emit, in_options, write_record
+from protrain.cli.options import emit, in_options, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline, timeline_text
 from protrain.cli.plan_step import PlannedStep
@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> None:
             timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     except PlanError as error:
         if args.json and not args.frontier:
-            print(in_options(Answer.refused(error, hardware, profile).to_json()), flush=True)
+            print_result(in_options(Answer.refused(error, hardware, profile).to_json()))
         raise
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
     with stage("explaining"):
         answer = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
-    print(answer.to_json() if args.json else _text(args, profile, hardware, answer, timeline), flush=True)
+    print_result(answer.to_json() if args.json else _text(args, profile, hardware, answer, timeline))
     write_record(plan, args)
 
 
