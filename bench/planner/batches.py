@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.planner.output import put_out
 from bench.train.results import Comparison
 from protrain.cli.options import writable_folder
-from protrain.cli.plan_step import PlannedStep
+from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.plan_trace import counted
 from protrain.cli.summary import versions
 from protrain.common.records import Record
@@ -109,7 +109,7 @@ def _cell(row: Row) -> str:
 
 def profile_of_batch(model: str, batch: int, sequence: int) -> ModelProfile:
     """The profile on the meta device, with the forwards that bench.train gives ProTrain on a GPU."""
-    step = PlannedStep(
+    step = ProfiledStep(
         model=model,
         layers=None,
         lora=None,

@@ -15,7 +15,7 @@ from protrain.cli.imports import importing
 from protrain.cli.options import emit, in_options, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of
 from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline, timeline_text
-from protrain.cli.plan_step import PlannedStep
+from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, note, stage
@@ -90,7 +90,7 @@ def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    step = PlannedStep.of(args, hardware.device_type, layers)
+    step = ProfiledStep.of(args, hardware.device_type, layers)
 
     def counted() -> ModelProfile:
         with importing():

@@ -250,9 +250,12 @@ class Answer(Record):
                 rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
                 continue
             over = [
-                f"{format_bytes(size)} too much {where} memory"
-                for size, where in ((change.device_over_bytes, "device"), (change.host_over_bytes, "host"))
-                if size
+                f"{format_bytes(size - limit)} too much {where} memory"
+                for where, size, limit in (
+                    ("device", change.device_bytes, self.machine.device_bytes),
+                    ("host", change.host_bytes, self.machine.host_bytes),
+                )
+                if size > limit
             ]
             rows.append(
                 [

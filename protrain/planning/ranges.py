@@ -93,8 +93,6 @@ class Change(Record):
     slower_ms: float = 0.0  # on the slower host that plans are made for
     device_bytes: int = 0
     host_bytes: int = 0
-    device_over_bytes: int = 0  # how much more than there is; 0 if it fits
-    host_over_bytes: int = 0
 
 
 def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
@@ -149,6 +147,4 @@ def _effect(change: Change, models: Models, same_modes: Plan | None) -> Change:
         slower_ms=models.slower_ms(modes, counts),
         device_bytes=device_bytes,
         host_bytes=host_bytes,
-        device_over_bytes=max(0, device_bytes - models.hardware.device_bytes),
-        host_over_bytes=max(0, host_bytes - models.hardware.host_bytes),
     )

@@ -93,7 +93,8 @@ def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
     own_ms = why.slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
     n_feasible = 0
     for change in why.changes:
-        if change.impossible or change.device_over_bytes or change.host_over_bytes:
+        fits = change.device_bytes <= hardware.device_bytes and change.host_bytes <= hardware.host_bytes
+        if change.impossible or not fits:
             continue
         keep = plan.keep_attention ^ (change.knob == "keep_attention")
         other_ms = change.slower_ms * margin(Counts(*change.counts), plan.n_chunks, keep_attention=keep)
