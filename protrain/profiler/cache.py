@@ -140,8 +140,9 @@ def _user_code() -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """A digest of the profiler's source files, because two builds may share a version number."""
-    return digest_of(Path(__file__).parent.glob("*.py"))
+    """A digest of the source files that decide what a profile holds, because two builds may share a version number."""
+    folders = ("profiler", "forward")
+    return digest_of(file for name in folders for file in Path(__file__).parents[1].glob(f"{name}/*.py"))
 
 
 def _settings(device_type: str) -> list[Any]:

@@ -8,8 +8,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import nn
 
-from protrain.forward.module_state import Contents
-from protrain.forward.rng import SHARED, RandomState
+from protrain.forward.module_state import SHARED, Contents, RandomState
 
 
 @contextmanager
