@@ -19,7 +19,7 @@ import torch
 
 from bench.loaders import Loaders, enough_loaders
 from protrain.common.records import Record
-from protrain.hardware.calibration.optimizers import AdamChunk
+from protrain.hardware.calibration.rates import AdamChunk
 
 GIB, MIB = 1024**3, 1024**2
 _ARRAY_BYTES = 256 * MIB

@@ -59,7 +59,7 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
     The shares are the least of all ranks.
     """
     collectives = Collectives(ranks, device, _MEASURED_BYTES)
-    gather, exchange = collectives.figures(_MEASURED_BYTES, budget_s=_MEASURED_S)
+    gbps = collectives.gbps(_MEASURED_BYTES, budget_s=_MEASURED_S)
     matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
     product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
 
@@ -89,8 +89,7 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
     own_group = Contention(activities=("matmul", "collective"), shares=shares)
     return replace(
         own,
-        all_gather_gbps=gather.median,
-        all_to_all_gbps=exchange.median,
+        **gbps,
         contention=(
             *(group for group in own.contention if "collective" not in group.activities),
             *most_contended(ranks.all_values([own_group], _COLLECTIVES)),

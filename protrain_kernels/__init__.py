@@ -13,12 +13,11 @@ from protrain_kernels.fold import fold
 from protrain_kernels.fold_kernels import fold_reference
 from protrain_kernels.from_host import from_host
 from protrain_kernels.linear_cross_entropy import linear_cross_entropy
-from protrain_kernels.out_of_place_adam import adam_out_of_place, adam_weight
-from protrain_kernels.pack import Packed, PackPlan, pack, unpack
+from protrain_kernels.pack import Packed, pack, unpack
 from protrain_kernels.slices import Slice, in_parts
-from protrain_kernels.split_master import join, join_reference, split, split_reference
+from protrain_kernels.split_master import join, split
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
-from protrain_kernels.sum_of_squares import sum_of_squares, sum_of_squares_reference
+from protrain_kernels.sum_of_squares import sum_of_squares_reference
 
 __all__ = [
     "MASTER_DTYPES",
@@ -27,14 +26,11 @@ __all__ = [
     "AdamScalars",
     "AdamStaging",
     "AdamStates",
-    "PackPlan",
     "Packed",
     "Slice",
     "adam",
-    "adam_out_of_place",
     "adam_reference",
     "adam_scalars",
-    "adam_weight",
     "flatten",
     "flatten_reference",
     "fold",
@@ -42,14 +38,11 @@ __all__ = [
     "from_host",
     "in_parts",
     "join",
-    "join_reference",
     "linear_cross_entropy",
     "pack",
     "padded",
     "split",
-    "split_reference",
     "streamed_adam",
-    "sum_of_squares",
     "sum_of_squares_reference",
     "tiles",
     "unflatten",

@@ -20,15 +20,23 @@ number of the step, and with it the bias corrections.
     fp32     None: the weight     4 + 4 + 4 + 4 read, 4 + 4 + 4 written = 28
 
 Moments in bf16 save 8 of these bytes.
+
+A speculative update must leave the old states as they are, because whether gradients must be clipped is known only when
+all of them are there. Then ``out`` is a second copy of the states, which takes their place later or is dropped. On the
+host that moves as many bytes, because stores go around the cache, which would first read what they overwrite. Where
+there is no memory for all of a copy, ``out`` is the new weight alone: 16 bytes a parameter, 12 with moments in bf16.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars
+from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, AdamStates
 from protrain_kernels.checks import (
     LAUNCH_OPTIONS,
     are_aligned_vectors,
@@ -40,7 +48,7 @@ from protrain_kernels.checks import (
 from protrain_kernels.host_kernels import host_adam
 from protrain_kernels.launch import launch
 from protrain_kernels.rounding import check_gradient_factor, finished_reference, narrow
-from protrain_kernels.split_master import join_bits, join_reference, split_bits, split_reference, widen
+from protrain_kernels.split_master import join, join_bits, split, split_bits, widen
 from protrain_kernels.stochastic_rounding import random_bits, round_moments_reference, upper_half
 
 BLOCK = 1024
@@ -71,7 +79,7 @@ def adam_reference(
     """
     if weight.dtype == torch.bfloat16:
         assert master is not None
-        p = join_reference(weight, master)
+        p = join(weight, master)
     else:
         p = (weight if master is None else master).clone()
     g = finished_reference(grad, weight.dtype, gradient_factor=gradient_factor)
@@ -97,7 +105,7 @@ def adam_reference(
     p = p - quotient.mul_(scalars.step_size)
     if weight.dtype == torch.bfloat16:
         assert master is not None
-        upper, remainder = split_reference(p)
+        upper, remainder = split(p)
         weight.copy_(upper)
         master.copy_(remainder)
         return
@@ -229,7 +237,7 @@ def check_adam(
     others: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
         ("exp_avg", exp_avg, MOMENT_DTYPES),
         ("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,)),
-        ("grad", grad, tuple({weight.dtype, torch.float32})),
+        ("grad", grad, tuple(dict.fromkeys((weight.dtype, torch.float32)))),
     ]
     if master is not None and master_dtype is not None:
         others.append(("master", master, (master_dtype,)))
@@ -238,6 +246,26 @@ def check_adam(
         check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
         check_aligned(name, tensor)
     check_apart(dict(zip(_NAMES, tensors, strict=False)))
+
+
+def _checked_output(
+    out: AdamStates | torch.Tensor, states: AdamStates, grad: torch.Tensor
+) -> Sequence[torch.Tensor | None]:
+    """The tensors that a step from checked ``states`` writes, in their order. ValueError if one does not fit."""
+    new = (out, None, None, None) if isinstance(out, torch.Tensor) else out
+    apart = {"grad": grad}
+    for name, state, tensor in zip(AdamStates._fields, states, new, strict=True):
+        if state is None:
+            continue
+        apart[name] = state
+        if tensor is not None:
+            check_vector(f"out.{name}", tensor, dtypes=(state.dtype,), device=state.device, numel=state.numel())
+            check_aligned(f"out.{name}", tensor)
+            apart[f"out.{name}"] = tensor
+        elif new is out:
+            raise ValueError(f"out.{name} must be {state.dtype}, not None")
+    check_apart(apart)
+    return new
 
 
 def adam(
@@ -251,8 +279,9 @@ def adam(
     gradient_factor: float = 1.0,
     scale: torch.Tensor | None = None,  # one float32
     threads: int = 0,
+    out: AdamStates | torch.Tensor | None = None,  # [n] each, written in place of the states
 ) -> None:
-    """One Adam step in place, on the GPU with Triton or on host memory with C threads.
+    """One Adam step, on the GPU with Triton or on host memory with C threads.
 
     Args:
         weight: [n] bfloat16, float16 or float32; n is a multiple of 128. All tensors are 1-d, contiguous, on one
@@ -266,29 +295,30 @@ def adam(
         scale: one float32 on the same device that multiplies the rounded gradient (clipping, loss scale). The kernel
             reads it.
         threads: the number of host threads for CPU tensors; 0 means torch.get_num_threads().
+        out: where the new states are written, which leaves the old ones unchanged; or a tensor for the new weight
+            alone. The types, device and layout are those of the states. None: the states are updated in place.
+            Made for host memory: on a GPU the states are copied first.
 
     Raises:
         ValueError: a tensor has the wrong type, device, layout or length, or two share memory.
     """
     check_adam(weight, master, exp_avg, exp_avg_sq, grad, gradient_factor, scale)
-    numel = weight.numel()
+    states, numel = AdamStates(weight, master, exp_avg, exp_avg_sq), weight.numel()
+    new = None if out is None else _checked_output(out, states, grad)
     if numel == 0:
         return
-    if weight.is_cuda:
-        launch_adam(weight, master, exp_avg, exp_avg_sq, grad, scalars, gradient_factor=gradient_factor, scale=scale)
+    how: dict[str, Any] = {"gradient_factor": gradient_factor, "scale": scale}
+    if not weight.is_cuda and host_adam(states, grad, scalars, new, **how, threads=threads):
         return
-    if host_adam(
-        *(weight, master, exp_avg, exp_avg_sq, grad, scalars),
-        gradient_factor=gradient_factor,
-        scale=scale,
-        threads=threads,
-    ):
+    if new is not None:
+        copies: Any = [
+            old if old is None else old.clone() if target is None else target.copy_(old)
+            for old, target in zip(states, new, strict=True)
+        ]
+        states = AdamStates(*copies)
+    if weight.is_cuda:
+        launch_adam(*states, grad, scalars, **how)
         return
     for first in range(0, numel, REFERENCE_SLICE):
         part = slice(first, first + REFERENCE_SLICE)
-        own = None if master is None else master[part]
-        adam_reference(
-            *(weight[part], own, exp_avg[part], exp_avg_sq[part], grad[part], scalars),
-            gradient_factor=gradient_factor,
-            scale=scale,
-        )
+        adam_reference(*states.part(part), grad[part], scalars, **how)

@@ -27,6 +27,11 @@ class AdamStates(NamedTuple):
     exp_avg: Tensor  # float32 or bfloat16
     exp_avg_sq: Tensor  # of the same type
 
+    def part(self, elements: slice) -> AdamStates:
+        """Views of some elements of each."""
+        master = None if self.master is None else self.master[elements]
+        return AdamStates(self.weight[elements], master, self.exp_avg[elements], self.exp_avg_sq[elements])
+
 
 class AdamScalars(NamedTuple):
     """The constants of one step in the order in which the kernels take them. Made by ``adam_scalars``.

@@ -21,7 +21,6 @@ TILE_OPTIONS: dict[str, Any] = {**LAUNCH_OPTIONS, "num_warps": 8}
 TILE_GROUP = 2  # how many tiles of one tensor a program takes
 TILE_UNROLL = 4  # how many rows are loaded together: all 16 at once would spill registers
 TILE_CONSTANTS = (TILE_GROUP, TILE_ROWS, TILE_LANES, TILE_UNROLL)
-PROGRAM_ELEMENTS = TILE_GROUP * TILE
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 DEVICES = ("cpu", "cuda")  # whose memory the kernels reach
 

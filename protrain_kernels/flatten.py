@@ -8,12 +8,13 @@ squares.
     chunk[offset : offset + n] = value                  rounded to nearest, ties to even; the tensor's own bits where
                                                         neither a cast nor an addition changes them
     chunk[offset + n : next multiple of 128] = 0
-    partials[start : start + tiles(n)] = sums of squares of what the chunk now holds (see sum_of_squares)
+    partials[start : start + tiles(n)] = sums of squares of what the chunk now holds (see sum_of_squares.py)
 
 An fp32 chunk holds sums as they are. Its squares are of the values rounded to the weight's type (see rounding), because
 this is the gradient that the update sees.
 
-The partials are a finite check too: an infinity or a NaN in the chunk makes its partial infinite or NaN.
+A tensor that is its own place in the chunk is only summed up. The partials are a finite check too: an infinity or a
+NaN in the chunk makes its partial infinite or NaN.
 
 ``unflatten`` is the way back: tensor = chunk[offset : offset + n], cast likewise.
 
@@ -24,16 +25,19 @@ and 10 for bf16 accumulated in fp32. A pass of its own for the squares would rea
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
-from protrain_kernels.flatten_plan import FlattenPlan
+from protrain_kernels.checks import FLOATS, TILE_CONSTANTS, TILE_OPTIONS, check_aligned, check_memory, check_vector
+from protrain_kernels.flatten_kernels import flatten_kernel, flatten_reference, unflatten_kernel, unflatten_reference
 from protrain_kernels.host_kernels import host_flatten
-from protrain_kernels.rounding import check_weight_dtype
+from protrain_kernels.launch import launch, put_addresses
+from protrain_kernels.rounding import FP32, TYPE_CODES, check_weight_dtype
+from protrain_kernels.slices import RowTable, Slice
 
-_MOST_PLANS = 4096
-_plans: dict[tuple[object, ...], FlattenPlan] = {}
+_MOST_TABLES = 4096
+_tables: dict[tuple[object, ...], RowTable] = {}
 
 
 def flatten(
@@ -48,7 +52,7 @@ def flatten(
 ) -> None:
     """Write tensors into their places of a chunk, with their partial sums of squares, reading each once.
 
-    The first call with given shapes, type and offsets prepares what depends on them alone (``FlattenPlan``).
+    The first call with given shapes, type and offsets prepares what depends on them alone (``RowTable``).
 
     Args:
         tensors: contiguous, of one type and device, of any number, shapes and addresses.
@@ -71,14 +75,13 @@ def flatten(
     if accumulate and chunk.dtype != torch.float32:
         raise ValueError(f"values accumulate in a float32 chunk, not {chunk.dtype}: make the chunk float32")
     check_weight_dtype(weight_dtype)
-    plan = plan_for(tensors, offsets, partial_offsets)
-    plan.check(chunk, partials)
+    table = table_for(tensors, offsets, partial_offsets)
+    _check(table, chunk, partials)
+    how: dict[str, Any] = {"accumulate": accumulate, "weight_dtype": weight_dtype}
     if chunk.is_cuda:
-        plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
-        return
-    if not host_flatten(tensors, plan.rows, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype):
-        where = chunk, plan.offsets, partials, plan.starts
-        flatten_reference(tensors, *where, accumulate=accumulate, weight_dtype=weight_dtype)
+        launch_flatten(table, tensors, chunk, partials, **how)
+    elif not host_flatten(tensors, table.rows, chunk, partials, **how):
+        flatten_reference(tensors, chunk, offsets, partials, partial_offsets, **how)
 
 
 def unflatten(
@@ -98,26 +101,99 @@ def unflatten(
     """
     if not tensors:
         return
-    plan = plan_for(tensors, offsets, None)
-    plan.check(chunk)
+    table = table_for(tensors, offsets, None)
+    _check(table, chunk, None)
     if chunk.is_cuda:
-        plan.launch_unflatten(chunk, tensors)
+        launch_unflatten(table, chunk, tensors)
     else:
         unflatten_reference(chunk, tensors, offsets)
 
 
-def plan_for(
+def table_for(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], partial_offsets: Sequence[int] | None
-) -> FlattenPlan:
-    """The plan of tensors like these at these offsets, made at the first call with them."""
+) -> RowTable:
+    """The row table of tensors like these at these offsets, made and checked at the first call with them."""
     key = (
         tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()) for tensor in tensors]),
         tuple(offsets),
         None if partial_offsets is None else tuple(partial_offsets),
     )
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= _MOST_PLANS:  # where shapes change on every call, the tables must not pile up for ever
-            _plans.clear()
-        plan = _plans[key] = FlattenPlan(tensors, offsets, partial_offsets)
-    return plan
+    table = _tables.get(key)
+    if table is None:
+        if len(_tables) >= _MOST_TABLES:  # where shapes change on every call, the tables must not pile up for ever
+            _tables.clear()
+        table = _tables[key] = _make_table(tensors, offsets, partial_offsets)
+    return table
+
+
+def _make_table(
+    tensors: Sequence[torch.Tensor], offsets: Sequence[int], partial_offsets: Sequence[int] | None
+) -> RowTable:
+    starts = [0] * len(tensors) if partial_offsets is None else partial_offsets
+    if not len(tensors) == len(offsets) == len(starts):
+        raise ValueError(
+            f"{len(tensors)} tensors need as many offsets and partial_offsets, not {len(offsets)} and {len(starts)}"
+        )
+    first, slices = tensors[0], []
+    for index, (tensor, offset, start) in enumerate(zip(tensors, offsets, starts, strict=True)):
+        name, numel = f"tensors[{index}]", tensor.numel()
+        if tensor.device != first.device:
+            raise ValueError(f"{name} is on {tensor.device}, tensors[0] on {first.device}: move it there")
+        check_memory(name, tensor)
+        if tensor.dtype not in FLOATS:
+            raise ValueError(f"{name} must be {' or '.join(map(str, FLOATS))}, not {tensor.dtype}: cast it first")
+        if tensor.dtype != first.dtype:
+            raise ValueError(f"{name} is {tensor.dtype}, tensors[0] {first.dtype}: cast it first")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: pass {name}.contiguous()")
+        slices.append(Slice(offset=offset, numel=numel, first=0, parameter_numel=numel, partial_offset=start))
+    return RowTable(slices, first.device)
+
+
+def _check(table: RowTable, chunk: torch.Tensor, partials: torch.Tensor | None) -> None:
+    check_vector("chunk", chunk, dtypes=FLOATS, device=table.device)
+    check_aligned("chunk", chunk)
+    table.check_room(chunk.numel(), partials)
+
+
+def launch_flatten(
+    table: RowTable,
+    tensors: Sequence[torch.Tensor],
+    chunk: torch.Tensor,
+    partials: torch.Tensor | None,
+    *,
+    accumulate: bool,
+    weight_dtype: torch.dtype = torch.float32,
+) -> None:
+    """Launch the Triton kernel of ``flatten`` on checked tensors."""
+    sums = chunk if partials is None else partials  # the kernel reads no partials then
+    rounded_to = FP32 if partials is None or chunk.dtype is not torch.float32 else TYPE_CODES[weight_dtype]
+    _launch(flatten_kernel, table, tensors, (chunk, sums), (accumulate, partials is not None, rounded_to))
+
+
+def launch_unflatten(table: RowTable, chunk: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Launch the Triton kernel of ``unflatten`` on checked tensors."""
+    _launch(unflatten_kernel, table, tensors, (chunk,), ())
+
+
+def _launch(
+    kernel: object,
+    table: RowTable,
+    tensors: Sequence[torch.Tensor],
+    others: tuple[torch.Tensor, ...],
+    chosen: tuple[bool | int, ...],
+) -> None:
+    if not table.programs:
+        return
+    memory, slot = put_addresses(table.device_index, [*map(torch.Tensor.data_ptr, tensors)])
+    launch(
+        kernel,
+        table.programs,
+        (table.slice_of, table.rows, memory, *others),
+        slot,
+        (),
+        (TYPE_CODES[tensors[0].dtype], *chosen, *TILE_CONSTANTS),
+        TILE_OPTIONS,
+        device_index=table.device_index,
+        on_host=(2,),  # the addresses
+    )

@@ -1,9 +1,7 @@
 """The kernels of ``flatten`` and ``unflatten`` and their references; ``flatten`` says what they compute.
 
-One launch serves any number of tensors. A program takes two tiles of one tensor. A table says which tensor that is, a
-row of int64 describes the tensor, and its address stands in host memory (see [Note: addresses] in launch.py):
-
-    row = [elements, offset in the chunk, offset in the partials, first program]
+A program takes two tiles of one tensor, which is a whole slice of the chunk (see [Note: row tables] in slices.py). The
+address of the tensor stands in host memory (see [Note: addresses] in launch.py).
 
 Whole tiles of a tensor that starts at a multiple of 16 bytes are moved 16 bytes a thread and access. A tensor at
 another address, and the last tiles of any tensor, are moved element by element under a mask.
@@ -113,7 +111,7 @@ def flatten_row(
 
 @triton.jit(do_not_specialize_on_alignment=["partials"])
 def flatten_kernel(
-    tensor_of: tl.tensor,
+    slice_of: tl.tensor,
     rows: tl.tensor,
     addresses: tl.tensor,
     chunk: tl.tensor,
@@ -130,12 +128,12 @@ def flatten_kernel(
 ) -> None:
     """One program moves GROUP tiles of one tensor into the chunk."""
     program = tl.program_id(0)
-    index = tl.load(tensor_of + program)
-    row = rows + index.to(tl.int64) * 4
+    index = tl.load(slice_of + program)
+    row = rows + index.to(tl.int64) * 6
     address = tl.load(addresses + slot + index)
-    numel = tl.load(row)
-    target = chunk + tl.multiple_of(tl.load(row + 1), 128)
-    first = (program - tl.load(row + 3)) * (GROUP * ROWS * LANES)
+    numel = tl.load(row + 2)
+    target = chunk + tl.multiple_of(tl.load(row), 128)
+    first = (program - tl.load(row + 5)) * (GROUP * ROWS * LANES)
     place = (tl.arange(0, GROUP) * (ROWS * LANES))[:, None] + tl.arange(0, LANES)[None, :]
     lanes = tl.zeros((GROUP, LANES), dtype=tl.float32)
     source = typed(address, TYPE)
@@ -187,7 +185,7 @@ def flatten_kernel(
         tile = tl.arange(0, GROUP)
         started = first + tile * (ROWS * LANES) < numel
         sums = lane_tree(lanes, GROUP, LANES)
-        tl.store(partials + tl.load(row + 2) + first // (ROWS * LANES) + tile, sums, mask=started)
+        tl.store(partials + tl.load(row + 4) + first // (ROWS * LANES) + tile, sums, mask=started)
 
 
 @triton.jit
@@ -201,7 +199,7 @@ def unflattened(stored: tl.tensor, target: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def unflatten_kernel(
-    tensor_of: tl.tensor,
+    slice_of: tl.tensor,
     rows: tl.tensor,
     addresses: tl.tensor,
     chunk: tl.tensor,
@@ -214,12 +212,12 @@ def unflatten_kernel(
 ) -> None:
     """One program moves GROUP tiles of one tensor out of the chunk."""
     program = tl.program_id(0)
-    index = tl.load(tensor_of + program)
-    row = rows + index.to(tl.int64) * 4
+    index = tl.load(slice_of + program)
+    row = rows + index.to(tl.int64) * 6
     address = tl.load(addresses + slot + index)
-    numel = tl.load(row)
-    source = chunk + tl.multiple_of(tl.load(row + 1), 128)
-    first = (program - tl.load(row + 3)) * (GROUP * ROWS * LANES)
+    numel = tl.load(row + 2)
+    source = chunk + tl.multiple_of(tl.load(row), 128)
+    first = (program - tl.load(row + 5)) * (GROUP * ROWS * LANES)
     place = (tl.arange(0, GROUP) * (ROWS * LANES))[:, None] + tl.arange(0, LANES)[None, :]
     target = typed(address, TYPE)
     whole = (address % 16 == 0) & (first + GROUP * ROWS * LANES <= numel)

@@ -9,7 +9,7 @@ squares.
     accumulator = total
     gradient = total * factor                  multiplied in fp32, then rounded once to nearest, ties to even
     padding of gradient and accumulator = 0
-    partials = sums of squares of what the gradient now holds, for the whole tiles of each slice (see sum_of_squares)
+    partials = sums of squares of what the gradient now holds, for the whole tiles of each slice (see sum_of_squares.py)
 
 The order of additions does not depend on how ranks and micro-batches are shared out: W ranks with A micro-batches each
 give the bits of one rank with W x A micro-batches. A reduction by the collective itself would add in an order of its
@@ -32,12 +32,33 @@ from collections.abc import Sequence
 
 import torch
 
-from protrain_kernels.fold_kernels import fold_reference
-from protrain_kernels.fold_plan import FoldPlan
+from protrain_kernels.checks import (
+    ALIGNMENT_BYTES,
+    FLOATS,
+    PADDING,
+    TILE_GROUP,
+    TILE_LANES,
+    TILE_OPTIONS,
+    TILE_ROWS,
+    check_aligned,
+    check_memory,
+    check_vector,
+)
+from protrain_kernels.fold_kernels import fold_kernel, fold_reference
 from protrain_kernels.host_kernels import host_fold
-from protrain_kernels.slices import Slice
+from protrain_kernels.launch import launch
+from protrain_kernels.slices import RowTable, Slice
 
-plan_for = functools.lru_cache(maxsize=1 << 14)(FoldPlan)  # a limit, as slices might change on every call
+table_for = functools.lru_cache(maxsize=1 << 14)(RowTable)  # a limit, as slices might change on every call
+MOST_RANKS = 16  # the kernel holds a row of every rank in registers
+_MOST_ROWS = 2  # with 4, a loop of 4 turns is left, which NVIDIA's assembler unrolls at three times the registers
+_LOADS_TOGETHER = 8  # loads of 16 bytes that a thread has in flight before it adds
+
+
+def rows_together(ranks: int, dtype: torch.dtype, *, accumulate: bool) -> int:
+    """How many rows of a tile are loaded before the first addition: fewer where a row takes more registers."""
+    loads = ranks * dtype.itemsize // 2 + (2 if accumulate else 0)  # a thread has 8 elements of a row
+    return min(_MOST_ROWS, max(1, _LOADS_TOGETHER // loads))
 
 
 def fold(
@@ -51,7 +72,7 @@ def fold(
 ) -> None:
     """Add the pieces of all ranks in rank order, with partial sums of squares, reading each once.
 
-    The first call with given slices prepares what depends on them alone (``FoldPlan``). Of several micro-batches, the
+    The first call with given slices prepares what depends on them alone (``RowTable``). Of several micro-batches, the
     first may write its sum into a float32 ``gradient`` with a factor of 1.0, which later ones pass as ``accumulator``.
 
     Args:
@@ -72,11 +93,65 @@ def fold(
         raise ValueError("partials are of the gradient: pass it too")
     if gradient is not None and accumulator is not None and gradient.data_ptr() == accumulator.data_ptr() != 0:
         raise ValueError("gradient and accumulator are the same memory: pass two tensors, or the gradient alone")
-    plan = plan_for(tuple(slices), pieces.device)
-    plan.check(pieces, gradient, accumulator, partials)
+    table = table_for(tuple(slices), pieces.device)
+    elements = _check_pieces(pieces)
+    table.check_room(elements, partials)
+    for name, tensor, dtypes in (("gradient", gradient, FLOATS), ("accumulator", accumulator, (torch.float32,))):
+        if tensor is not None:
+            check_vector(name, tensor, dtypes=dtypes, device=table.device, numel=elements)
+            check_aligned(name, tensor)
     factor = ctypes.c_float(factor).value  # rounded here, so that every implementation multiplies by the same
     if pieces.is_cuda:
-        plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
-        return
-    if not host_fold(pieces, slices, gradient, accumulator, factor, partials):
+        launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+    elif not host_fold(pieces, slices, gradient, accumulator, factor, partials):
         fold_reference(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+
+
+def launch_fold(
+    table: RowTable,
+    pieces: torch.Tensor,
+    *,
+    gradient: torch.Tensor | None,
+    accumulator: torch.Tensor | None,
+    factor: float,
+    partials: torch.Tensor | None,
+) -> None:
+    """Launch the Triton kernel on checked tensors."""
+    if not table.programs:
+        return
+    ranks, accumulate = len(pieces), accumulator is not None
+    # The pieces stand for a tensor that is not there.
+    written = [pieces if tensor is None else tensor for tensor in (gradient, accumulator, partials)]
+    launch(
+        fold_kernel,
+        table.programs,
+        (table.slice_of, table.rows, pieces, *written),
+        pieces.stride(0),
+        (factor,),
+        (
+            *(ranks, gradient is not None, accumulate, partials is not None),
+            *(TILE_GROUP, TILE_ROWS, TILE_LANES, rows_together(ranks, pieces.dtype, accumulate=accumulate)),
+        ),
+        TILE_OPTIONS,
+        device_index=table.device_index,
+    )
+
+
+def _check_pieces(pieces: torch.Tensor) -> int:
+    """The number of elements of each piece. ValueError unless the pieces have the right type and layout."""
+    if pieces.dtype not in FLOATS:
+        raise ValueError(f"pieces must be {' or '.join(map(str, FLOATS))}, not {pieces.dtype}: cast them first")
+    if pieces.dim() != 2 or (pieces.numel() and pieces.stride(1) != 1):
+        raise ValueError("pieces must be [ranks, elements], each contiguous: pass pieces.contiguous()")
+    check_memory("pieces", pieces)
+    ranks, elements = pieces.shape
+    if not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(
+            f"pieces of {ranks} ranks: fold 1 to {MOST_RANKS} at a time, the first into a float32 gradient that is "
+            "the accumulator of the next"
+        )
+    if elements % PADDING or pieces.stride(0) % PADDING:
+        raise ValueError(f"pieces have {elements} elements each: pad them to a multiple of {PADDING}")
+    if pieces.storage_offset() * pieces.element_size() % ALIGNMENT_BYTES:
+        raise ValueError(f"pieces must start at a multiple of {ALIGNMENT_BYTES} bytes in their storage")
+    return elements

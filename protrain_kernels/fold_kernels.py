@@ -1,10 +1,7 @@
 """The kernel of ``fold`` and its reference; ``fold`` says what they compute.
 
-One launch serves any number of slices. A program takes two tiles of one slice's parameter, counted from the parameter's
-own start, so that a shard may cut a tile anywhere. A table says which slice that is, and a row of int64 describes the
-slice:
-
-    row = [offset - first, first, stop, elements of the parameter, offset of its partials, first program]
+A program takes two tiles of one slice's parameter (see [Note: row tables] in slices.py), counted from the parameter's
+own start, so that a shard may cut a tile anywhere.
 
 Slices begin at multiples of 128 elements of aligned memory, and the padding behind them may be read. So one path serves
 whole and cut tiles: every access moves 16 bytes a thread, under a mask that changes only at multiples of 128 elements.

@@ -30,25 +30,22 @@ def _call(name: str, *arguments: object) -> bool:
     return compiled is not None
 
 
-def _threads(threads: int) -> int:
-    if threads < 0:
-        raise ValueError(f"threads must be 0 (as many as torch uses) or more, not {threads}")
-    return threads or torch.get_num_threads()
-
-
-def _adam_arguments(
-    weight: torch.Tensor,
-    master: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
+def host_adam(
+    states: AdamStates,
     grad: torch.Tensor,
     scalars: AdamScalars,
+    new: Sequence[torch.Tensor | None] | None,
+    *,
     gradient_factor: float,
     scale: torch.Tensor | None,
     threads: int,
-) -> tuple[object, ...]:
-    """The first arguments of both C functions of AdamW."""
-    return (
+) -> bool:
+    """``adam`` on checked CPU tensors: in place, or into those of ``new`` that are not None."""
+    weight, master, exp_avg, exp_avg_sq = states
+    if threads < 0:
+        raise ValueError(f"threads must be 0 (as many as torch uses) or more, not {threads}")
+    return _call(
+        "protrain_adam" if new is None else "protrain_adam_out_of_place",
         weight.data_ptr(),
         TYPE_CODES[weight.dtype],
         None if master is None else master.data_ptr(),
@@ -59,55 +56,8 @@ def _adam_arguments(
         TYPE_CODES[grad.dtype],
         weight.numel(),
         _Scalars(*scalars, gradient_factor, 1.0 if scale is None else scale.item()),
-        _threads(threads),
-    )
-
-
-def host_adam(
-    weight: torch.Tensor,
-    master: torch.Tensor | None,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    *,
-    gradient_factor: float = 1.0,
-    scale: torch.Tensor | None = None,
-    threads: int = 0,
-) -> bool:
-    """``adam`` on checked CPU tensors."""
-    states = weight, master, exp_avg, exp_avg_sq
-    return _call("protrain_adam", *_adam_arguments(*states, grad, scalars, gradient_factor, scale, threads))
-
-
-def host_adam_out_of_place(
-    old: AdamStates,
-    new: Sequence[torch.Tensor | None],
-    grad: torch.Tensor,
-    scalars: AdamScalars,
-    *,
-    gradient_factor: float = 1.0,
-    scale: torch.Tensor | None = None,
-    threads: int = 0,
-) -> bool:
-    """``adam_out_of_place`` on checked tensors. It writes those of ``new`` that are not None."""
-    return _call(
-        "protrain_adam_out_of_place",
-        *_adam_arguments(*old, grad, scalars, gradient_factor, scale, threads),
-        *(None if tensor is None else tensor.data_ptr() for tensor in new),
-    )
-
-
-def host_sum_of_squares(values: torch.Tensor, partials: torch.Tensor, *, weight_dtype: torch.dtype) -> bool:
-    """``sum_of_squares`` on checked CPU tensors."""
-    return _call(
-        "protrain_sum_of_squares",
-        values.data_ptr(),
-        TYPE_CODES[values.dtype],
-        values.numel(),
-        TYPE_CODES[weight_dtype],
-        partials.data_ptr(),
-        torch.get_num_threads(),
+        threads or torch.get_num_threads(),
+        *[None if tensor is None else tensor.data_ptr() for tensor in new or ()],
     )
 
 
@@ -120,7 +70,7 @@ def host_flatten(
     accumulate: bool,
     weight_dtype: torch.dtype,
 ) -> bool:
-    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their plan: one call, as each takes time."""
+    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their table: one call, as each takes time."""
     return _call(
         "protrain_flatten",
         len(tensors),
@@ -163,15 +113,3 @@ def host_fold(
         )
         for part in slices
     )
-
-
-def host_split(master: torch.Tensor, weight: torch.Tensor, remainder: torch.Tensor) -> bool:
-    """``split`` on checked CPU tensors."""
-    memory = master.data_ptr(), weight.data_ptr(), remainder.data_ptr()
-    return _call("protrain_split", *memory, master.numel(), torch.get_num_threads())
-
-
-def host_join(weight: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> bool:
-    """``join`` on checked CPU tensors."""
-    memory = weight.data_ptr(), remainder.data_ptr(), master.data_ptr()
-    return _call("protrain_join", *memory, master.numel(), torch.get_num_threads())

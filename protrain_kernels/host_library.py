@@ -20,8 +20,6 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from protrain_cache import cache_folder, say_unwritable
-
 _FILES = sorted((Path(__file__).parent / "host").glob("*.[ch]"))
 SOURCES = tuple(str(path) for path in _FILES if path.suffix == ".c")
 _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
@@ -33,8 +31,6 @@ FLAGS = ("-O3", _NATIVE, "-ffp-contract=off", "-fno-math-errno", _LOOPS, "-fopen
 
 _pointer, _length, _flag, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
-    "protrain_split": (_pointer, _pointer, _pointer, _length, _flag),
-    "protrain_join": (_pointer, _pointer, _pointer, _length, _flag),
     "protrain_adam": (
         *(_pointer, _flag, _pointer, _pointer, _pointer, _flag),
         *(_pointer, _flag, _length, _pointer, _flag),
@@ -44,7 +40,6 @@ _ARGUMENTS = {
         *(_pointer, _flag, _length, _pointer, _flag),
         *(_pointer, _pointer, _pointer, _pointer),
     ),
-    "protrain_sum_of_squares": (_pointer, _flag, _length, _flag, _pointer, _flag),
     "protrain_flatten": (
         *(_length, _pointer, _flag, _pointer),
         *(_pointer, _flag, _pointer, _flag, _flag, _flag),
@@ -67,7 +62,7 @@ def _load() -> ctypes.CDLL | None:
     failures = []
     for compiler in _compilers():
         try:
-            return open_library(build(compiler, FLAGS, cache_folder()))
+            return open_library(build(compiler, FLAGS, _cache_folder()))
         except (OSError, subprocess.SubprocessError) as error:
             failures.append(f"{shlex.join(compiler)}: {_reason(error)}")
     found = "; ".join(failures) or "no C compiler found"
@@ -78,6 +73,14 @@ def _load() -> ctypes.CDLL | None:
         stacklevel=5,
     )
     return None
+
+
+def _cache_folder() -> Path:
+    """The folder that ``protrain.common.cache`` names, by the same rule: this package imports nothing of protrain."""
+    named = os.environ.get("PROTRAIN_CACHE", "")
+    if named not in ("", "0", "1"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "protrain"
 
 
 def _compilers() -> list[list[str]]:
@@ -103,7 +106,12 @@ def build(compiler: list[str], flags: tuple[str, ...], folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         handle, scratch = tempfile.mkstemp(suffix=".so", prefix=".building-", dir=folder)
     except OSError as error:
-        say_unwritable(folder, error.strerror or type(error).__name__)
+        warnings.warn(
+            f"{folder} cannot be written ({error.strerror or type(error).__name__}), so the host kernels are compiled "
+            "again in every run: let PROTRAIN_CACHE name a folder that can be written",
+            RuntimeWarning,
+            stacklevel=2,
+        )
         # The name is not predictable, because others who write to that folder could plant a library there.
         folder = Path(tempfile.mkdtemp(prefix="protrain-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -1,11 +1,22 @@
-"""Parts of parameters as a shard cuts them, and which tiles of a parameter lie wholly in such a part."""
+"""Parts of parameters as a shard cuts them, and the table by which a kernel finds them.
+
+[Note: row tables] One launch serves any number of slices, and a program takes two tiles of one slice's parameter. Two
+small tables on the device say which slice each program works on, and describe each slice by a row of int64:
+
+    row = [offset - first, first, stop, elements of the parameter, offset of its partials, first program]
+
+They are made once for given slices. A later call launches once, without an allocation, a copy or a synchronisation.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from protrain_kernels.checks import PADDING, TILE, padded, tiles
+import torch
+
+from protrain_kernels.checks import PADDING, TILE, TILE_GROUP, check_vector, padded, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +80,65 @@ class Slice:
         begin = -(-self.first // TILE)
         end = tiles(self.stop) if self.stop == self.parameter_numel else self.stop // TILE
         return range(begin, max(begin, end))
+
+
+class RowTable:
+    """Slices in a range, as a kernel reads them. See [Note: row tables].
+
+    Args:
+        slices: without overlap in the range.
+        device: where the kernel runs.
+
+    Raises:
+        ValueError: slices overlap.
+    """
+
+    def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
+        self.slices = tuple(slices)
+        end = 0
+        for index, part in sorted(enumerate(slices), key=lambda item: (item[1].offset, item[1].numel)):
+            if part.numel and part.offset < end:
+                raise ValueError(
+                    f"piece {index} begins at {part.offset}, where another reaches to {end}: leave each room for its "
+                    f"elements padded to a multiple of {PADDING}"
+                )
+            end = max(end, part.offset + part.padded)
+        self._elements = end
+        self._partials = max((self._last_partial(part) for part in slices), default=0)
+        rows: list[list[int]] = []
+        slice_of: list[int] = []
+        for index, part in enumerate(slices):
+            place = part.offset - part.first
+            rows.append([place, part.first, part.stop, part.parameter_numel, part.partial_offset, len(slice_of)])
+            touched = tiles(part.stop) - part.first // TILE if part.numel else 0
+            slice_of += [index] * -(-touched // TILE_GROUP)
+        self.device = device
+        self.rows = torch.tensor(rows, dtype=torch.int64).to(device)
+        self.slice_of = torch.tensor(slice_of, dtype=torch.int32).to(device)
+        self.programs = len(slice_of)
+        self.device_index = self.rows.get_device()
+
+    @staticmethod
+    def _last_partial(part: Slice) -> int:
+        return part.partial_offset + part.whole_tiles.stop if part.whole_tiles else 0
+
+    def check_room(self, elements: int, partials: torch.Tensor | None) -> None:
+        """ValueError unless a range of ``elements`` holds all slices, and ``partials`` those of their whole tiles."""
+        for index, part in enumerate(self.slices if self._elements > elements else ()):
+            if part.offset + part.padded > elements:
+                raise ValueError(
+                    f"piece {index} takes elements {part.offset} to {part.offset + part.padded} of {elements}: leave "
+                    f"it room for its elements padded to a multiple of {PADDING}"
+                )
+        if partials is None:
+            return
+        check_vector("partials", partials, dtypes=(torch.float32,), device=self.device)
+        for index, part in enumerate(self.slices if self._partials > partials.numel() else ()):
+            if self._last_partial(part) > partials.numel():
+                raise ValueError(
+                    f"piece {index} writes partials up to {self._last_partial(part)} of {partials.numel()}: make "
+                    "partials longer"
+                )
 
 
 @lru_cache(maxsize=4096)

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -67,11 +67,9 @@ class AdamStaging:
         self.upload: Any = torch.cuda.Stream(device) if self.on_gpu and upload is None else upload
         self.download: Any = torch.cuda.Stream(device) if self.on_gpu and download is None else download
         self.started: Any = torch.cuda.Event() if self.on_gpu else None
-        self._slots = [self._slot(index) for index in range(slots)]
-        self._turn = 0
+        self.slots = itertools.cycle([self._slot(memory) for memory in self.memory.split(self.slot_bytes)])
 
-    def _slot(self, index: int) -> Slot:
-        memory = self.memory[index * self.slot_bytes : (index + 1) * self.slot_bytes]
+    def _slot(self, memory: torch.Tensor) -> Slot:
         if not self.on_gpu:
             return Slot(memory, None, None, None)
         slot = Slot(memory, torch.cuda.Event(), torch.cuda.Event(), torch.cuda.Event())
@@ -79,33 +77,14 @@ class AdamStaging:
         slot.drained.record(torch.cuda.current_stream(self.device))
         return slot
 
-    def piece_elements(self, tensors: Iterable[torch.Tensor]) -> int:
-        """How many parameters of ``tensors`` a slot holds."""
-        return self.slot_bytes // sum(tensor.element_size() for tensor in tensors) // PADDING * PADDING
 
-    def next_slot(self) -> Slot:
-        """The slot whose turn it is."""
-        slot = self._slots[self._turn]
-        self._turn = (self._turn + 1) % len(self._slots)
-        return slot
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """Room for one piece, and the events of its way. On the CPU, where everything happens in order, these are None."""
 
     memory: torch.Tensor
     filled: Any
     updated: Any
     drained: Any
-
-    def carve(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for a copy of each of ``parts``, whose lengths are multiples of 128."""
-        found, start = [], 0
-        for part in parts:
-            found.append(self.memory[start : start + part.nbytes].view(part.dtype))
-            start += part.nbytes
-        return found
 
 
 @contextlib.contextmanager
@@ -130,13 +109,16 @@ def run_pieces(
     if compute is not None:
         staging.started.record(compute)  # the copies wait for what the current stream wrote so far
         staging.upload.wait_event(staging.started)
-    away = [name for name, tensor in tensors.items() if _is_away(tensor, staging)]
-    numel = tensors["grad"].numel()
-    step = staging.piece_elements([tensors[name] for name in away]) if away else max(1, numel)
+    # On the CPU all tensors are copied, as if the device were elsewhere.
+    away = [name for name, tensor in tensors.items() if not tensor.is_cuda or not staging.on_gpu]
+    numel, parameter_bytes = tensors["grad"].numel(), sum(tensors[name].element_size() for name in away)
+    step = staging.slot_bytes // parameter_bytes // PADDING * PADDING if away else max(1, numel)
     for first in range(0, numel, step):
         parts = {name: tensor[first : first + step] for name, tensor in tensors.items()}
-        slot = staging.next_slot()
-        rooms = dict(zip(away, slot.carve([parts[name] for name in away]), strict=True))
+        slot, rooms, end = next(staging.slots), {}, 0
+        for name in away:
+            rooms[name] = slot.memory[end : end + parts[name].nbytes].view(parts[name].dtype)
+            end += parts[name].nbytes
         with _on(staging.upload, after=slot.drained, done=slot.filled):
             for name, room in rooms.items():
                 room.copy_(parts[name], non_blocking=True)
@@ -152,11 +134,6 @@ def run_pieces(
     staging.download.wait_event(staging.started)
     done.record(staging.download)
     return done
-
-
-def _is_away(tensor: torch.Tensor, staging: AdamStaging) -> bool:
-    """Whether a tensor must be copied. On the CPU all are, as if the device were elsewhere."""
-    return not tensor.is_cuda or not staging.on_gpu
 
 
 def streamed_adam(

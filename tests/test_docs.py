@@ -73,7 +73,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_pages_that_the_sources_name_exist() -> None:
     wrong = []
-    for package in ("protrain", "protrain_cache", "protrain_kernels", "bench", "tests"):
+    for package in ("protrain", "protrain_kernels", "bench", "tests"):
         for file in (ROOT / package).rglob("*.py"):
             pages = re.findall(r"\b(?:docs|bench)/[\w/-]+\.md\b", file.read_text())
             wrong += [f"{names(file)}: {page}" for page in pages if not (ROOT / page).is_file()]

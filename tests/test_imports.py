@@ -17,25 +17,24 @@ import protrain
 from protrain import public
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("protrain", "protrain_cache", "protrain_kernels")
+PACKAGES = ("protrain", "protrain_kernels")
 DATA = tuple(f"protrain.common.{name}" for name in ("records", "tables", "errors", "dtypes"))
 PROFILES = ("protrain.hardware.profile", "protrain.profiler.model_profile")
 
 # package -> what of this project it may import, itself aside. A prefix covers its submodules.
 ALLOWED = {
-    "protrain_cache": (),
-    "protrain_kernels": ("protrain_cache",),
+    "protrain_kernels": (),
     "protrain.common": (),
     "protrain.forward": ("protrain.common", "protrain_kernels"),
     "protrain.planning": (*DATA, *PROFILES),
     "protrain.hardware": (
         *DATA,
+        "protrain.common.cache",
         "protrain.common.host_memory",
         "protrain.distributed",
-        "protrain_cache",
         "protrain_kernels",
     ),
-    "protrain.profiler": ("protrain.common", "protrain.distributed.devices", "protrain.forward", "protrain_cache"),
+    "protrain.profiler": ("protrain.common", "protrain.distributed.devices", "protrain.forward"),
     "protrain.distributed": ("protrain.common",),
     "protrain.engine": (
         "protrain.common",
@@ -62,7 +61,7 @@ PLANNER = tuple(
 )
 # No torch, not even by the packages that these are in. A prefix covers its submodules.
 PURE = (
-    *("protrain_cache", "protrain.planning", *DATA, *PROFILES),
+    *("protrain.common.cache", "protrain.planning", *DATA, *PROFILES),
     *("protrain.hardware.shipped", "protrain.profiler.kept_profiles"),
     *("protrain.cli.main", "protrain.cli.commands", "protrain.cli.plan_run"),
 )
@@ -140,7 +139,7 @@ def test_imports_go_one_way() -> None:
     ("module", "source"),
     [
         ("protrain_kernels.adam", "from protrain import records"),
-        ("protrain_cache", "import protrain_kernels"),
+        ("protrain_kernels.host_library", "from protrain.common.cache import cache_folder"),
         ("protrain.planning.search", "import torch"),
         ("protrain.planning.search", "from protrain.engine import core"),
         ("protrain.planning.memory", "from protrain.planning.predict import RuntimeModel"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import protrain
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("protrain", "protrain_cache", "protrain_kernels")
+PACKAGES = ("protrain", "protrain_kernels")
 
 
 def test_the_wheel_holds_every_file_of_the_packages(tmp_path: Path) -> None:

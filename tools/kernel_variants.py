@@ -24,17 +24,11 @@ from protrain_kernels.cross_entropy import LANES as CROSS_ENTROPY_LANES
 from protrain_kernels.cross_entropy import OPTIONS as CROSS_ENTROPY_OPTIONS
 from protrain_kernels.cross_entropy import cross_entropy_kernel
 from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
+from protrain_kernels.fold import MOST_RANKS, rows_together
 from protrain_kernels.fold_kernels import fold_kernel
-from protrain_kernels.fold_plan import MOST_RANKS, rows_together
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
-from protrain_kernels.pack import PACK_OPTIONS, PACK_STEPS
-from protrain_kernels.pack_kernels import pack_kernel, unpack_kernel
-from protrain_kernels.pack_layout import BITS, GATHER, RAW, TILE
 from protrain_kernels.rounding import BF16, FP16, FP32
-from protrain_kernels.split_master import BLOCK as SPLIT_BLOCK
-from protrain_kernels.split_master import join_kernel, split_kernel
-from protrain_kernels.sum_of_squares import sum_of_squares_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +46,7 @@ class Variant:
     wide_loads: int = 0  # the least number of loads of 16 bytes
     wide_stores: int = 0  # the least number of stores of 16 bytes
     loads_together: int = 0  # the least number of wide loads in a row without a wide store between them
-    # Why AMD's code may hold fused multiply-adds: a correctly rounded "root" and division, or an "integer division".
+    # Why AMD's code may hold fused multiply-adds: a correctly rounded "root" and division.
     divides: str = ""
     same_bits: bool = True  # as the reference has, so that nothing may be fused, approximated or flushed
 
@@ -92,23 +86,19 @@ class Variant:
 _SMALL, _LARGE = 4096, 1 << 32  # lengths that are multiples of 16
 _TYPES = {"bf16": BF16, "fp16": FP16, "fp32": FP32}
 _TILES = {"GROUP": TILE_GROUP, "ROWS": TILE_ROWS, "LANES": TILE_LANES, "UNROLL": TILE_UNROLL}
-_TABLES = {"tensor_of": "i32", "rows": "i64", "addresses": "i64"}
+_TABLES = {"slice_of": "i32", "rows": "i64", "addresses": "i64"}
 
 
 def variants() -> Iterator[Variant]:
     """What the launchers compile.
 
-    The list of ``pack`` is a choice: its constants describe the activations of a block, in too many ways to list. So is
-    that of ``cross_entropy``, whose constants are a vocabulary and the options of a loss. That of ``fold`` has every
-    type for two ranks, and every number of ranks for bf16.
+    The list of ``cross_entropy`` is a choice, as its constants are a vocabulary and the options of a loss. That of
+    ``fold`` has every type for two ranks, and every number of ranks for bf16.
     """
     yield from _adam_variants()
-    yield from _sum_variants()
     yield from _flatten_variants()
     yield from _fold_variants()
-    yield from _split_variants()
     yield from _from_host_variants()
-    yield from _pack_variants()
     yield from _cross_entropy_variants()
 
 
@@ -145,21 +135,6 @@ def _adam_variants() -> Iterator[Variant]:
                 wide_stores=4 if weight == "bf16" else 3,
                 divides="root",
             )
-
-
-def _sum_variants() -> Iterator[Variant]:
-    rounded = (("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "fp32"), ("fp32", "fp16"), ("fp32", "bf16"))
-    for (kind, weight), aligned, large in product(rounded, (False, True), (True, False)):
-        yield Variant(
-            name=f"sum_of_squares {kind}{_rounded_to(weight)}{', unaligned' * (not aligned)}{', large' * large}",
-            kernel=sum_of_squares_kernel,
-            pointers={"values": kind, "partials": "fp32"},
-            integers={"numel": _LARGE if large else _SMALL},
-            unaligned=() if aligned else ("values",),
-            constants={"ROUNDED": _TYPES[weight], **_TILES},
-            options=TILE_OPTIONS,
-            wide_loads=TILE_UNROLL if aligned else 0,
-        )
 
 
 def _rounded_to(weight: str) -> str:
@@ -247,20 +222,6 @@ def _fold_variants() -> Iterator[Variant]:
         )
 
 
-def _split_variants() -> Iterator[Variant]:
-    for (name, kernel), numel in product((("split", split_kernel), ("join", join_kernel)), (1, 17, _LARGE, _SMALL)):
-        multiple = numel % 16 == 0
-        yield Variant(
-            name=f"{name}{', large' * (numel == _LARGE)}{f', {numel}' * (not multiple)}",
-            kernel=kernel,
-            pointers={"master": "fp32", "weight": "bf16", "remainder": "i16"},
-            integers={"numel": numel},
-            constants={"BLOCK": SPLIT_BLOCK},
-            wide_loads=2 if multiple else 0,
-            wide_stores=2 if multiple else 0,
-        )
-
-
 def _from_host_variants() -> Iterator[Variant]:
     for kind, large in product(("u8", "i64"), (False, True)):
         yield Variant(
@@ -272,35 +233,6 @@ def _from_host_variants() -> Iterator[Variant]:
             wide_loads=4 if kind == "i64" else 0,
             wide_stores=4 if kind == "i64" else 0,
         )
-
-
-def _pack_variants() -> Iterator[Variant]:
-    bits = {"raw": 1 << RAW, "gather": 1 << GATHER, "bits": 1 << BITS}
-    for name, kernel in (("pack", pack_kernel), ("unpack", unpack_kernel)):
-        for kinds, widths, dims, loads, stores in (
-            (("raw",), 0, 0, 1, 1),
-            (("bits",), 0, 0, name == "pack", name == "unpack"),
-            (tuple(bits), 15, 4, 1 + (name == "pack"), 1 + (name == "unpack")),
-            (tuple(bits), 15, 8, 1, 1),
-        ):
-            yield Variant(
-                name=f"{name} {', '.join(kinds)}{', strided' * (dims > 0)}{', wide' * (dims > 4)}",
-                kernel=kernel,
-                pointers={"piece_of": "i32", "rows": "i64", "addresses": "i64", "packed": "u8"},
-                integers={"slot": 0},
-                constants={
-                    "KINDS": sum(bits[kind] for kind in kinds),
-                    "WIDTHS": widths,
-                    "DIMS": dims,
-                    "WIDE": dims > 4,
-                    "TILE": TILE,
-                    "STEPS": PACK_STEPS,
-                },
-                options=PACK_OPTIONS,
-                divides="integer division" if dims > 4 else "",
-                wide_loads=loads,
-                wide_stores=stores,
-            )
 
 
 def _cross_entropy_variants() -> Iterator[Variant]:

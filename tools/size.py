@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMITS = ".ci/size.json"
-_TOPS = ("protrain", "protrain_kernels", "protrain_cache", "tools", "examples", "bench", "tests")
+_TOPS = ("protrain", "protrain_kernels", "tools", "examples", "bench", "tests")
 _UNLIMITED = ("bench", "tests")
 _C_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 

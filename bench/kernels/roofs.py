@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 
 from bench.kernels.timing import ColdCache, median_seconds
-from protrain.hardware.calibration.rates import dram_figures
-from protrain.hardware.datasheet import of_card, pcie_gbps
+from protrain.hardware.calibration.rates import dram_gbps
+from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import gpu_facts
 
 DEVICE, PCIE, PCIE_BOTH, DRAM = "device copy", "PCIe one way", "PCIe both ways at once", "host DRAM"
 NO_ROOF = "nothing to move"
 PRODUCTS = "its matrix products"  # timed in turns with each row, as their rate depends on their sizes
 _BYTES = 1024**3
+_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
 
 
 class Roofs:
@@ -75,4 +76,10 @@ class Roofs:
         return (up.nbytes + down.nbytes) / median_seconds(copy, setup=None) / 1e9
 
     def _dram_gbps(self) -> float:
-        return max(figure.median for figure in dram_figures(_BYTES, budget_s=2.0))
+        return dram_gbps(_BYTES, budget_s=2.0)
+
+
+def pcie_gbps(generation: int | None, width: int | None) -> float | None:
+    """What a PCI Express link carries one way, or None where generation or width is unknown."""
+    lane = None if generation is None else _LANE_GBPS.get(generation)
+    return None if lane is None or width is None else lane * width

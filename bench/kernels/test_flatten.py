@@ -20,7 +20,7 @@ from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import MODELS, QUICK, SMALL_TENSORS
 from bench.kernels.tensors import Places, views_of
 from protrain_kernels import flatten, flatten_reference
-from protrain_kernels.flatten import plan_for
+from protrain_kernels.flatten import launch_flatten, table_for
 
 FOREACH = "torch._foreach_copy_ + _foreach_norm"
 FOREACH_ADD = "torch._foreach_add_ + _foreach_norm"
@@ -130,8 +130,8 @@ def _implementation(recorder: Recorder, places: Places, name: str, *, add: bool)
         if recorder.device.type == "cuda":
             where = places.chunk, places.offsets, places.partials, places.starts
             return lambda: flatten(places.tensors, *where, **_ours(add))
-        plan = plan_for(places.tensors, places.offsets, places.starts)  # flatten would run C on the CPU
-        return lambda: plan.launch_flatten(places.tensors, places.chunk, places.partials, **_ours(add))
+        table = table_for(places.tensors, places.offsets, places.starts)  # flatten would run C on the CPU
+        return lambda: launch_flatten(table, places.tensors, places.chunk, places.partials, **_ours(add))
     plain = _plain if name in (EAGER, COMPILED) else _foreach
     peer = compiled(recorder, plain) if name == COMPILED else plain
     return lambda: peer(places.tensors, places.chunk, places.offsets, add=add)

@@ -21,7 +21,7 @@ from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import MODELS, QUICK, SMALL_TENSORS, chunk_elements, tensor_shapes
 from protrain_kernels import TILE, Slice, fold, fold_reference, padded, tiles
-from protrain_kernels.fold import plan_for
+from protrain_kernels.fold import launch_fold, table_for
 
 SUM = "torch.sum + vector_norm"
 RANKS = (2, 8)
@@ -196,8 +196,8 @@ def _implementation(recorder: Recorder, shard: Shard, name: str) -> Callable[[],
         factor = 1 / shard.ranks
         if recorder.device.type == "cuda":
             return lambda: fold(shard.pieces, shard.slices, **targets, factor=factor)
-        plan = plan_for(tuple(shard.slices), recorder.device)  # fold would run C on the CPU
-        return lambda: plan.launch(shard.pieces, **targets, factor=factor)
+        table = table_for(tuple(shard.slices), recorder.device)  # fold would run C on the CPU
+        return lambda: launch_fold(table, shard.pieces, **targets, factor=factor)
     accumulator, gradient = shard.accumulator, shard.gradient
     if accumulator is not None:
         add = compiled(recorder, _add) if name == COMPILED else _add

@@ -1,12 +1,12 @@
-"""A block's saved activations: into one buffer and out of it, and to the host and back.
+"""A block's saved activations: into one buffer, and to the host and back.
 
-Bytes count each distinct one once and a bool as a bit, for every implementation: views of one storage have to move
-once.
+Bytes count each storage once, for every implementation: views of one storage have to move once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import EAGER, OURS
 from protrain.common.tables import format_bytes
 from protrain.engine.states.arena import Arena
-from protrain_kernels import PackPlan
+from protrain_kernels import pack, unpack
 
 SHAPES = ("gpt2-10b", "llama2-13b")
 FOREACH = "torch._foreach_copy_"
@@ -28,59 +28,26 @@ SAVE_ON_CPU = "save_on_cpu"
 SAVE_ON_CPU_PINNED = "save_on_cpu, pinned"
 
 
-class Packer:
-    """Our kernels on given tensors: the public functions on a GPU, on a CPU the Triton kernels interpreted."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        self.plan = PackPlan(tensors)
-        # Poisoned: a byte that nobody writes must not look right.
-        self.buffer = torch.full((self.plan.packed_bytes,), 0xA5, dtype=torch.uint8, device=self.plan.device)
-
-    def pack(self) -> None:
-        (self.plan.pack if self.buffer.is_cuda else self.plan.launch_pack)(self.tensors, self.buffer)
-
-    def unpack(self, buffer: Tensor) -> list[Tensor]:
-        if buffer.is_cuda:
-            return self.plan.unpack(buffer)
-        memories = self.plan.memories()
-        for memory in memories:
-            torch.empty(0, dtype=torch.uint8).set_(memory.untyped_storage()).fill_(0x5A)
-        self.plan.launch_unpack(buffer, memories)
-        return self.plan.views(memories)
-
-
 @pytest.mark.parametrize("implementation", [OURS, EAGER, FOREACH])
-@pytest.mark.parametrize("direction", ["pack", "unpack"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_pack(recorder: Recorder, shape: str, direction: str, implementation: str) -> None:
+def test_pack(recorder: Recorder, shape: str, implementation: str) -> None:
     """On the device alone."""
     tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
-    packer = Packer(tensors)
-    run: Callable[[], object]
-    if implementation == OURS:
-        packer.pack()
-        run = packer.pack if direction == "pack" else lambda: packer.unpack(packer.buffer)
-    else:
-        run = _copies(tensors, implementation)
+    run: Callable[[], object] = partial(pack, tensors) if implementation == OURS else _copies(tensors, implementation)
 
     def check() -> str:
-        found = run() if direction == "unpack" or implementation != OURS else None
-        if found is None:
-            packer.buffer.fill_(0xA5)
-            packer.pack()
-            found = packer.unpack(packer.buffer)
+        found = unpack(pack(tensors)) if implementation == OURS else run()
         assert isinstance(found, list)
         return _expect_same(found, tensors, layouts=implementation == OURS)
 
     recorder.measure(
-        operator=direction,
+        operator="pack",
         shape=f"{shape} block's activations",
         dtype="mixed",
         implementation=implementation,
         version="" if implementation == OURS else torch.__version__,
         roof=DEVICE,
-        bytes_moved=packer.plan.unpacked_bytes + packer.plan.packed_bytes,
+        bytes_moved=2 * pack(tensors).buffer.nbytes,
         run=run,
         check=check,
     )
@@ -92,7 +59,7 @@ def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
     """To pinned host memory and back, one direction after the other."""
     tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
     arena = Arena(recorder.device)
-    packed_bytes = PackPlan(tensors).packed_bytes
+    packed_bytes = pack(tensors).buffer.nbytes
     need_host_bytes(sum(tensor.nbytes for tensor in tensors))
     run = _round_trip(tensors, arena, implementation)
 
@@ -112,15 +79,12 @@ def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
 
 def _round_trip(tensors: list[Tensor], arena: Arena, name: str) -> Callable[[], list[Tensor]]:
     if name == OURS:
-        packer = Packer(tensors)
-        away = arena.take(packer.plan.packed_bytes, torch.uint8)
-        back = torch.empty_like(packer.buffer)
+        away = arena.take(pack(tensors).buffer.nbytes, torch.uint8)
 
         def ours() -> list[Tensor]:
-            packer.pack()
-            away.copy_(packer.buffer, non_blocking=True)
-            back.copy_(away, non_blocking=True)
-            return packer.unpack(back)
+            packed = pack(tensors)
+            away.copy_(packed.buffer, non_blocking=True)
+            return unpack(packed._replace(buffer=torch.empty_like(packed.buffer).copy_(away, non_blocking=True)))
 
         return ours
     if name == EAGER:  # the best that one can write: memory pinned before, one copy a tensor
@@ -151,7 +115,7 @@ def _host_like(tensor: Tensor, arena: Arena) -> Tensor:
 
 
 def _copies(tensors: list[Tensor], name: str) -> Callable[[], list[Tensor]]:
-    """Every tensor copied into memory of its own: what packing and unpacking come to without a kernel for it."""
+    """Every tensor copied into memory of its own: what packing comes to without a kernel for it."""
     targets = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
 
     def each() -> list[Tensor]:

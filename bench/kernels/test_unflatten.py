@@ -15,7 +15,7 @@ from bench.kernels.rows import COMPILED, EAGER, OURS
 from bench.kernels.shapes import MODELS, SMALL_TENSORS
 from bench.kernels.tensors import Places, views_of
 from protrain_kernels import unflatten
-from protrain_kernels.flatten import plan_for
+from protrain_kernels.flatten import launch_unflatten, table_for
 
 FOREACH = "torch._foreach_copy_"
 
@@ -58,8 +58,8 @@ def _implementation(recorder: Recorder, places: Places, name: str) -> Callable[[
     if name == OURS:
         if recorder.device.type == "cuda":
             return lambda: unflatten(places.chunk, places.tensors, places.offsets)
-        plan = plan_for(places.tensors, places.offsets, None)  # unflatten would run torch on the CPU
-        return lambda: plan.launch_unflatten(places.chunk, places.tensors)
+        table = table_for(places.tensors, places.offsets, None)  # unflatten would run torch on the CPU
+        return lambda: launch_unflatten(table, places.chunk, places.tensors)
     if name == FOREACH:
         views = places.views()
         return lambda: torch._foreach_copy_(places.tensors, views)

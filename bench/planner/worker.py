@@ -58,7 +58,6 @@ def main() -> None:
     profile = largest_of_all(ranks, profiled(case, device))
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
     hardware = of_all(ranks, hardware, device)
-    hardware = replace(hardware, figures=())  # no prediction needs them, and a record would repeat them for every case
     result = CaseResult(case=case, hardware=hardware, profile=profile, points=())
 
     def in_time(share: float = 1.0) -> bool:

@@ -109,7 +109,6 @@ def _kind_of(name: str) -> str:
         "Memcpy HtoD": "copies_up",
         "Memcpy": "others",
         "Memset": "others",
-        "pack_kernel": "pack_launches",
-        "unpack_kernel": "unpack_launches",
+        "flatten_kernel": "pack_launches",  # those of gradients among them
     }
     return next((kind for begin, kind in begins.items() if name.startswith(begin)), "kernels")

@@ -133,7 +133,7 @@ def weight_of(states: dict[str, SavedTensor], dtype: torch.dtype) -> Tensor:
     master = states["master"].read()
     if dtype is not torch.bfloat16:
         return master.to(dtype)
-    return split(master.contiguous().view(-1))[0].view(master.shape)
+    return split(master)[0]
 
 
 def _write(

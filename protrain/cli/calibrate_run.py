@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 import torch
 
 import protrain
 from protrain.cli.launch import launched, together
 from protrain.cli.options import emit
+from protrain.common.cache import keeps_measurements
 from protrain.common.progress import note, stage
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import announced_processes
 from protrain.hardware.cache import Machine, cached
-from protrain.hardware.calibration import FULL_SECONDS, differences, report
+from protrain.hardware.calibration import FULL_SECONDS, report
 from protrain.hardware.profile import HardwareProfile
-from protrain_cache import keeps_measurements
 
 
 def run(args: argparse.Namespace) -> None:
@@ -34,29 +33,19 @@ def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
     # Unless it is the first, a trial must not spoil the plans of a full calibration.
     save = kept is None or kept.world_size != announced_processes() or seconds >= FULL_SECONDS
     with stage("measuring") as progress:
-        measure = partial(protrain.calibrate, device, seconds=seconds, progress=progress)
         try:
-            before = measure(save=False) if args.repeat_check else None
-            hardware = measure(save=save)
+            hardware = protrain.calibrate(device, seconds=seconds, save=save, progress=progress)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"close what else uses the GPU, as nvidia-smi or rocm-smi lists it: {error}") from None
     if not speaks:
         return
     emit(hardware, args, report(hardware))
-    if before is not None:
-        note(_repeated(differences(before, hardware)))
     note(_kept(hardware, device) if save else _NOT_REPLACED)
 
 
 _NOT_REPLACED = (
     f"the profile was not kept, because there is one already, and in less than {FULL_SECONDS:.0f} s figures are rougher"
 )
-
-
-def _repeated(lines: list[str]) -> str:
-    if not lines:
-        return "both runs agree within 5% on every figure"
-    return "\n  ".join((f"the two runs differ by more than 5% in {len(lines)} figures:", *lines))
 
 
 def _kept(hardware: HardwareProfile, device: torch.device) -> str:

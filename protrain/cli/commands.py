@@ -93,9 +93,6 @@ def _add_calibrate(add_parser: AddParser) -> None:
         help="how long to measure; less also means smaller sizes and rougher figures, which replace no kept profile "
         "(default: 30)",
     )
-    parser.add_argument(
-        "--repeat-check", action="store_true", help="measure twice and print the figures that differ by more than 5%%"
-    )
     add_output_options(parser)
     parser.set_defaults(run="protrain.cli.calibrate_run:run")
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import torch
 
+from protrain.common.cache import cache_folder, keeps_measurements, say_unwritable
 from protrain.distributed.joining import announced_processes, nodes_of
 from protrain.hardware.memory import processor_name, usable_cores
 from protrain.hardware.nvml import driver_version
 from protrain.hardware.profile import HardwareProfile
-from protrain_cache import cache_folder, keeps_measurements, say_unwritable
 
 # Raised when a figure comes to mean something else, so that older profiles are measured again.
 # 2: streamed updates read their gradients from host memory, as in a step.

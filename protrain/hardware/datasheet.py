@@ -46,7 +46,6 @@ _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
 # Names of parts of a card (MIG slices, and virtual GPUs such as "A100-10C") and of slower cards. The name of the whole
 # or faster card is in them.
 _LESS = re.compile(r"\bMIG\b|-\d+[ABCQ]$|\bLAPTOP\b|\bMAX-Q\b|\bD\b")
-_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
 
 
 def is_less(name: str) -> bool:
@@ -64,9 +63,3 @@ def of_card(name: str) -> Datasheet | None:
 def has_words(name: str, text: str) -> bool:
     """Whether ``text`` is in the name of a card as whole words. An RTX A1000 is no A100."""
     return re.search(rf"\b{re.escape(text)}\b", name, re.IGNORECASE) is not None
-
-
-def pcie_gbps(generation: int | None, width: int | None) -> float | None:
-    """What a PCI Express link carries one way, or None where generation or width is unknown."""
-    lane = None if generation is None else _LANE_GBPS.get(generation)
-    return None if lane is None or width is None else lane * width

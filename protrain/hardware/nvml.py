@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-_SM_CLOCK = 1
 _FAULTS = 0x08 | 0x20 | 0x40 | 0x80  # hardware slowdown, software and hardware thermal slowdown, power brake
 
 
@@ -20,8 +19,6 @@ class GpuFacts:
     pcie_width: int | None
     pcie_generation_max: int | None  # what card and slot allow together
     pcie_width_max: int | None
-    clock_mhz: int | None  # of the multiprocessors at this moment, so it is read under load
-    clock_max_mhz: int | None
     throttled: bool  # at this moment, by heat or by the hardware; a power limit alone is no fault
 
 
@@ -43,8 +40,6 @@ def gpu_facts(device: torch.device) -> GpuFacts | None:
             pcie_width=_ask(pynvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
             pcie_generation_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle),
             pcie_width_max=_ask(pynvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
-            clock_mhz=_ask(pynvml, "nvmlDeviceGetClockInfo", handle, _SM_CLOCK),
-            clock_max_mhz=_ask(pynvml, "nvmlDeviceGetMaxClockInfo", handle, _SM_CLOCK),
             throttled=bool((_ask(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _FAULTS),
         )
     except Exception:  # the same
@@ -69,8 +64,8 @@ def _handle(pynvml: Any, identifier: str) -> Any:
         return pynvml.nvmlDeviceGetHandleByUUID(f"MIG-{identifier}")
 
 
-def _ask(pynvml: Any, name: str, handle: Any, *more: int) -> int | None:
+def _ask(pynvml: Any, name: str, handle: Any) -> int | None:
     try:
-        return int(getattr(pynvml, name)(handle, *more)) or None
+        return int(getattr(pynvml, name)(handle)) or None
     except (pynvml.NVMLError, AttributeError):  # a version of the library may lack a function
         return None

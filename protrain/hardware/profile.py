@@ -11,31 +11,6 @@ from protrain.common.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure(Record):
-    """One measured rate, with its spread."""
-
-    name: str  # "h2d"
-    at: str  # size, number of threads or way, where several figures have the same name; may be empty
-    unit: str  # "GB/s", "TFLOP/s", "G param/s"
-    median: float
-    p20: float
-    p80: float
-    datasheet: float | None  # what the maker promises; None where that is not known
-    mean: float | None = None  # the work of all samples over their time; None in older files
-    slowest_over_fastest: float | None = None  # of the ranks that measured together, whose slowest has these rates
-
-    @property
-    def title(self) -> str:
-        """The name, with the size, number of threads or way."""
-        return f"{self.name}, {self.at}" if self.at else self.name
-
-    @property
-    def long_run(self) -> float:
-        """The rate over many samples in a row, where slow samples count by their time."""
-        return self.median if self.mean is None else self.mean
-
-
-@dataclass(frozen=True, kw_only=True)
 class Contention(Record):
     """The share of its own rate that each activity keeps while all of them run: 0.5 is half as fast as alone.
 
@@ -54,7 +29,7 @@ class Contention(Record):
                 raise ValueError(f"Contention.shares must be finite numbers above 0, not {share!r}")
 
 
-_RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
+RATE_UNITS = ("_tflops", "_gbps", "_gparams")  # with which the names of rates end
 _HOST_ADAM_RATES = tuple(f"host_adam_{kind}gparams" for kind in ("", "weight_", "narrow_", "p20_"))
 _MOST_BYTES = 2**63  # the planner computes with 64-bit integers
 # What NCCL's buffers and kernels take of each GPU, in MiB. Where GPUs copy to each other, it is a straight line through
@@ -103,7 +78,6 @@ class HardwareProfile(Record):
     all_to_all_gbps: float | None = None  # bytes that one of them sends in the exchange of a reduction
     network_gbps: float | None = None  # what all GPUs of a machine together receive from other machines; never measured
     contention: tuple[Contention, ...] = ()
-    figures: tuple[Figure, ...] = ()  # everything that was measured, by size and by number of threads
     warnings: tuple[str, ...] = ()  # what looks wrong with the machine
     composed: tuple[str, ...] = ()  # rates among these that come from datasheets or from another machine
     # What the profile was measured with. Empty where it was not measured.
@@ -121,7 +95,7 @@ class HardwareProfile(Record):
             raise ValueError(f"HardwareProfile.device_type must be cuda or cpu, not {self.device_type!r}")
         for field in fields(self):
             rate, optional = getattr(self, field.name), field.default is None
-            if field.name.endswith(_RATE_UNITS) and not (rate is None and optional) and not 0 < rate < math.inf:
+            if field.name.endswith(RATE_UNITS) and not (rate is None and optional) and not 0 < rate < math.inf:
                 raise _impossible(field.name, f"a finite number above 0{', or null' * optional}", rate)
         for name in ("cpu_threads", "world_size", "n_nodes"):
             if getattr(self, name) < 1:
@@ -259,7 +233,7 @@ class HardwareProfile(Record):
         return [
             (name, value)
             for name, value in super().rows()
-            if name not in ("contention", "figures", "warnings", "method") and value not in ("-", "")
+            if name not in ("contention", "warnings", "method") and value not in ("-", "")
         ]
 
 

@@ -1,7 +1,8 @@
-"""Profiles that come with ProTrain: JSON in ``profiles/``, each of a whole machine as it is usually found."""
+"""Profiles that come with ProTrain: those in machines.json, each of a whole machine as it is usually found."""
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from importlib.resources import files
@@ -28,8 +29,8 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """The profile in a JSON file, or the shipped one of a name such as "h100". ValueError when there is neither."""
     text = os.fspath(name_or_path)
     if text.lower() in shipped_names() and not os.path.isfile(text):
-        resource = files("protrain.hardware").joinpath("profiles", f"{text.lower()}.json")
-        return HardwareProfile.from_json(resource.read_text(encoding="utf-8"))
+        machines = files("protrain.hardware").joinpath("machines.json").read_text(encoding="utf-8")
+        return HardwareProfile.from_dict(json.loads(machines)[text.lower()])
     if not os.path.exists(text):
         raise ValueError(f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}")
     return HardwareProfile.load(text)
@@ -37,7 +38,7 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
 _GIB = 1024**3
 # By number of GPUs, the hosts of machines with H100s or H200s as they are rented, with 90% of their memory. The names
-# are those of the profile's fields. One GPU comes with an eighth of a server, as h100.json and h200.json have it. AdamW
+# are those of the profile's fields. One GPU comes with an eighth of a server, as h100 and h200 have it. AdamW
 # is measured on two H200s (calibration-x2.json) and on eight (compare-llama2-13b-8x2048-8gpus.json); that of four, and
 # the DRAM of four and eight, lie in between or follow.
 _RENTED: dict[int, dict[str, Any]] = {

@@ -126,7 +126,6 @@ class BlockUse:
 
     saved_bytes: int = 0
     saved_tensors: int = 0
-    saved_bool_bytes: int = 0
     forward_peak_bytes: int = 0
     output_bytes: int = 0
     kept_bytes: int = 0  # what a call that is recomputed keeps beside its inputs
@@ -192,7 +191,6 @@ def _measure(
     Saved tensors are counted by storage, without the arguments, weights and buffers.
     """
     saved: dict[StorageWeakRef, int] = {}
-    bools: dict[StorageWeakRef, int] = {}
     # Masks and tensors that the caller holds anyway have no grad_fn. Tensors of other classes are never offloaded.
     use.inputs |= storages_in(
         [tensor for tensor in tensors_in((args, kwargs)) if tensor.grad_fn is not None and is_plain(tensor)]
@@ -219,7 +217,7 @@ def _measure(
             if key in copies:
                 use.saved_inputs.add(copies[key])
             elif key not in known:
-                (bools if part.dtype == torch.bool else saved)[key] = allocated_bytes(part)
+                saved[key] = allocated_bytes(part)
         return tensor.detach()  # an output that keeps its own graph node alive would never be freed
 
     meter = weights.meter
@@ -238,16 +236,15 @@ def _measure(
     ):
         output = forward(*args, **kwargs)
     # The graph of a gradient that the block computed itself is gone, with what it saved.
-    alive = {key: size for key, size in (saved | bools).items() if not key.expired()}
+    alive = {key: size for key, size in saved.items() if not key.expired()}
     with weights.unobserved():
         before.first_run_ends()
         before.undo()
         del before
     random_state.set()
-    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes, sum((saved | bools).values()))
+    use.forward_peak_bytes = max(use.forward_peak_bytes, meter.peak_bytes - alive_bytes, sum(saved.values()))
     use.saved_bytes += sum(alive.values())
     use.saved_tensors += len(alive)
-    use.saved_bool_bytes += sum(size for key, size in alive.items() if key not in saved)
     use.output_bytes += sum(
         size
         for key, size in storages_in([*filter(Tensor.is_floating_point, memory_in(output))]).items()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from protrain.common import batch as batches
+from protrain.common.cache import keeps_measurements
 from protrain.common.parameters import is_managed
 from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
@@ -28,7 +29,6 @@ from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, 
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import ALONE, MISSING, Together
 from protrain.profiler.trace import profile_together
-from protrain_cache import keeps_measurements
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
@@ -140,8 +140,9 @@ def _user_code() -> str:
 
 @functools.cache
 def _own_code() -> str:
-    """A digest of the profiler's source files, because two builds may share a version number."""
-    return digest_of(Path(__file__).parent.glob("*.py"))
+    """A digest of the source files that decide what a profile holds, because two builds may share a version number."""
+    folders = ("profiler", "forward")
+    return digest_of(file for name in folders for file in Path(__file__).parents[1].glob(f"{name}/*.py"))
 
 
 def _settings(device_type: str) -> list[Any]:

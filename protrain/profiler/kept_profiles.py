@@ -17,8 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from protrain.common.cache import cache_folder, keeps_measurements, say_unwritable
 from protrain.profiler.model_profile import ModelProfile
-from protrain_cache import cache_folder, keeps_measurements, say_unwritable
 
 LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
 _KEPT = 64  # the number of profiles kept; the oldest are deleted first

@@ -326,7 +326,6 @@ def _blocks(
             name=path,
             saved_bytes=use.saved_bytes,
             saved_tensors=use.saved_tensors,
-            saved_bool_bytes=use.saved_bool_bytes,
             forward_peak_bytes=use.forward_peak_bytes,
             input_bytes=sum(own[path].values()),
             held_input_bytes=sum(size for key, size in own[path].items() if key in step.kept_until_backward),

@@ -1,25 +1,7 @@
-/* The split master, and Adam in place and out of place. */
+/* Adam in place and out of place. */
 
 #include "adam.h"
 #include "adam_pairs.h"
-
-void protrain_split(const float *master, uint16_t *weight, int16_t *remainder, int64_t count, int threads) {
-    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t first = block * BLOCK;
-        split_block(master + first, MIN(BLOCK, count - first), weight + first, remainder + first);
-    }
-}
-
-void protrain_join(const uint16_t *weight, const int16_t *remainder, float *master, int64_t count, int threads) {
-    const int64_t blocks = (count + BLOCK - 1) / BLOCK;
-#pragma omp parallel for schedule(dynamic, BLOCKS_OF_RUN) num_threads(sharing(count, threads))
-    for (int64_t block = 0; block < blocks; block++) {
-        const int64_t first = block * BLOCK;
-        join_block(weight + first, remainder + first, MIN(BLOCK, count - first), master + first);
-    }
-}
 
 /* master holds int16 remainders for a bf16 weight and fp32 for an fp16 weight. It is unused for an fp32 weight.
    moment_dtype is FP32 or BF16. */

@@ -1,4 +1,4 @@
-/* Kernels for gradients: sums of squares, flattening, folding and accumulation. */
+/* Kernels for gradients: flattening and folding, with sums of squares. */
 
 #include "floats.h"
 
@@ -59,27 +59,12 @@ static float lane_tree(float *lanes) {
     return lanes[0];
 }
 
-/* Of the finished gradient of weights of weight_dtype. */
-void protrain_sum_of_squares(const void *values, int dtype, int64_t count, int weight_dtype, float *partials,
-                             int threads) {
-    const int64_t tiles = (count + TILE - 1) / TILE;
-#pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
-    for (int64_t tile = 0; tile < tiles; tile++) {
-        float lanes[LANES] = {0}, row[LANES];
-        const int64_t end = MIN(count, (tile + 1) * TILE);
-        for (int64_t first = tile * TILE; first < end; first += LANES) {
-            const int64_t n = MIN(LANES, end - first);
-            add_squares(lanes, finished(values, dtype, weight_dtype, 1.0f, first, n, row), n);
-        }
-        partials[tile] = lane_tree(lanes);
-    }
-}
-
-/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. */
+/* chunk points to where this tensor starts. Zeros pad it to a multiple of PADDING. A source that is the chunk itself is
+   only summed up. */
 static void flatten_one(const void *source, int source_dtype, void *chunk, int chunk_dtype, int64_t count,
                         float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t tiles = (count + TILE - 1) / TILE;
-    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32;
+    const int copies = source_dtype == chunk_dtype && chunk_dtype != FP32, moves = source != chunk;
 #pragma omp parallel for schedule(dynamic, TILES_OF_RUN) num_threads(sharing(count, threads))
     for (int64_t tile = 0; tile < tiles; tile++) {
         float lanes[LANES] = {0}, row[LANES];
@@ -90,9 +75,9 @@ static void flatten_one(const void *source, int source_dtype, void *chunk, int c
             if (accumulate) {
                 add_block((float *)chunk + first, own, n);
                 own = (const float *)chunk + first;
-            } else if (copies) {
+            } else if (moves && copies) {
                 copy_halves((uint16_t *)chunk + first, (const uint16_t *)source + first, n);
-            } else {
+            } else if (moves) {
                 own = stored(own, n, chunk, chunk_dtype, first, row);
             }
             if (chunk_dtype == FP32) own = finished(own, FP32, weight_dtype, 1.0f, 0, n, row);
@@ -103,14 +88,14 @@ static void flatten_one(const void *source, int source_dtype, void *chunk, int c
     zero_padding(chunk, chunk_dtype, count);
 }
 
-/* A row describes a tensor: its elements, where it starts in the chunk, where its partials start, and one more number.
+/* A row describes a tensor as slices.py says: it starts at row[0] in the chunk, and its partials start at row[4].
    partials may be NULL, and accumulate needs an fp32 chunk, whose values are rounded to weight_dtype for the partials. */
-void protrain_flatten(int64_t tensors, const void *const *sources, int source_dtype, const int64_t (*rows)[4],
+void protrain_flatten(int64_t tensors, const void *const *sources, int source_dtype, const int64_t (*rows)[6],
                       void *chunk, int chunk_dtype, float *partials, int weight_dtype, int accumulate, int threads) {
     const int64_t itemsize = chunk_dtype == FP32 ? 4 : 2;
     for (int64_t i = 0; i < tensors; i++)
-        flatten_one(sources[i], source_dtype, (char *)chunk + rows[i][1] * itemsize, chunk_dtype, rows[i][0],
-                    partials ? partials + rows[i][2] : NULL, weight_dtype, accumulate, threads);
+        flatten_one(sources[i], source_dtype, (char *)chunk + rows[i][0] * itemsize, chunk_dtype, rows[i][2],
+                    partials ? partials + rows[i][4] : NULL, weight_dtype, accumulate, threads);
 }
 
 /* Folds one slice. Element e of its parameter is element e - first + offset of the range, and the piece of rank w begins

@@ -21,7 +21,7 @@ from bench.train.__main__ import main
 from bench.train.contestants import Contestant
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task
-from protrain_cache import cache_folder
+from protrain.common.cache import cache_folder
 
 
 class Machine:

@@ -17,10 +17,10 @@ from protrain.cli.commands import COMMANDS, build_parser
 from protrain.cli.job import MAY_DIFFER, TrainJob
 from protrain.cli.main import main
 from protrain.cli.options import in_options
+from protrain.common.cache import say_unwritable
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import load
 from protrain.planning import Plan
-from protrain_cache import say_unwritable
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -249,7 +249,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     say_unwritable.cache_clear()
     status, _, err = run(capsys, "calibrate", "--device", "cpu", "--seconds", "0.02", "--json")
     assert status == 0, err
-    lines = [line for line in err.splitlines() if "cannot be written (Not a directory)" in line]
+    lines = [line for line in err.splitlines() if "(Not a directory), so everything is measured again" in line]
     assert len(lines) == 1, err
     assert lines[0].startswith(f"protrain: {tmp_path}/file/cache cannot be written")
     assert "let PROTRAIN_CACHE name a folder that can be" in lines[0]

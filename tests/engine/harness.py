@@ -313,3 +313,11 @@ class Calls:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self.before)
+
+
+def generate_no_code(monkeypatch: Any) -> None:
+    """Blocks are traced and split as ever, but no code is generated, which needs a C++ compiler and takes long."""
+    import torch._inductor.compile_fx
+    from torch._dynamo.backends.debugging import aot_eager
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", aot_eager)

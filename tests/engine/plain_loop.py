@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from protrain.common.batch import cast_inputs, to_device, training_arguments
 from protrain.common.parameters import DTYPES
-from protrain_kernels import adam_reference, adam_scalars, split_reference, sum_of_squares_reference, tiles
+from protrain_kernels import adam_reference, adam_scalars, split, sum_of_squares_reference, tiles
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -62,7 +62,7 @@ def prepare_plain(
 
 def rounded(master: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight in ``dtype`` that follows from an fp32 master."""
-    return split_reference(master)[0] if dtype is torch.bfloat16 else cast(master, dtype)
+    return split(master)[0] if dtype is torch.bfloat16 else cast(master, dtype)
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:

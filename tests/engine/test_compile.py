@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +14,18 @@ import protrain
 from protrain.common.errors import PlanError
 from protrain.forward.compilation import CompiledForward, compile_blocks
 from protrain.profiler.blocks import find_blocks
-from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, plain_run, seeded, states, wrap_under
+from tests.engine.harness import (
+    FEW_PLANS,
+    Loop,
+    Spec,
+    adamw,
+    assert_same,
+    generate_no_code,
+    plain_run,
+    seeded,
+    states,
+    wrap_under,
+)
 
 Build = Callable[[str], nn.Module]
 Batch = dict[str, Tensor]
@@ -23,10 +33,10 @@ Batch = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[None]:
-    """Traced and partitioned as ever; on the CPU without code of its own, which needs a C++ compiler and long."""
+    """Code is generated on a GPU alone."""
     torch._dynamo.reset()
     if device.type == "cpu":
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        generate_no_code(monkeypatch)
     yield
     torch._dynamo.reset()
 
@@ -70,9 +80,9 @@ def test_torch_compile_is_called_once_for_a_function_and_every_block_computes_wi
 ) -> None:
     calls: list[Any] = []
 
-    def compile(function: Any, compiler: Any = torch.compile) -> Any:
+    def compile(function: Any, compiler: Any = torch.compile, **how: Any) -> Any:
         calls.append(function)
-        return compiler(function)
+        return compiler(function, **how)
 
     monkeypatch.setattr(torch, "compile", compile)
     blocks = [nn.Linear(4, 4).to(device) for _ in range(3)] + [nn.Bilinear(4, 4, 4).to(device)]
@@ -124,3 +134,40 @@ def test_without_compile_nothing_is_compiled(tiny_model: Build, tiny_batch: Call
     wrapped(**tiny_batch()).loss.backward()
     assert not counters["frames"]
     assert not any(isinstance(module.forward, CompiledForward) for module in wrapped.modules())
+
+
+def test_a_compiled_block_saves_operands_of_products_only_where_computing_them_again_would_take_long(
+    device: torch.device,
+) -> None:
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.both = nn.RMSNorm(32), nn.Linear(32, 128, bias=False)
+            self.down = nn.Linear(64, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = self.both(self.norm(x)).chunk(2, dim=-1)
+            return x + self.down(nn.functional.silu(gate) * up)
+
+    block, x = Gated().to(device), torch.randn(8, 32, device=device, requires_grad=True)
+    weights = {weight.data_ptr() for weight in block.parameters()}
+
+    def saved_elements() -> int:
+        found: dict[int, int] = {}
+
+        def pack(saved: Tensor) -> Tensor:
+            found[saved.untyped_storage().data_ptr()] = saved.untyped_storage().nbytes() // 4
+            return saved
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+            result = block(x)
+        result.sum().backward()
+        return sum(elements for at, elements in found.items() if at not in weights)
+
+    # The norm and its inverse root, both halves of the product, and for each half what silu and the product return.
+    eager = saved_elements()
+    undo = compile_blocks([block])
+    compiled = saved_elements()
+    undo()
+    assert compiled == 8 * (32 + 1 + 128)  # x, the norm's inverse root, and the product's result
+    assert compiled < eager

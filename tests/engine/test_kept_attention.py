@@ -26,6 +26,7 @@ from tests.engine.harness import (
     assert_same,
     check_equal_to_plain,
     default_loss,
+    generate_no_code,
     plain_run,
     seeded,
     states,
@@ -112,7 +113,7 @@ def computed(model: nn.Module, batch: Batch) -> int:
 @pytest.mark.parametrize("compile", [False, True])
 def test_attention_runs_once(monkeypatch: pytest.MonkeyPatch, device: torch.device, compile: bool) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        generate_no_code(monkeypatch)
     torch._dynamo.reset()
     found = {}
     for modes in ((CKPT,), (CKPT_SWAP,), (NONE,)):
@@ -255,7 +256,7 @@ def test_the_bits_of_a_compiled_model(
     device: torch.device,
 ) -> None:
     if device.type == "cpu":
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        generate_no_code(monkeypatch)
     torch._dynamo.reset()
     batches = [tiny_batch(seed=seed) for seed in range(2)]
     loop, found = Loop(max_norm=0.5), []

@@ -30,6 +30,7 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     check_equal_to_plain,
+    generate_no_code,
     plain_run,
     states,
     wrap_under,
@@ -51,7 +52,7 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Traced and partitioned as ever, but without code of its own, which takes long on a CPU."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    generate_no_code(monkeypatch)
     yield
     torch._dynamo.reset()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from protrain.engine.activations.modes import PackedOffload
 from protrain.engine.streams import streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain_kernels import PackPlan
+from protrain_kernels import flatten, pack, unflatten, unpack
 from tests.engine.harness import (
     CKPT,
     NONE,
@@ -142,18 +141,32 @@ def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) ->
     assert found[False]["upload"] == 10 * DEPTH
 
 
-def test_packing_is_planned_in_the_first_step_and_once_for_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("protrain_kernels.pack"), "_plans", {})
-    made: list[int] = []
-    prepare = PackPlan.__init__
+def test_the_engine_calls_the_kernels_that_move_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: Counter[str] = Counter()
 
-    def counted(self: Any, tensors: Any, **rules: Any) -> None:
-        made.append(len(tensors))
-        prepare(self, tensors, **rules)
+    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            called[name] += 1
+            return call(*args, **options)
 
-    monkeypatch.setattr(PackPlan, "__init__", counted)
-    copies_of(Spec("none", "least", (SWAP,), packed=True), monkeypatch)
-    assert len(made) == 1
+        return counted
+
+    for module, kernel in (
+        ("activations.modes", pack),
+        ("activations.modes", unpack),
+        ("gradients.reduction", flatten),
+        ("states.parameter_state", unflatten),
+    ):
+        name = kernel.__name__
+        monkeypatch.setattr(f"protrain.engine.{module}.{name}", counting(name, kernel))
+    model: nn.Module = make_stack()
+    spec = Spec("none", "least", (SWAP,), packed=True)
+    model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
+    for batch in stack_batches(2):
+        train_on(model, optimizer, batch)
+    model.state_dict()
+    assert called.keys() == {"pack", "unpack", "flatten", "unflatten"}
+    assert called["pack"] == 2 * DEPTH
 
 
 def test_the_originals_are_freed_when_they_are_packed() -> None:
@@ -167,24 +180,6 @@ def test_the_originals_are_freed_when_they_are_packed() -> None:
     assert first._buffer.device is None
     assert first._buffer.host is not None
     output.square().mean().backward()
-
-
-def test_bools_take_an_eighth_in_host_memory() -> None:
-    taken = {}
-    for packed in (False, True):
-        model: nn.Module = make_stack()
-        spec = Spec("none", "least", (SWAP,), packed=packed)
-        model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
-        blocks = optimizer._engine.profile.blocks
-        assert all(block.saved_bool_bytes == 3 * 24 * WIDTH for block in blocks), "of kept > 0; the mask is given"
-        for batch in stack_batches():
-            optimizer.backward(default_loss(model, batch))
-            optimizer.step()
-            optimizer.zero_grad()
-        report = optimizer.report()
-        assert optimizer.plan.host_bytes - 1024**2 <= report.host_bytes <= optimizer.plan.host_bytes
-        taken[packed] = optimizer.plan.host_bytes
-    assert taken[False] - taken[True] == DEPTH * 3 * 24 * WIDTH * 7 // 8
 
 
 @pytest.mark.parametrize(
@@ -292,5 +287,4 @@ def test_on_a_gpu_a_block_is_one_copy_each_way_and_within_the_plan(family: str) 
         for way in ("Memcpy DtoH", "Memcpy HtoD"):
             n_copies = sum(name.startswith(way) for name in names)
             assert n_copies <= n_blocks + 6 if packed else n_copies >= 8 * n_blocks, way
-        assert sum(name.startswith("pack_kernel") for name in names) == n_blocks * packed
         assert optimizer.report().device_bytes <= optimizer.plan.device_bytes

@@ -1,4 +1,4 @@
-"""The printed form of a calibration: every figure, its share of the datasheet where there is one, and warnings."""
+"""The printed form of a calibration: every rate, its share of the datasheet where there is one, and warnings."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from bench.kernels.roofs import pcie_gbps
 from protrain.hardware.calibration import report
-from protrain.hardware.datasheet import of_card, pcie_gbps
-from protrain.hardware.profile import Contention, Figure
+from protrain.hardware.datasheet import of_card
+from protrain.hardware.profile import Contention
 from protrain.hardware.shipped import load
-
-
-def _figure(name: str, median: float, datasheet: float | None, at: str = "") -> Figure:
-    return Figure(name=name, at=at, unit="GB/s", median=median, p20=0.9 * median, p80=1.1 * median, datasheet=datasheet)
-
 
 PROFILE = replace(
     load("h100"),
@@ -23,21 +19,16 @@ PROFILE = replace(
     torch_version="2.13.0",
     processor="a processor",
     host_adam_threads=14,
-    figures=(
-        _figure("device copy", 3000.0, 3350.0, at="kernel"),
-        _figure("h2d", 55.0, 63.0, at="16.0 MiB"),
-        _figure("host DRAM", 170.0, None),
-    ),
+    device_copy_gbps=3000.0,
     contention=(Contention(activities=("h2d", "host_adam"), shares=(0.625, 0.5)),),
     warnings=("something is odd",),
 )
 
 
-def test_each_figure_has_its_percent_where_a_datasheet_is_known() -> None:
+def test_each_rate_has_its_percent_where_a_datasheet_is_known() -> None:
     lines = {line.split("  ")[0]: line for line in report(PROFILE).splitlines() if line}
-    assert lines["device copy"].split() == ["device", "copy", "kernel", "3,000", "2,700", "3,300", "GB/s", "89.6%"]
-    assert lines["h2d"].endswith("87.3%")
-    assert lines["host DRAM"].endswith("GB/s"), "no promise, no percent"
+    assert lines["device_copy_gbps"].split() == ["device_copy_gbps", "3000", "89.6%"]
+    assert lines["h2d_gbps"].split()[1:] == [dict(PROFILE.rows())["h2d_gbps"]], "no promise, no percent"
     assert lines["h2d + host_adam"].endswith("h2d 62%, host_adam 50%")
     assert report(PROFILE).splitlines()[-1] == "warning: something is odd"
     long = report(replace(PROFILE, warnings=("odd " * 40,))).splitlines()

@@ -5,22 +5,19 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 
+from protrain.hardware.calibration.rates import pinned
 from protrain.hardware.calibration.report import (
-    bf16_warnings,
     clock_warnings,
-    host_warnings,
     link_warnings,
+    machine_warnings,
     pinning_warnings,
-    thread_warnings,
 )
-from protrain.hardware.calibration.tensors import pinned
+from protrain.hardware.calibration.timing import Effort
 from protrain.hardware.nvml import GpuFacts, gpu_facts
-from protrain.hardware.profile import Figure
 
 CARD = torch.device("cuda", 0)
 UUID = "0b1c"
@@ -52,8 +49,6 @@ def _fake(**answers: Callable[..., object]) -> types.ModuleType:
         "nvmlDeviceGetMaxPcieLinkGeneration": lambda card: 5,
         "nvmlDeviceGetCurrPcieLinkWidth": lambda card: 16,
         "nvmlDeviceGetMaxPcieLinkWidth": lambda card: 16,
-        "nvmlDeviceGetClockInfo": lambda card, kind: 1700,
-        "nvmlDeviceGetMaxClockInfo": lambda card, kind: 1980,
         "nvmlDeviceGetCurrentClocksThrottleReasons": lambda card: 0x04,  # the power limit, as under any full load
     }
     vars(module).update({**known, **answers, "NVMLError": FakeError})
@@ -81,11 +76,9 @@ def test_a_healthy_card_raises_no_warning(library: Callable[..., GpuFacts]) -> N
         pcie_width=16,
         pcie_generation_max=5,
         pcie_width_max=16,
-        clock_mhz=1700,
-        clock_max_mhz=1980,
         throttled=False,
     )
-    assert link_warnings(facts) == clock_warnings(STEADY, facts) == []
+    assert link_warnings(facts) == clock_warnings(facts) == []
 
 
 def test_a_narrow_or_slow_link_is_told(library: Callable[..., GpuFacts]) -> None:
@@ -106,7 +99,7 @@ def test_what_a_virtual_machine_hides_raises_no_warning(library: Callable[..., G
         nvmlDeviceGetCurrentClocksThrottleReasons=_refuse,
     )
     assert facts.pcie_width is facts.pcie_generation_max is None
-    assert link_warnings(facts) == clock_warnings(STEADY, facts) == []
+    assert link_warnings(facts) == clock_warnings(facts) == []
 
 
 def test_without_the_library_its_driver_or_the_card_nothing_is_known(
@@ -117,7 +110,7 @@ def test_without_the_library_its_driver_or_the_card_nothing_is_known(
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert gpu_facts(CARD) is None
     assert gpu_facts(torch.device("cpu")) is None
-    assert link_warnings(None) == clock_warnings(STEADY, None) == []
+    assert link_warnings(None) == clock_warnings(None) == []
 
 
 def test_a_slice_of_a_card_is_found_and_hides_its_link(library: Callable[..., GpuFacts]) -> None:
@@ -141,61 +134,30 @@ def test_an_old_library_of_the_same_name_costs_nothing_else(library: Callable[..
     assert library(nvmlInit=fail_to_load) is None
 
 
-def _rate(median: float, p20: float | None = None, p80: float | None = None) -> Figure:
-    return Figure(
-        name="matmul", at="", unit="TFLOP/s", median=median, p20=p20 or median, p80=p80 or median, datasheet=None
-    )
-
-
-STEADY = _rate(700.0, 695.0, 705.0)
-
-
 def test_a_card_that_slows_itself_down_is_told(library: Callable[..., GpuFacts]) -> None:
     for fault in (0x08, 0x20, 0x40, 0x80):
-        facts = library(
-            nvmlDeviceGetCurrentClocksThrottleReasons=lambda card, fault=fault: fault,
-            nvmlDeviceGetClockInfo=lambda card, kind: 900,
-        )
-        (line,) = clock_warnings(STEADY, facts)
-        assert "slows itself down at 900 of 1980 MHz" in line
-    unknown = replace(facts, clock_mhz=None)
-    assert "slows itself down, by heat" in clock_warnings(STEADY, unknown)[0]
+        (line,) = clock_warnings(library(nvmlDeviceGetCurrentClocksThrottleReasons=lambda card, fault=fault: fault))
+        assert "slows itself down, by heat" in line
 
 
-def test_unstable_clocks_are_told() -> None:
-    (line,) = clock_warnings(_rate(700.0, 600.0, 710.0), None)
-    assert "clocks are unstable: matrix products ran at 600 to 710 TFLOP/s" in line
+def _of_machine(*, seconds: float = 30.0, names: tuple[str, ...] = ("H100",), torch_threads: int = 4) -> list[str]:
+    effort = Effort(seconds=seconds, host_room_bytes=64 * 1024**3, device_room_bytes=64 * 1024**3)
+    return machine_warnings(effort, names, torch_threads=torch_threads, cores=4)
 
 
-def test_too_few_threads_are_told() -> None:
-    growing = {1: _rate(1.0), 2: _rate(2.0), 4: _rate(4.0)}
-    (line,) = thread_warnings(growing, 400.0, torch_threads=4, cores=4, beside_gpu=True)
-    assert "too few cores: AdamW on the host takes 104 of 400 GB/s of memory with all 4" in line
-    full = {1: _rate(3.0), 2: _rate(6.0), 4: _rate(6.1)}
-    for rates, dram, beside_gpu in ((full, 165.0, True), (growing, 110.0, True), (growing, 400.0, False)):
-        assert thread_warnings(rates, dram, torch_threads=4, cores=4, beside_gpu=beside_gpu) == []
-    (line,) = thread_warnings(full, 165.0, torch_threads=1, cores=4, beside_gpu=True)
+def test_what_slows_a_machine_down_before_it_is_measured_is_told() -> None:
+    assert _of_machine(names=("H100", "H100")) == []
+    (line,) = _of_machine(torch_threads=1)
     assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
-
-
-def test_a_host_that_others_use_is_told() -> None:
-    """Rates of an H100's host on which steps took up to 1.3 times as long as predicted."""
-    quiet = _rate(4.96, 4.93, 5.19)
-    (line,) = host_warnings([_rate(4.89, 3.65, 5.37), quiet, _rate(4.47, 3.77, 4.71)])
-    assert "AdamW on the host ran at 3.65 to 5.37 TFLOP/s: something else uses its cores or memory" in line
-    assert host_warnings([quiet, _rate(4.8, 4.6, 5.0)]) == []
-    assert len(host_warnings([quiet, _rate(4.0, 3.9, 4.1)])) == 1  # steady, but not the same later
-
-
-def test_a_card_without_bf16_is_told() -> None:
-    (line,) = bf16_warnings(has_bf16=False)
-    assert "no units for bf16" in line
-    assert bf16_warnings(has_bf16=True) == []
+    (line,) = _of_machine(names=("H100", "A100", "H100"))
+    assert "ranks have unlike GPUs: H100 and A100" in line
+    (line,) = _of_machine(seconds=3.0)
+    assert "so little time that tensors of 102 MiB were measured" in line
 
 
 def test_memory_that_cannot_be_pinned_is_told() -> None:
-    assert pinning_warnings([True, True]) == []
-    (line,) = pinning_warnings([True, False])
+    assert pinning_warnings(pinned=True) == []
+    (line,) = pinning_warnings(pinned=False)
     assert "raise the limit of locked memory (ulimit -l" in line
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,11 +16,10 @@ from triton.runtime import interpreter
 import protrain_kernels as kernels
 from protrain_kernels import host_library
 from protrain_kernels.adam import launch_adam
-from protrain_kernels.flatten import plan_for
-from protrain_kernels.fold import plan_for as fold_plan_for
+from protrain_kernels.flatten import launch_flatten, launch_unflatten, table_for
+from protrain_kernels.fold import launch_fold
+from protrain_kernels.fold import table_for as fold_table_for
 from protrain_kernels.from_host import launch_from_host
-from protrain_kernels.split_master import launch_join, launch_split
-from protrain_kernels.sum_of_squares import launch_sum_of_squares
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -50,21 +50,14 @@ class Backend:
         step = launch_adam if self.interpreted else kernels.adam
         step(weight, master, exp_avg, exp_avg_sq, grad, scalars, gradient_factor=gradient_factor, scale=scale)
 
-    def split(self, master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        weight = torch.full_like(master, torch.nan, dtype=torch.bfloat16)
-        remainder = torch.full_like(master, 12345, dtype=torch.int16)
-        (launch_split if self.interpreted else kernels.split)(master, weight, remainder)
-        return weight, remainder
-
-    def join(self, weight: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-        master = torch.full_like(weight, torch.nan, dtype=torch.float32)
-        (launch_join if self.interpreted else kernels.join)(weight, remainder, master)
-        return master
-
     def sum_of_squares(self, values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The partials that ``flatten`` writes of values that it leaves in their place."""
+        padded = torch.zeros(kernels.padded(values.numel()), dtype=values.dtype, device=values.device)
+        padded[: values.numel()] = values
+        before = padded.clone()
         partials = torch.full((kernels.tiles(values.numel()),), torch.nan, device=values.device)
-        sum_up = launch_sum_of_squares if self.interpreted else kernels.sum_of_squares
-        sum_up(values, partials, weight_dtype=weight_dtype)
+        self.flatten([padded[: values.numel()]], padded, [0], partials, [0], weight_dtype=weight_dtype)
+        assert torch.equal(padded.view(torch.uint8), before.view(torch.uint8))
         return partials
 
     def flatten(
@@ -79,14 +72,14 @@ class Backend:
         weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         if self.interpreted:
-            plan = plan_for(tensors, offsets, starts)
-            plan.launch_flatten(tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
+            table = table_for(tensors, offsets, starts)
+            launch_flatten(table, tensors, chunk, partials, accumulate=accumulate, weight_dtype=weight_dtype)
         else:
             kernels.flatten(tensors, chunk, offsets, partials, starts, accumulate=accumulate, weight_dtype=weight_dtype)
 
     def unflatten(self, chunk: torch.Tensor, tensors: list[torch.Tensor], offsets: list[int]) -> None:
         if self.interpreted:
-            plan_for(tensors, offsets, None).launch_unflatten(chunk, tensors)
+            launch_unflatten(table_for(tensors, offsets, None), chunk, tensors)
         else:
             kernels.unflatten(chunk, tensors, offsets)
 
@@ -101,9 +94,8 @@ class Backend:
         partials: torch.Tensor | None = None,
     ) -> None:
         if self.interpreted:
-            plan = fold_plan_for(tuple(slices), pieces.device)
-            plan.check(pieces, gradient, accumulator, partials)
-            plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+            table = fold_table_for(tuple(slices), pieces.device)
+            launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
         else:
             kernels.fold(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
 
@@ -111,23 +103,9 @@ class Backend:
         (launch_from_host if self.interpreted else kernels.from_host)(source, target)
 
     def pack(self, tensors: list[torch.Tensor]) -> kernels.Packed:
-        plan = kernels.PackPlan(tensors)
-        # Poisoned as gradients are: a byte that nobody writes must not look right.
-        buffer = torch.full((plan.packed_bytes,), 0xA5, dtype=torch.uint8, device=self.device)
-        (plan.launch_pack if self.interpreted else plan.pack)(tensors, buffer)
-        return kernels.Packed(plan, buffer)
-
-    def unpack(self, packed: kernels.Packed, *, in_place: bool = False) -> list[torch.Tensor]:
-        plan, buffer = packed
-        if not self.interpreted:
-            return plan.unpack(buffer, in_place=in_place)
-        memories = plan.memories(buffer if in_place else None)
-        for memory in memories:
-            storage = memory.untyped_storage()
-            if storage.data_ptr() != buffer.untyped_storage().data_ptr():
-                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0x5A)
-        plan.launch_unpack(buffer, memories, in_place=in_place)
-        return plan.views(memories)
+        with pytest.MonkeyPatch.context() as patch:  # the package's attribute of that name is the function
+            patch.setattr(importlib.import_module("protrain_kernels.pack"), "flatten", self.flatten)
+            return kernels.pack(tensors)
 
 
 @pytest.fixture(scope="session", autouse=True)

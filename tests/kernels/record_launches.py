@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from protrain_kernels import PackPlan, Slice, adam_scalars
+from protrain_kernels import Slice, adam_scalars
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.cross_entropy import launch_cross_entropy
-from protrain_kernels.flatten_plan import FlattenPlan
-from protrain_kernels.fold_plan import MOST_RANKS, FoldPlan
+from protrain_kernels.flatten import launch_flatten, launch_unflatten, table_for
+from protrain_kernels.fold import MOST_RANKS, launch_fold
 from protrain_kernels.from_host import launch_from_host
-from protrain_kernels.split_master import launch_join, launch_split
-from protrain_kernels.sum_of_squares import launch_sum_of_squares
+from protrain_kernels.slices import RowTable
 from tools.kernel_variants import variants
 
 BF16, FP16, FP32, I16, U8 = torch.bfloat16, torch.float16, torch.float32, torch.int16, torch.uint8
@@ -65,8 +64,6 @@ def record(
 
 def key(kernel: Any, signature: dict[str, str], constants: dict[str, Any]) -> object:
     """What tells specialisations apart."""
-    if "pack" in kernel.fn.__name__:  # constants say what a block's activations are, in too many ways to list
-        return frozenset(signature.items())
     return frozenset(signature.items()), frozenset(constants.items())
 
 
@@ -79,27 +76,27 @@ def flatten_launches() -> None:
     """Every type and choice."""
     for kind, chunk in product((BF16, FP16, FP32), (BF16, FP16, FP32)):
         tensors, target = [torch.zeros(256, dtype=kind)], torch.zeros(256, dtype=chunk)
-        plan = FlattenPlan(tensors, [0], [0])
-        plan.launch_unflatten(target, tensors)
+        table = table_for(tensors, [0], [0])
+        launch_unflatten(table, target, tensors)
         for accumulate, sums, weight in product((False, True), (None, torch.zeros(600)[1:]), (BF16, FP16, FP32)):
             if not accumulate or chunk == FP32:
-                plan.launch_flatten(tensors, target, sums, accumulate=accumulate, weight_dtype=weight)
+                launch_flatten(table, tensors, target, sums, accumulate=accumulate, weight_dtype=weight)
 
 
 def fold_launches() -> None:
     """Every type and choice with two ranks, and every number of ranks in bf16."""
     part = Slice(offset=0, numel=256, first=0, parameter_numel=256, partial_offset=0)
-    plan = FoldPlan([part], torch.device("cpu"))
+    table = RowTable([part], torch.device("cpu"))
     sums, squares = torch.zeros(256), torch.zeros(600)[1:]
     for kind, target, accumulator in product((BF16, FP16, FP32), (None, BF16, FP16, FP32), (None, sums)):
         gradient = None if target is None else torch.zeros(256, dtype=target)
         for partials in (None, squares):
             if gradient is not None or (accumulator is not None and partials is None):
                 pieces = torch.zeros(2, 256, dtype=kind)
-                plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=0.5, partials=partials)
+                launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=0.5, partials=partials)
     for ranks, accumulator in product(range(1, MOST_RANKS + 1), (None, sums)):
         pieces, gradient = torch.zeros(ranks, 256, dtype=BF16), torch.zeros(256, dtype=BF16)
-        plan.launch(pieces, gradient=gradient, accumulator=accumulator, factor=1.0, partials=squares)
+        launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=1.0, partials=squares)
 
 
 def adam_launches() -> None:
@@ -127,28 +124,15 @@ def cross_entropy_launches() -> None:
 
 
 def other_launches() -> None:
-    """Lengths that Triton tells apart, and views that aren't aligned."""
-    types = (BF16, FP16, FP32)
-    for kind, weight, numel, first in product(types, types, (1, 17, 32, LARGE), (0, 1)):
-        if numel < LARGE or not first:  # memory that isn't there has no alignment
-            values, sums = empty(numel + first, kind)[first:], torch.zeros(64)[first:]
-            launch_sum_of_squares(values, sums, weight_dtype=weight)
-    for numel in (1, 17, 32, LARGE):
-        launch_split(empty(numel, FP32), empty(numel, BF16), empty(numel, I16))
-        launch_join(empty(numel, BF16), empty(numel, I16), empty(numel, FP32))
+    """Lengths that Triton tells apart."""
     for numel in (1, 8, 17, 128, LARGE - 1, 8 * LARGE):
         launch_from_host(empty(numel, U8), empty(numel, U8))
-    tensors = [torch.zeros(100), torch.zeros(100) > 0]
-    plan = PackPlan(tensors)
-    buffer = torch.zeros(plan.packed_bytes, dtype=U8)
-    plan.launch_pack(tensors, buffer)
-    plan.launch_unpack(buffer, plan.memories())
 
 
 def main() -> None:
     for variant in variants():
         known[variant.kernel].add(key(variant.kernel, variant.signature(), variant.constants))
-    modules = "adam cross_entropy flatten_plan fold_plan from_host pack split_master sum_of_squares"
+    modules = "adam cross_entropy flatten fold from_host"
     for module in modules.split():
         sys.modules[f"protrain_kernels.{module}"].__dict__["launch"] = record
     flatten_launches()

@@ -262,12 +262,12 @@ def test_threads_do_not_change_the_result(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"offsets": [64]}, "offsets\\[0\\] is 64: it must be a multiple of 128"),
-        ({"offsets": [256]}, "offsets\\[0\\] is 256"),
-        ({"offsets": [-128]}, "offsets\\[0\\] is -128"),
-        ({"partial_offsets": [1]}, "partial_offsets\\[0\\] is 1"),
+        ({"offsets": [64]}, "offset is 64: it must be a multiple of 128"),
+        ({"offsets": [256]}, "piece 0 takes elements 256 to 512 of 256"),
+        ({"offsets": [-128]}, "offset is -128"),
+        ({"partial_offsets": [1]}, "piece 0 writes partials up to 2 of 1"),
         ({"partials": None}, "partials and partial_offsets come together"),
-        ({"partial_offsets": [-1]}, "partial_offsets\\[0\\] is -1"),
+        ({"partial_offsets": [-1]}, "partial_offset is -1"),
         ({"offsets": []}, "1 tensors need as many offsets"),
         ({"tensors": [torch.zeros(200).int()]}, "tensors\\[0\\] must be torch.bfloat16 or"),
         ({"tensors": [torch.zeros(20, 10).t()]}, "tensors\\[0\\] must be contiguous"),
@@ -289,7 +289,7 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
 
 def test_offsets_that_overlap_are_refused() -> None:
     tensors = [torch.zeros(200), torch.zeros(100)]
-    with pytest.raises(ValueError, match=r"offsets\[1\] is 128, where another tensor reaches to 256"):
+    with pytest.raises(ValueError, match=r"piece 1 begins at 128, where another reaches to 256"):
         flatten(tensors, torch.zeros(512), [0, 128])
 
 

@@ -16,7 +16,6 @@ from protrain_kernels import (
     fold_reference,
     in_parts,
     padded,
-    sum_of_squares,
     sum_of_squares_reference,
     tiles,
 )
@@ -179,8 +178,7 @@ def test_shards_together_have_the_gradient_and_its_partials(
     """Every rank folds its own shard of a parameter. Whole tiles have the partials of the whole gradient."""
     local = _spread(ranks, numel, torch.bfloat16)
     expected = (_left_fold([*local]) * torch.tensor(1 / ranks)).bfloat16()
-    wanted = torch.full((tiles(numel),), torch.nan)
-    sum_of_squares(expected, wanted)
+    wanted = sum_of_squares_reference(expected)
     partials = torch.full((tiles(numel),), torch.nan, device=backend.device)
     for own, part in _shards(numel, ranks):
         pieces = torch.full((ranks, part.padded), torch.nan, dtype=torch.bfloat16)

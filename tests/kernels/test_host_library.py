@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_cache import say_unwritable
 from protrain_kernels import adam, adam_reference, adam_scalars, flatten, host_library
 from protrain_kernels.host_library import FLAGS, build, library, open_library
 
@@ -102,7 +101,6 @@ def test_an_unwritable_cache_gives_way(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PROTRAIN_CACHE", str(tmp_path / "file" / "cache"))
     monkeypatch.setattr(host_library, "FLAGS", QUICKLY_COMPILED)
-    say_unwritable.cache_clear()
     with pytest.warns(
         RuntimeWarning, match=r"file/cache cannot be written \(Not a directory\).* let PROTRAIN_CACHE name"
     ):

@@ -17,15 +17,12 @@ from protrain_kernels import (
     AdamStaging,
     AdamStates,
     adam,
-    adam_out_of_place,
     adam_reference,
     adam_scalars,
-    adam_weight,
     flatten,
     padded,
     split,
     streamed_adam,
-    sum_of_squares,
     sum_of_squares_reference,
 )
 
@@ -132,8 +129,8 @@ def test_updates_out_of_place_and_streamed(
     expected = _copy(states)
     adam_reference(*expected, _torchs(sums, dtype, factor), SCALARS, scale=scale)
     new, weight, streamed = _copy(states), torch.zeros_like(states.weight), _copy(states)
-    adam_out_of_place(states, new, sums, SCALARS, gradient_factor=factor, scale=scale)
-    adam_weight(states, weight, sums, SCALARS, gradient_factor=factor, scale=scale)
+    adam(*states, sums, SCALARS, gradient_factor=factor, scale=scale, out=new)
+    adam(*states, sums, SCALARS, gradient_factor=factor, scale=scale, out=weight)
     staging = AdamStaging(torch.device("cpu"), size_bytes=2 * 640 * 18)  # several pieces
     streamed_adam(*streamed, sums, SCALARS, staging, gradient_factor=factor, scale=scale)
     _check(new, expected, same_bits)
@@ -190,20 +187,16 @@ def test_a_sum_that_overflows_when_it_is_rounded_is_seen_in_the_squares(backend:
 
 def test_bad_arguments_are_named() -> None:
     states = _states(torch.bfloat16, torch.float32)
-    gradient, new = torch.zeros(COUNT, dtype=torch.bfloat16), _copy(states)
+    gradient = torch.zeros(COUNT, dtype=torch.bfloat16)
     staging = AdamStaging(torch.device("cpu"), size_bytes=1 << 20)
     calls: list[Callable[[], object]] = [
         lambda: adam(*states, gradient, SCALARS, gradient_factor=0.5),
-        lambda: adam_out_of_place(states, new, gradient, SCALARS, gradient_factor=0.5),
-        lambda: adam_weight(states, new.weight, gradient, SCALARS, gradient_factor=0.5),
         lambda: streamed_adam(*states, gradient, SCALARS, staging, gradient_factor=0.5),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r"gradient_factor is 0\.5, and a torch\.bfloat16 gradient is finished"):
             call()
     with pytest.raises(ValueError, match=r"grad must be torch\.bfloat16 or torch\.float32, not torch\.float16"):
-        adam_weight(states, new.weight, gradient.half(), SCALARS)
-    with pytest.raises(ValueError, match=r"weight_dtype must be one of .*, not torch\.float64"):
-        sum_of_squares(torch.zeros(COUNT), torch.zeros(1), weight_dtype=torch.float64)
+        adam(*states, gradient.half(), SCALARS)
     with pytest.raises(ValueError, match=r"weight_dtype must be one of .*, not torch\.int16"):
         flatten([torch.zeros(9)], torch.zeros(128), [0], weight_dtype=torch.int16)

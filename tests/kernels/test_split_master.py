@@ -1,13 +1,11 @@
-"""split and join lose nothing, on every implementation."""
+"""split and join lose nothing."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
 
-from protrain_kernels import join, join_reference, split, split_reference
+from protrain_kernels import join, split
 
 LOWER_HALVES = (0x0000, 0x0001, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 
@@ -18,14 +16,10 @@ def _every_upper_half(lower: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("lower", LOWER_HALVES, ids=hex)
-def test_every_upper_half_has_the_bits_of_the_reference_and_comes_back(backend: Any, lower: int) -> None:
+def test_every_upper_half_comes_back(lower: int) -> None:
     master = _every_upper_half(lower)
-    weight, remainder = (part.cpu() for part in backend.split(master.to(backend.device)))
-    expected_weight, expected_remainder = split_reference(master)
-    assert torch.equal(weight.view(torch.int16), expected_weight.view(torch.int16))
-    assert torch.equal(remainder, expected_remainder)
-    back = backend.join(weight.to(backend.device), remainder.to(backend.device)).cpu()
-    assert torch.equal(back.view(torch.int32), join_reference(weight, remainder).view(torch.int32))
+    weight, remainder = split(master)
+    back = join(weight, remainder)
     nan = master.isnan()
     assert torch.equal(back.view(torch.int32)[~nan], master.view(torch.int32)[~nan])
     assert weight[nan].isnan().all()
@@ -60,31 +54,15 @@ def test_nans_become_one_nan() -> None:
     assert set(remainder.tolist()) == {0}
 
 
-@pytest.mark.parametrize("count", [1, 3, 1023, 1025])
-def test_any_length_and_nothing_beyond_it(backend: Any, count: int) -> None:
-    room = torch.linspace(-3, 3, count + 8, device=backend.device)
-    weight, remainder = backend.split(room[:count])
-    expected_weight, expected_remainder = split_reference(room[:count])
-    assert torch.equal(weight, expected_weight)
-    assert torch.equal(remainder, expected_remainder)
+def test_any_shape_and_stride() -> None:
+    master = torch.linspace(-2, 2, 300).view(20, 15).t()
+    weight, remainder = split(master)
+    assert weight.shape == remainder.shape == (15, 20)
+    assert torch.equal(join(weight, remainder), master)
 
 
-def test_outputs_are_written_where_they_are_given() -> None:
-    master = torch.linspace(-2, 2, 300)
-    weight, remainder = torch.empty(300, dtype=torch.bfloat16), torch.empty(300, dtype=torch.int16)
-    assert split(master, weight, remainder)[0] is weight
-    back = torch.full((300,), torch.nan)
-    assert join(weight, remainder, back) is back
-    assert torch.equal(back, master)
-
-
-def test_bad_arguments_are_named() -> None:
-    master = torch.zeros(8)
-    with pytest.raises(ValueError, match=r"master must be torch\.float32"):
-        split(master.double())
-    with pytest.raises(ValueError, match="remainder has 4 elements and needs 8"):
-        split(master, remainder=torch.zeros(4, dtype=torch.int16))
-    with pytest.raises(ValueError, match="master must be 1-d and contiguous"):
-        split(torch.zeros(8, 2)[:, 0])
-    with pytest.raises(ValueError, match="weight overlaps master: pass memory of its own"):
-        split(master, weight=master.view(torch.bfloat16)[:8])
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"master must be torch\.float32, not torch\.float64"):
+        split(torch.zeros(8).double())
+    with pytest.raises(ValueError, match=r"must be bfloat16 and int16, not torch\.float16 and torch\.int16"):
+        join(torch.zeros(8).half(), torch.zeros(8, dtype=torch.int16))

@@ -14,12 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+from protrain.common.cache import cache_folder
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler import cache, kept_profiles
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.step_times import Together
 from protrain.profiler.trace import profile
-from protrain_cache import cache_folder
 
 BATCH = (torch.randn(2, 8),)
 

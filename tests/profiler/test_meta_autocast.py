@@ -89,6 +89,8 @@ class Rows(nn.Module):
 def test_what_compiled_blocks_save_is_counted_in_its_type() -> None:
     def saved_bytes(under: bool) -> list[int]:
         model = Rows()
+        longer = (nn.Sequential(*block.children(), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for block in model.blocks)
+        model.blocks = nn.ModuleList(longer)
         undo = change_forwards(model, None, compile=True, chunked_loss=False, on_meta=True)
         with torch.autocast(*CPU_AUTOCAST, enabled=under):
             profile = protrain.profile(model, (torch.randn(ROWS, WIDTH),), device="meta", dtype=torch.float32)
@@ -96,9 +98,9 @@ def test_what_compiled_blocks_save_is_counted_in_its_type() -> None:
         return [block.saved_bytes for block in profile.blocks]
 
     elements, statistics = ROWS * WIDTH, 2 * ROWS * 4
+    # What the first layer returns is saved, in bf16 under autocast. Backward computes anew what norm and GELU return.
     assert saved_bytes(under=False) == [4 * elements + statistics] * 3
-    # What the norm returns is saved in bf16, as is the cast weight. The compiler makes other casts anew in backward.
-    assert saved_bytes(under=True) == [2 * elements + statistics + 2 * WIDTH * WIDTH] * 3
+    assert saved_bytes(under=True) == [2 * elements + statistics] * 3
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -1,21 +1,15 @@
 """What becomes of the tensors that a unit saves, by its mode; and swapped blocks that are packed.
 
-[Note: packed swaps] A swapped block may have one copy each way. At the end of forward one kernel packs the tensors that
-it saves into one buffer. Views of one storage are packed once, bools as bits, and views with gaps without the gaps. The
-originals are freed at once, as the kernel runs before any work that gets their memory.
-
-In backward most tensors are views of the buffer that was fetched. One kernel unpacks bits, and views with gaps, into
-memory of their own. To unpack every tensor would take as long as packing, and twice the device memory. The price of
-views is that the buffer stays until the last of them is used.
-
-The plan of packing is made at the first call of a block and reused for the same layout (``protrain_kernels.pack``).
+[Note: packed swaps] A swapped block may have one copy each way. At the end of forward one kernel packs the storages of
+the tensors that it saves into one buffer. The originals are freed at once, as the kernel runs before any work that gets
+their memory. In backward the tensors are views of the buffer that was fetched, which stays until the last of them is
+used.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -26,7 +20,7 @@ from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached
 from protrain.planning.plan import BlockMode, Modes
-from protrain_kernels import PackPlan, pack
+from protrain_kernels import Packed, pack, unpack
 
 
 @dataclass(eq=False)
@@ -43,20 +37,21 @@ class PackedOffload(Offload):
     def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self._buffer = Storage(0, None)
-        self._plan: PackPlan | None = None
-        self._rebuilt: list[Tensor | None] = []  # tensors that no node of this backward has taken yet
+        self._packed: Packed | None = None
 
     @override
     def _placeholder(self, tensor: Tensor, watch: Tensor) -> OffloadedTensor:
         form = ViewForm.of(tensor)
-        original = form.flipped(detached(tensor))  # the kernels know neither conjugate nor negative views
+        original = form.flipped(detached(tensor))  # pack takes neither conjugate nor negative views
         self._engine.ledger.hold(original)
         return _PackedTensor(self._buffer, watch, tensor._version, form, original=original)
 
     @override
     def start(self) -> None:
         tensors = [tensor for tensor in self._tensors.values() if isinstance(tensor, _PackedTensor)]
-        self._plan, buffer = pack([tensor.original for tensor in tensors if tensor.original is not None])
+        self._packed = pack([tensor.original for tensor in tensors if tensor.original is not None])
+        buffer = self._packed.buffer
+        self._packed = self._packed._replace(buffer=self._empty)
         self._engine.ledger.hold(buffer)
         self._buffer.size_bytes, self._buffer.device = buffer.numel(), buffer
         self._storages[0] = self._buffer
@@ -69,20 +64,9 @@ class PackedOffload(Offload):
         assert isinstance(offloaded, _PackedTensor)
         if offloaded.original is not None:  # not packed yet: the block computes gradients itself
             return offloaded.form.flipped(offloaded.original)
-        assert self._plan is not None
-        buffer = self._for_one_user(self._buffer)
-        tensor = self._rebuilt[offloaded.index] if self._rebuilt else None
-        if tensor is None:
-            # A graph of gradients holds some of the tensors, and must not hold the whole buffer.
-            unpacked = self._plan.unpack(buffer, in_place=not torch.is_grad_enabled())
-            for each in unpacked:
-                self._engine.ledger.hold(each)
-            self._rebuilt = [*unpacked]
-            tensor = unpacked[offloaded.index]
-        self._rebuilt[offloaded.index] = None  # its memory is freed with the node that takes it
-        if self._buffer.device is None:
-            self._rebuilt.clear()
-        assert tensor is not None
+        assert self._packed is not None
+        (tensor,) = unpack(self._packed._replace(buffer=self._for_one_user(self._buffer)), [offloaded.index])
+        self._engine.ledger.hold(tensor)
         return offloaded.form.flipped(tensor)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Member
-from protrain_kernels import Slice, sum_of_squares, tiles
+from protrain_kernels import Slice, flatten, tiles
 from protrain_kernels.checks import TILE
 
 
@@ -70,7 +70,8 @@ class SquareSums:
         if self._row_of_cut:
             self._all_cut.copy_(self._cut)
             self._ranks.add_disjoint(self._all_cut, "the norm of the gradients")
-            sum_of_squares(self._all_cut.view(-1), self._cut_sums)
+            # The values stay where they are, and are summed up.
+            flatten([self._all_cut], self._all_cut.view(-1), [0], self._cut_sums, [0])
             self._all[self._cut_partials_on_device] = self._cut_sums
 
     def total(self) -> Tensor:

@@ -40,8 +40,6 @@ from protrain_kernels import (
     AdamStaging,
     AdamStates,
     adam,
-    adam_out_of_place,
-    adam_weight,
     padded,
     streamed_adam,
 )
@@ -228,7 +226,7 @@ class Chunk:
             between: called on the host every few milliseconds of the update, until it returns False.
         """
         for part, scalars in pieces if between is None else _sliced(pieces, between):
-            states, own = _part(self.states, part), gradient[part]
+            states, own = self.states.part(part), gradient[part]
             adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
         self.version += 1
 
@@ -238,21 +236,18 @@ class Chunk:
         ``gradient`` is in host memory, and ``scale`` on the device.
         """
         for part, scalars in pieces:
-            states = _part(self.states, part)
+            states = self.states.part(part)
             streamed_adam(*states, gradient[part], scalars, staging, gradient_factor=self.gradient_factor, scale=scale)
         self.version += 1
 
     def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
-        assert self.speculative is not None
+        copy = self.speculative
+        assert copy is not None
         how: dict[str, Any] = {"gradient_factor": self.gradient_factor, "scale": scale, "threads": threads}
         for part, scalars in pieces:
-            old = _part(self.states, part)
-            if isinstance(self.speculative, Tensor):
-                adam_weight(old, self.speculative[part], gradient[part], scalars, **how)
-            else:
-                new = _part(self.speculative, part)
-                adam_out_of_place(old, new, gradient[part], scalars, **how)
+            new = copy[part] if isinstance(copy, Tensor) else copy.part(part)
+            adam(*self.states.part(part), gradient[part], scalars, out=new, **how)
 
     def commit(self) -> None:
         """Take over what ``step_speculatively`` wrote. If that is the weight only, ``catch_up`` comes later."""
@@ -290,8 +285,3 @@ def _sliced(pieces: list[Piece], between: Callable[[], bool]) -> Iterator[Piece]
             stop = min(part.stop, start + _SLICE_ELEMENTS) if more else part.stop
             yield slice(start, stop), scalars
             start = stop
-
-
-def _part(states: AdamStates, part: slice) -> AdamStates:
-    master = None if states.master is None else states.master[part]
-    return AdamStates(states.weight[part], master, states.exp_avg[part], states.exp_avg_sq[part])

@@ -18,12 +18,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from protrain.hardware.calibration.optimizers import AdamChunk, StreamedChunk
 from protrain.hardware.calibration.ranks import Collectives
-from protrain.hardware.calibration.rates import Products
-from protrain.hardware.calibration.tensors import pinned
+from protrain.hardware.calibration.rates import AdamChunk, Products, StreamedChunk, Transfers, pinned
 from protrain.hardware.calibration.timing import Effort
-from protrain.hardware.calibration.transfers import Transfers
 from protrain.hardware.profile import Contention
 from protrain_kernels import PADDING
 

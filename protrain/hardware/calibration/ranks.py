@@ -7,16 +7,17 @@ exchange its gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
+from typing import Any
 
 import torch
 
-from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.tensors import random_tensor
-from protrain.hardware.calibration.timing import batch_s, figure_of
-from protrain.hardware.profile import Contention, Figure
+from protrain.hardware.calibration.rates import random_tensor
+from protrain.hardware.calibration.timing import batch_s
+from protrain.hardware.profile import Contention
 
 _WHAT = "the timing of collectives"
 _WARM_UP = 3
@@ -65,15 +66,15 @@ class Collectives:
             self._both_s = max(self._ranks.all_values(batch_s(self.both, self._device, _WARM_UP), _WHAT))
         return math.ceil(_MARGIN * seconds / self._both_s)
 
-    def figures(self, size_bytes: int, *, budget_s: float) -> list[Figure]:
-        """The rates of a gather and of an exchange: the bytes that a rank receives from others, or sends to them."""
+    def gbps(self, size_bytes: int, *, budget_s: float) -> dict[str, Any]:
+        """The rates of a gather and of an exchange, by the names of a profile's fields.
+
+        They count the bytes that a rank receives from others, or sends to them.
+        """
         whole = self._divisible(size_bytes)
         moved = whole - whole // self._ranks.size
-        ways = {"all_gather": lambda: self.gather(whole), "all_to_all": lambda: self.exchange(whole)}
-        return [
-            figure_of(name, self._durations_s(run, budget_s / 2), moved / 1e9, "GB/s", at=format_bytes(size_bytes))
-            for name, run in ways.items()
-        ]
+        ways = {"all_gather_gbps": lambda: self.gather(whole), "all_to_all_gbps": lambda: self.exchange(whole)}
+        return {name: moved / 1e9 / median(self._durations_s(run, budget_s / 2)) for name, run in ways.items()}
 
     def _durations_s(self, run: Callable[[], object], budget_s: float) -> list[float]:
         """Seconds of each of as many runs as ``budget_s`` holds: equally many on all ranks."""
@@ -84,21 +85,9 @@ class Collectives:
         return [batch_s(run, self._device, 1) for _ in range(count)]
 
 
-def slowest(of_ranks: Sequence[Sequence[Figure]]) -> list[Figure]:
-    """The least of every rate over the ranks, which have measured the same figures. In a step all wait for it."""
-    if len(of_ranks) == 1:
-        return list(of_ranks[0])
-    return [
-        replace(
-            each[0],
-            median=min(figure.median for figure in each),
-            p20=min(figure.p20 for figure in each),
-            p80=min(figure.p80 for figure in each),
-            mean=min(figure.long_run for figure in each),
-            slowest_over_fastest=min(figure.median for figure in each) / max(figure.median for figure in each),
-        )
-        for each in zip(*of_ranks, strict=True)
-    ]
+def slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The least of every rate over the ranks, which have measured the same rates. In a step all wait for it."""
+    return {name: min(rates[name] for rates in of_ranks) for name in of_ranks[0]}
 
 
 def most_contended(of_ranks: Sequence[Sequence[Contention]]) -> list[Contention]:

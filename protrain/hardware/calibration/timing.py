@@ -1,6 +1,6 @@
 """How calibration times work, how long it takes, and how much memory it uses.
 
-A figure is timed in many batches of runs. The median counts, and the spread is reported. Work on a GPU is timed by
+Work is timed in many batches of runs, whose median counts. Work on a GPU is timed by
 events, in batches of a few milliseconds, so that launching is hidden as it is in a step. Work on the host is timed by
 the host's clock.
 """
@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-
-from protrain.hardware.profile import Figure
 
 MIB = 1024**2
 GIB = 1024**3
@@ -40,7 +38,7 @@ class Effort:
     """Times and sizes of one calibration.
 
     Full sizes are far beyond every cache. With less time or little memory the sizes shrink in proportion, and the
-    figures of much smaller sizes include the caches.
+    rates of much smaller sizes include the caches.
     """
 
     seconds: float  # of measuring; allocation and compilation come on top
@@ -80,9 +78,9 @@ class Effort:
 
     @property
     def transfer_bytes(self) -> list[int]:
-        """Sizes of copies between host and device, and of collectives: powers of two from 1 to 256 MiB."""
+        """Sizes of copies between host and device, and of collectives, that no cache holds: 64, 128 and 256 MiB."""
         largest = max(1, int(_LARGEST_TRANSFER_MIB * self.size))
-        return [MIB << bit for bit in range(largest.bit_length())]
+        return [MIB << bit for bit in range(largest.bit_length())][-3:]
 
 
 def quintiles_of(samples: Sequence[float]) -> tuple[float, float]:
@@ -126,34 +124,9 @@ def batch_s(run: Callable[[], object], device: torch.device, runs: int) -> float
     return (time.perf_counter() - begin) / runs
 
 
-def figure_of(name: str, durations: Sequence[float], work: float, unit: str, *, at: str = "") -> Figure:
-    """The rate at which ``work`` was done, without what the maker promises.
-
-    Args:
-        name: what was measured.
-        durations: seconds of each sample.
-        work: what one sample does, in ``unit`` times seconds.
-        unit: of the rate: "GB/s", "TFLOP/s", "G param/s".
-        at: the size, the number of threads or the way, where there are several.
-    """
-    rates = [work / max(seconds, 1e-12) for seconds in durations]
-    p20, p80 = quintiles_of(rates)
-    mean = work * len(durations) / max(sum(durations), 1e-12)
-    return Figure(name=name, at=at, unit=unit, median=median(rates), p20=p20, p80=p80, datasheet=None, mean=mean)
-
-
-def measured(
-    name: str,
-    run: Callable[[], object],
-    device: torch.device,
-    work: float,
-    unit: str,
-    *,
-    budget_s: float,
-    at: str = "",
-) -> Figure:
-    """The rate at which ``run`` does ``work``. The arguments are those of ``durations_s`` and of ``figure_of``."""
-    return figure_of(name, durations_s(run, device, budget_s=budget_s), work, unit, at=at)
+def rate(run: Callable[[], object], device: torch.device, work: float, *, budget_s: float) -> float:
+    """The median rate of ``run``, which does ``work`` each time: in the unit of the rate times seconds."""
+    return work / max(median(durations_s(run, device, budget_s=budget_s)), 1e-12)
 
 
 def load(run: Callable[[], object], device: torch.device, seconds: float) -> None:

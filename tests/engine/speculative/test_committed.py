@@ -146,7 +146,8 @@ def test_a_chunk_updated_in_stretches_has_the_same_bits(
     sizes, adam = [], chunks.adam
 
     def noted(weight: torch.Tensor, *args: Any, **options: Any) -> None:
-        sizes.append(weight.numel())
+        if "out" not in options:
+            sizes.append(weight.numel())
         adam(weight, *args, **options)
 
     monkeypatch.setattr(chunks, "adam", noted)

@@ -1,4 +1,4 @@
-"""AdamW out of place: the bits of AdamW in place, and the old states as they were."""
+"""AdamW into a second copy: the bits of AdamW in place, and the old states as they were."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from protrain_kernels import AdamStates, adam, adam_out_of_place, adam_scalars, adam_weight, split
+from protrain_kernels import AdamStates, adam, adam_scalars, split
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -59,9 +59,9 @@ def test_bits(
         grad = torch.randn(count).to(torch.bfloat16 if dtype is torch.bfloat16 else torch.float32)
         expected, before, new = copy(old), copy(old), copy(old, fill=77, start=start)
         adam(*expected, grad, scalars, scale=scale, threads=2)
-        adam_out_of_place(old, new, grad, scalars, scale=scale, threads=2)
+        adam(*old, grad, scalars, scale=scale, threads=2, out=new)
         alone = copy(old, fill=77, start=start).weight
-        adam_weight(old, alone, grad, scalars, scale=scale, threads=2)
+        adam(*old, grad, scalars, scale=scale, threads=2, out=alone)
         same_bits(alone, expected.weight)
         for ours, theirs, kept, was in zip(new, expected, old, before, strict=True):
             if ours is not None:
@@ -75,23 +75,21 @@ def test_bad_arguments_are_named() -> None:
     grad = torch.zeros(256, dtype=torch.bfloat16)
     new = copy(old)
     for wrong, message in (
-        (new._replace(exp_avg=old.exp_avg), r"new\.exp_avg overlaps old\.exp_avg"),
-        (new._replace(exp_avg=old.exp_avg_sq), r"new\.exp_avg overlaps old\.exp_avg_sq"),
-        (new._replace(exp_avg_sq=new.exp_avg), r"new\.exp_avg_sq overlaps new\.exp_avg"),
-        (new._replace(weight=grad), r"grad overlaps new\.weight"),
-        (new._replace(master=None), r"new\.master must be torch\.int16 for torch\.bfloat16"),
-        (new._replace(weight=new.weight.half()), r"new\.weight must be torch\.bfloat16"),
-        (new._replace(exp_avg_sq=new.exp_avg_sq.bfloat16()), r"new\.exp_avg_sq must be torch\.float32"),
-        (copy(states(128, torch.bfloat16)), r"new\.weight has 128 elements and needs 256"),
+        (new._replace(exp_avg=old.exp_avg), r"out\.exp_avg overlaps exp_avg"),
+        (new._replace(exp_avg=old.exp_avg_sq), r"exp_avg_sq overlaps out\.exp_avg"),
+        (new._replace(exp_avg_sq=new.exp_avg), r"out\.exp_avg_sq overlaps out\.exp_avg"),
+        (new._replace(weight=grad), r"out\.weight overlaps grad"),
+        (new._replace(master=None), r"out\.master must be torch\.int16, not None"),
+        (new._replace(weight=new.weight.half()), r"out\.weight must be torch\.bfloat16"),
+        (new._replace(exp_avg_sq=new.exp_avg_sq.bfloat16()), r"out\.exp_avg_sq must be torch\.float32"),
+        (copy(states(128, torch.bfloat16)), r"out\.weight has 128 elements and needs 256"),
     ):
         with pytest.raises(ValueError, match=message):
-            adam_out_of_place(old, wrong, grad, scalars)
-    with pytest.raises(ValueError, match=r"old\.exp_avg must be float32 or bfloat16, not torch\.float16"):
-        adam_weight(old._replace(exp_avg=old.exp_avg.half()), new.weight, grad, scalars)
+            adam(*old, grad, scalars, out=wrong)
     for weight, message in (
-        (old.weight, r"new_weight overlaps old\.weight"),
-        (new.weight.half(), r"new_weight must be torch\.bfloat16"),
-        (new.weight[:128], r"new_weight has 128 elements and needs 256"),
+        (old.weight, r"out\.weight overlaps weight"),
+        (new.weight.half(), r"out\.weight must be torch\.bfloat16"),
+        (new.weight[:128], r"out\.weight has 128 elements and needs 256"),
     ):
         with pytest.raises(ValueError, match=message):
-            adam_weight(old, weight, grad, scalars)
+            adam(*old, grad, scalars, out=weight)

@@ -1,4 +1,4 @@
-"""A slice says which tiles it has whole; a plan is made once for slices that stay, and refuses tensors without room."""
+"""A slice says which tiles it has whole. A row table is made once for given slices, and refuses too little room."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from protrain_kernels import TILE, Slice, fold
-from protrain_kernels.fold import plan_for
-from protrain_kernels.fold_plan import FoldPlan
+from protrain_kernels.fold import table_for
+from protrain_kernels.slices import RowTable
 
 
 def _slice(**changes: int) -> Slice:
@@ -67,9 +67,9 @@ def test_impossible_slices_are_refused(changes: dict[str, int], message: str) ->
         ({"pieces": torch.zeros(17, 256)}, "pieces of 17 ranks: fold 1 to 16 at a time"),
         ({"pieces": torch.zeros(2, 200)}, "pieces have 200 elements each: pad them to a multiple of 128"),
         ({"pieces": torch.zeros(513)[1:].view(2, 256)}, "pieces must start at a multiple of 256 bytes"),
-        ({"pieces": torch.zeros(2, 128)}, r"slices\[0\] takes elements 0 to 256 of a range of 128"),
-        ({"slices": [_slice(offset=128)]}, r"slices\[0\] takes elements 128 to 384 of a range of 256"),
-        ({"slices": [_slice(), _slice(offset=128)]}, r"slices\[1\] begins at 128, where another slice reaches to 256"),
+        ({"pieces": torch.zeros(2, 128)}, r"piece 0 takes elements 0 to 256 of 128"),
+        ({"slices": [_slice(offset=128)]}, r"piece 0 takes elements 128 to 384 of 256"),
+        ({"slices": [_slice(), _slice(offset=128)]}, r"piece 1 begins at 128, where another reaches to 256"),
         ({"gradient": torch.zeros(256).int()}, "gradient must be torch.bfloat16 or"),
         ({"gradient": torch.zeros(384)}, "gradient has 384 elements and needs 256"),
         ({"gradient": torch.zeros(257)[1:]}, "gradient must start at a multiple of 256 bytes"),
@@ -79,7 +79,7 @@ def test_impossible_slices_are_refused(changes: dict[str, int], message: str) ->
         ({"gradient": None}, "fold has nowhere to write"),
         ({"gradient": None, "accumulator": torch.zeros(256)}, "partials are of the gradient"),
         ({"partials": torch.zeros(1).double()}, "partials must be torch.float32"),
-        ({"slices": [_slice(partial_offset=1)]}, r"slices\[0\] writes partials up to 2 of 1"),
+        ({"slices": [_slice(partial_offset=1)]}, r"piece 0 writes partials up to 2 of 1"),
     ],
 )
 def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
@@ -111,27 +111,27 @@ def test_partials_of_tiles_that_are_cut_need_no_room() -> None:
 def test_every_program_knows_its_slice_and_place() -> None:
     sizes = [(0, 2 * TILE, 5 * TILE), (0, 0, 300), (TILE + 128, 2 * TILE, 4 * TILE)]
     offsets = [0, 2 * TILE, 2 * TILE]
-    plan = FoldPlan(
+    table = RowTable(
         [
             _slice(offset=offset, first=first, numel=numel, parameter_numel=parameter, partial_offset=7)
             for offset, (first, numel, parameter) in zip(offsets, sizes, strict=True)
         ],
         torch.device("cpu"),
     )
-    assert plan._slice_of.tolist() == [0, 2, 2]  # the last slice has parts of three tiles
-    assert plan._rows.tolist() == [
+    assert table.slice_of.tolist() == [0, 2, 2]  # the last slice has parts of three tiles
+    assert table.rows.tolist() == [
         [0, 0, 2 * TILE, 5 * TILE, 7, 0],
         [2 * TILE, 0, 0, 300, 7, 1],
         [TILE - 128, TILE + 128, 3 * TILE + 128, 4 * TILE, 7, 1],
     ]
 
 
-def test_fold_makes_a_plan_once() -> None:
-    plan_for.cache_clear()
+def test_fold_makes_a_table_once() -> None:
+    table_for.cache_clear()
     pieces, gradient = torch.zeros(2, 512), torch.zeros(512)
     for _ in range(3):
         fold(pieces, [_slice(), _slice(offset=256)], gradient=gradient, factor=1.0)
-    assert plan_for.cache_info().misses == 1
+    assert table_for.cache_info().misses == 1
     for offset in (0, 128, 256):
         fold(pieces, [_slice(offset=offset)], gradient=gradient, factor=1.0)
-    assert plan_for.cache_info().misses == 4
+    assert table_for.cache_info().misses == 4
