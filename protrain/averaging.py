@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import check_values, own_elements, read_own_master, whole, write_master
+from protrain.engine.states.parameter_state import own_elements, read_own_master, whole, write_master
 from protrain.engine.weights.state_hooks import members_of
 
 
@@ -97,12 +97,10 @@ class AveragedWeights:
         """Go on from what ``state_dict`` returned. Each rank takes its part of the whole averages.
 
         Raises:
-            ValueError: they are those of another model, or no whole tensors.
+            ValueError: they are those of another model.
         """
         engine, members = self._members()
         engine.memory.ranks.meet("the load_state_dict() of AveragedWeights")
-        for name, value in state_dict.items():
-            check_values(f"the average of {name}", value)
         if {m.name: m.shape for m in members} != {name: value.shape for name, value in state_dict.items()}:
             raise ValueError("the averages are of another model, as their names or shapes differ")
         for member in members:

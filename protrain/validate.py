@@ -1,27 +1,33 @@
-"""What ``protrain.wrap`` refuses, and why: arguments, model and optimizer are checked before anything is changed."""
+"""What ``protrain.wrap`` refuses, and why: arguments, model and optimizer are checked before anything is changed.
+
+The optimizer that it was given is refused afterwards, as it would do nothing.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from protrain.common import batch as batches
 from protrain.common.dtypes import MOMENT_DTYPES, default_dtype
-from protrain.common.errors import warn_user
+from protrain.common.errors import MisuseError, warn_user
 from protrain.common.parameters import DTYPES, is_managed, split_up
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.engine.states.empty import check_start_values
 from protrain.engine.states.groups import check_options
 from protrain.engine.states.weight_files import WeightSources, check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
+from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
 from protrain.planning.plan import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks, refuse_scripted
@@ -30,9 +36,7 @@ from protrain.profiler.trace import parameter_records
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-
-
-_OPTIMIZERS = torch.optim.Adam, torch.optim.AdamW
+_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +141,8 @@ def check_arguments(
 
 def _check_supported(optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError unless ``optimizer`` is a plain torch Adam or AdamW."""
-    if type(optimizer) not in _OPTIMIZERS:
-        kind = type(optimizer)
+    kind = type(optimizer)
+    if kind not in (torch.optim.Adam, torch.optim.AdamW):
         raise ValueError(
             f"optimizer must be torch.optim.AdamW or torch.optim.Adam, not {kind.__name__} of {kind.__module__}: "
             "ProTrain carries out the update itself and supports these two. Wrap first, and give what protrain.wrap "
@@ -279,3 +283,46 @@ def _check_kind(name: str, tensor: Tensor) -> None:
     if tensor.is_nested or tensor.layout is not torch.strided:
         layout = "a nested tensor" if tensor.is_nested else tensor.layout
         raise ValueError(f"{what} is {layout}, which ProTrain cannot place: keep a dense one")
+
+
+def retire(optimizer: torch.optim.Optimizer) -> None:
+    """Make the wrapped ``optimizer`` raise an error where it would now silently do nothing or save nothing.
+
+    Its param_groups stay live, and schedulers that were made with it keep working.
+    """
+    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
+        vars(optimizer)[name] = _refused(name)
+    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
+    if not _retired:
+        register_optimizer_step_pre_hook(_check_step)
+    _retired.add(optimizer)
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MisuseError(
+            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
+            "its state have moved: use the optimizer that it returned"
+        )
+
+    return refuse
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Refuse a step of any optimizer that ProTrain does not know of, as it would do nothing.
+
+    It finds no gradients of parameters that are in no group of the wrapped optimizer.
+    """
+    if optimizer in _retired:
+        _refused("step")()
+    if isinstance(optimizer, ProTrainOptimizer):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, PresentParameter) and parameter.requires_grad:
+                raise MisuseError(
+                    f"step() of an optimizer that protrain.wrap did not return ({type(optimizer).__name__}) cannot "
+                    f"train {parameter.protrain_handle.name}, which lies in ProTrain's chunks: use the optimizer that "
+                    "it returned, and give protrain.wrap one AdamW or Adam with a group for everything that is to be "
+                    "trained"
+                )

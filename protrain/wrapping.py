@@ -17,12 +17,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, TypeVar
-from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from protrain.common import batch as batches
 from protrain.common import tables
@@ -56,14 +54,13 @@ from protrain.profiler.blocks import checkpointing_switches, find_blocks, switch
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
-from protrain.validate import TrainingOptions, check_arguments, naming, refuse_gradients
+from protrain.validate import TrainingOptions, check_arguments, naming, refuse_gradients, retire
 
 Model = TypeVar("Model", bound=nn.Module)
 _NOT_CALIBRATED = (
     "this machine is not calibrated, so the plan uses figures measured on other machines: `protrain calibrate` "
     "measures this one, once, in under a minute, for a plan that may be faster"
 )
-_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 def wrap(
@@ -203,7 +200,7 @@ def wrap(
         begin(example_batch)
     else:
         _at_first_call(model, begin)
-    _retire(optimizer)
+    retire(optimizer)
     generate_together(model, ranks)
     _extend(model, wrapped, torch.zeros((), dtype=options.dtype, device=target))
     return model, wrapped
@@ -244,8 +241,10 @@ def _begin_training(
         why = why_not_cached(target)
         note(_NOT_CALIBRATED if why is None else f"{_NOT_CALIBRATED}; {why}")
     with ExitStack() as changes:
-        model_profile = _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes)
-        model_profile = largest_of_all(ranks, model_profile)
+        model_profile = largest_of_all(
+            ranks,
+            _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes),
+        )
         model_profile = replace(model_profile, accumulation=options.accumulation, moment_dtype=options.moment_dtype)
         with stage("planning"), naming(options.plan_file):
             chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))
@@ -449,46 +448,3 @@ def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor
 
     vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
     refuse_moves(model, sample)
-
-
-def _retire(optimizer: torch.optim.Optimizer) -> None:
-    """Make the wrapped ``optimizer`` raise an error where it would now silently do nothing or save nothing.
-
-    Its param_groups stay live, and schedulers that were made with it keep working.
-    """
-    for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-        vars(optimizer)[name] = _refused(name)
-    # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
-    if not _retired:
-        register_optimizer_step_pre_hook(_check_step)
-    _retired.add(optimizer)
-
-
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise MisuseError(
-            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
-            "its state have moved: use the optimizer that it returned"
-        )
-
-    return refuse
-
-
-def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse a step of any optimizer that ProTrain does not know of, as it would do nothing.
-
-    It finds no gradients of parameters that are in no group of the wrapped optimizer.
-    """
-    if optimizer in _retired:
-        _refused("step")()
-    if isinstance(optimizer, ProTrainOptimizer):
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if isinstance(parameter, PresentParameter) and parameter.requires_grad:
-                raise MisuseError(
-                    f"step() of an optimizer that protrain.wrap did not return ({type(optimizer).__name__}) cannot "
-                    f"train {parameter.protrain_handle.name}, which lies in ProTrain's chunks: use the optimizer that "
-                    "it returned, and give protrain.wrap one AdamW or Adam with a group for everything that is to be "
-                    "trained"
-                )

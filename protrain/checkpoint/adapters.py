@@ -23,8 +23,7 @@ from protrain.common.errors import CheckpointError
 from protrain.common.records import Record
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
-from protrain.engine.states.stored_tensors import reading, weight_files
-from protrain.engine.states.weight_files import weight_sources
+from protrain.engine.states.weight_files import reading, weight_files, weight_sources
 
 ADAPTER_FILE = "adapter_model"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from protrain.common.errors import CheckpointError
 from protrain.engine.states.parameter_state import StateInPlace
-from protrain.engine.states.stored_tensors import open_file, safetensors_package
+from protrain.engine.states.weight_files import open_file, safetensors_package
 
 FILE_BYTES = 1024**3  # of the files of a node, as far as one file of each of its ranks together
 _PIECE_ELEMENTS = 1 << 20  # that are written at once: a save needs this memory a few times

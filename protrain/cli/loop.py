@@ -32,7 +32,7 @@ from protrain.cli.training_run import Run
 from protrain.common.errors import MisuseError
 from protrain.common.progress import note
 from protrain.common.signals import InterruptedRun, Stopped, StopRequests
-from protrain.forward.rng import seed_of
+from protrain.forward.module_state import seed_of
 
 _STEPS_WITH_TRACE = 5  # three steps that warm up, and two that are traced
 _TRACED_FROM = _STEPS_WITH_TRACE - 2  # the number of steps before the traced ones

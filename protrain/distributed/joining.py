@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from protrain.common.errors import MisuseError, warn_user
@@ -52,16 +51,13 @@ def check_group(group: object) -> None:
     """Raise a ValueError if ``group`` is no process group that this process belongs to."""
     if group is None or isinstance(group, dist.ProcessGroup):
         return
-    if isinstance(group, DeviceMesh):
-        names = group.mesh_dim_names or ("dp",)
-        raise ValueError(
-            f"process_group is a device mesh: pass the group of one of its dimensions, mesh[{names[0]!r}].get_group(). "
-            "ProTrain shards over one group. Replicas of shards (HSDP) and tensor, context or pipeline parallelism in "
-            "other dimensions do not exist"
-        )
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this process does not belong to process_group: call protrain.wrap in its members alone")
-    raise ValueError(f"process_group must be a torch.distributed.ProcessGroup, not a {type(group).__name__}")
+    raise ValueError(
+        f"process_group must be a torch.distributed.ProcessGroup, not a {type(group).__name__}. Of a device mesh pass "
+        "the group of one dimension, mesh[name].get_group(): ProTrain shards over one group, without replicas (HSDP) "
+        "and without tensor, context or pipeline parallelism in other dimensions"
+    )
 
 
 def start_group() -> None:

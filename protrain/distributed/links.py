@@ -1,4 +1,4 @@
-"""Connections between all ranks, beside those of their process groups, over which a watcher hears of the others.
+"""Connections between all ranks, beside those of their process groups, and what their watchers tell each other there.
 
 A connection tells of the death of a process: the kernel closes it within milliseconds, whatever killed the process. A
 message that was sent before arrives before that. So nobody needs heartbeats, or a threshold after which silence means
@@ -8,11 +8,15 @@ death, which a slow machine would cross.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
@@ -21,10 +25,39 @@ from protrain.common.errors import MisuseError
 DIED = "rank {} has died: its process was killed or crashed. See what it printed last"
 STORE_IS_GONE = "the process has ended that has the store of all ranks, which is rank 0 or the launcher"
 
-Message: TypeAlias = list[Any]  # of what JSON has
+REMEDY = (
+    "All ranks must make the same calls in the same order, and have equally many batches: only what is done with their "
+    "results may stand under `if rank == 0`"
+)
 
+Message: TypeAlias = list[Any]  # of what JSON has
+Notes: TypeAlias = Sequence[tuple[int, str, int]]  # of each collective its number, what it is for, and its bytes
+
+_OF_ALL = ("barrier", "monitored_barrier", "all_", "reduce_scatter")  # torch's collectives that need all ranks
 _CALL_S = 20.0  # how long the system of another rank may take to accept a call, whatever its process does
 _MESSAGE_BYTES = 1 << 24  # more than any message has, and less than what a stranger's first letters mean as a number
+
+
+class Raised(NamedTuple):
+    """An exception."""
+
+    number: int  # of the last note before it
+    place: str  # in words that follow "an exception"
+    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
+    times: int  # how many are known since all ranks agreed, with this one
+
+
+class State(NamedTuple):
+    """What the other ranks should know of one."""
+
+    number: int = 0  # of its last note
+    raised: Raised | None = None  # its last exception since all ranks agreed
+    ended: bool = False  # it takes no part any more
+    decided: str | None = None  # who is to blame
+    call: tuple[str, int] | None = None  # the collective of the script in which it pauses, as ``script_call`` has it
+    notes: Notes = ()
+    gone: bool = False  # its process has ended
+    heard: float = math.inf  # when this came from it, in seconds
 
 
 class Links:
@@ -130,3 +163,60 @@ def _own_address(host: str) -> str | None:
         probe.connect(target)  # sends nothing
         own = str(probe.getsockname()[0])
     return None if own == target[0] or own.startswith("127.") or own == "::1" else own
+
+
+def first_difference(notes: Mapping[int, Notes]) -> str | None:
+    """The first note that differs between ranks, in words. None: there is none among those that are known.
+
+    Args:
+        notes: by rank.
+    """
+    ranks_of: dict[int, dict[str, list[int]]] = {}
+    for rank in sorted(notes):
+        for number, what, size_bytes in notes[rank]:
+            place = f"{what} with {size_bytes:,} bytes" if size_bytes else what
+            ranks_of.setdefault(number, {}).setdefault(place, []).append(rank)
+    for _, found in sorted(ranks_of.items()):
+        if len(found) > 1:
+            # Most ranks do what is right, or the first one does.
+            (usual, most), (other, few), *_ = sorted(found.items(), key=lambda item: (-len(item[1]), item[1][0]))
+            return f"{named(few)} came to {other}, while {named(most)} came to {usual}. {REMEDY}"
+    return None
+
+
+def named(ranks: Sequence[int]) -> str:
+    """``ranks`` in words."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# -- collectives of the script on the default group --------------------------------------------------------------------
+
+
+def script_call(thread: int) -> tuple[str, int] | None:
+    """The collective of the script that ``thread`` is in, of those that no rank leaves before all have come."""
+    calls = [
+        frame
+        for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))
+        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and frame.f_code.co_name.startswith(_OF_ALL)
+    ]
+    # A collective may be made of others: the outermost is that which the script has called.
+    if not calls or calls[-1].f_locals.get("group") not in (None, dist.group.WORLD):
+        return None
+    return calls[-1].f_code.co_name, begun()
+
+
+def begun() -> int:
+    """How many collectives this rank has begun on the default group. 0 if torch does not say so."""
+    with suppress(Exception):
+        group: Any = dist.group.WORLD
+        backends = {group._get_backend(device) for device in group._device_types}
+        return sum(backend._get_sequence_number_for_group() for backend in backends)
+    return 0
+
+
+def end_script_call() -> None:
+    """End the collective of the script, if it goes through NCCL, which waits for ever. Gloo ends as other ranks do."""
+    with suppress(Exception):  # it may have ended meanwhile
+        group: Any = dist.group.WORLD
+        if any(group._get_backend(device).name() == "nccl" for device in group._device_types):
+            group.abort()

@@ -35,8 +35,8 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError
 from protrain.common.signals import StopRequests
-from protrain.distributed.links import Links
-from protrain.distributed.watch import Watch, first_difference, never_free
+from protrain.distributed.links import Links, first_difference
+from protrain.distributed.watch import Watch, never_free
 
 _ABSENT_S = 20.0  # how long a call that all ranks must make waits for the others
 _CONNECTING_BYTES = 1024, 4 * 1024**2  # for each rank: NCCL has several ways to send, depending on the size

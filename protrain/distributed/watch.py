@@ -39,22 +39,32 @@ import os
 import signal
 import sys
 import threading
-import traceback
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from time import monotonic, sleep
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from protrain.common.errors import MisuseError, warn_user
-from protrain.distributed.links import DIED, Links, Message
+from protrain.distributed.links import (
+    DIED,
+    REMEDY,
+    Links,
+    Message,
+    Raised,
+    State,
+    begun,
+    end_script_call,
+    first_difference,
+    named,
+    script_call,
+)
 
 TICK_S = 1.0  # after so long without a note, the last ones are sent
 CAUGHT_S = 5.0  # how long a rank that has raised an exception may take to go on
@@ -66,38 +76,10 @@ _TURN_S = 0.1  # after which a wait looks for a decision, and the thread for wha
 _KEPT = 1024  # notes: those of a step of a large model, as a host may be as far ahead of its GPU
 _ABORT_S = 5  # how long a process that got out of step waits for its communicators to be given up, before it ends
 _END_S = 10  # how long it may take to end after that
-_OF_ALL = ("barrier", "monitored_barrier", "all_", "reduce_scatter")  # torch's collectives that need all ranks
 
-REMEDY = (
-    "All ranks must make the same calls in the same order, and have equally many batches: only what is done with their "
-    "results may stand under `if rank == 0`"
-)
 WAITING = r"rank \d+ has waited"  # how the warning of a rank begins that waits for others
 
 Result = TypeVar("Result")
-Notes: TypeAlias = Sequence[tuple[int, str, int]]  # of each collective its number, what it is for, and its bytes
-
-
-class Raised(NamedTuple):
-    """An exception."""
-
-    number: int  # of the last note before it
-    place: str  # in words that follow "an exception"
-    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
-    times: int  # how many are known since all ranks agreed, with this one
-
-
-class State(NamedTuple):
-    """What the other ranks should know of one."""
-
-    number: int = 0  # of its last note
-    raised: Raised | None = None  # its last exception since all ranks agreed
-    ended: bool = False  # it takes no part any more
-    decided: str | None = None  # who is to blame
-    call: tuple[str, int] | None = None  # the collective of the script in which it pauses, as ``_script_call`` has it
-    notes: Notes = ()
-    gone: bool = False  # its process has ended
-    heard: float = math.inf  # when this came from it, in seconds
 
 
 class Watch:
@@ -262,7 +244,7 @@ class Watch:
         """For whom this rank waits."""
         late = [rank for rank, peer in self.peers.items() if max(peer.number, self._agreed) < self._number]
         return (
-            f"rank {self._rank} has waited {waited_s:.0f} s for {_named(late) if late else 'other ranks'} in "
+            f"rank {self._rank} has waited {waited_s:.0f} s for {named(late) if late else 'other ranks'} in "
             f"{self._place(self._number)} (collective {self._number})"
         )
 
@@ -282,7 +264,7 @@ class Watch:
             if ticks:
                 next_tick, paused, seen = monotonic() + TICK_S, seen == self._number, self._number
                 is_absent = paused and self._waits_since == math.inf
-                before, call = call, _script_call(self._trains) if is_absent else None
+                before, call = call, script_call(self._trains) if is_absent else None
                 self._call = call if call == before else None  # an asynchronous one is left at once
                 if not is_absent:
                     moved_s = monotonic()
@@ -336,7 +318,7 @@ class Watch:
             return f"rank {rank} has raised an exception{raised.place}, {here}: {raised.error or '?'}"
         if peer.ended:
             return f"rank {rank} has ended, {here}. {REMEDY}"
-        if peer.call is not None and waited_s > STUCK_S and peer.call[1] > _begun():
+        if peer.call is not None and waited_s > STUCK_S and peer.call[1] > begun():
             return f"rank {rank} is in torch.distributed.{peer.call[0]}(), {here}. {REMEDY}"
         return None
 
@@ -348,30 +330,7 @@ class Watch:
             self.decided = reason  # before a thread comes free that waits for the GPU
         _give_up(self._abort)
         if self._call is not None:
-            _give_up(_end_call)
-
-
-def first_difference(notes: Mapping[int, Notes]) -> str | None:
-    """The first note that differs between ranks, in words. None: there is none among those that are known.
-
-    Args:
-        notes: by rank.
-    """
-    ranks_of: dict[int, dict[str, list[int]]] = {}
-    for rank in sorted(notes):
-        for number, what, size_bytes in notes[rank]:
-            place = f"{what} with {size_bytes:,} bytes" if size_bytes else what
-            ranks_of.setdefault(number, {}).setdefault(place, []).append(rank)
-    for _, found in sorted(ranks_of.items()):
-        if len(found) > 1:
-            # Most ranks do what is right, or the first one does.
-            (usual, most), (other, few), *_ = sorted(found.items(), key=lambda item: (-len(item[1]), item[1][0]))
-            return f"{_named(few)} came to {other}, while {_named(most)} came to {usual}. {REMEDY}"
-    return None
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            _give_up(end_script_call)
 
 
 def _is_done(work: dist.Work) -> bool:
@@ -383,39 +342,6 @@ def _is_done(work: dist.Work) -> bool:
             return False
         work.wait()  # raises what went wrong, or else it has ended just now
     return True
-
-
-# -- collectives of the script on the default group --------------------------------------------------------------------
-
-
-def _script_call(thread: int) -> tuple[str, int] | None:
-    """The collective of the script that ``thread`` is in, of those that no rank leaves before all have come."""
-    calls = [
-        frame
-        for frame, _ in traceback.walk_stack(sys._current_frames().get(thread))
-        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and frame.f_code.co_name.startswith(_OF_ALL)
-    ]
-    # A collective may be made of others: the outermost is that which the script has called.
-    if not calls or calls[-1].f_locals.get("group") not in (None, dist.group.WORLD):
-        return None
-    return calls[-1].f_code.co_name, _begun()
-
-
-def _begun() -> int:
-    """How many collectives this rank has begun on the default group. 0 if torch does not say so."""
-    with suppress(Exception):
-        group: Any = dist.group.WORLD
-        backends = {group._get_backend(device) for device in group._device_types}
-        return sum(backend._get_sequence_number_for_group() for backend in backends)
-    return 0
-
-
-def _end_call() -> None:
-    """End the collective of the script, if it goes through NCCL, which waits for ever. Gloo ends as other ranks do."""
-    with suppress(Exception):  # it may have ended meanwhile
-        group: Any = dist.group.WORLD
-        if any(group._get_backend(device).name() == "nccl" for device in group._device_types):
-            group.abort()
 
 
 # -- the end of a process whose ranks are out of step ------------------------------------------------------------------

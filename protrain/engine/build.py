@@ -12,30 +12,33 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain.common.parameters import DTYPES, moved, unmanaged_memory
 from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
-from protrain.engine.activations.ledger import Ledger, SimulatedLedger
 from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
-from protrain.engine.states.allocation import (
+from protrain.engine.states.arena import (
+    ActivationBytes,
+    Arena,
+    EngineMemory,
     complete_chunks,
     make_chunks,
     make_members,
     planned_states,
     state_sizes_bytes,
+    whole_pages,
 )
-from protrain.engine.states.arena import ActivationBytes, Arena, EngineMemory, whole_pages
 from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.states.weight_files import WeightSources
 from protrain.engine.streams import streams_for
-from protrain.engine.units import ManagedModel
-from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.host_updates import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
+from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
+from protrain.engine.weights.views import Ledger, SimulatedLedger
 from protrain.planning.layout import most_held
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.sharing import Sharing
@@ -124,20 +127,18 @@ def build_engine(
         chunks=chunks,
         members=members,
     )
-    worker = HostWorker(threads=host_threads, device=device)
     gradients = Gradients(managed)
     streamer = _streamer(managed, sharing)
     staging_bytes = 0 if streamer is None else sharing.staging_bytes
     ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)
-    arena = memory.arena
-    arena.reserve(_activation_bytes(profile, plan))
+    memory.arena.reserve(_activation_bytes(profile, plan))
     bindings = Bindings(managed, buffers)
     updates = Updates(
         managed,
         groups=groups,
         gradients=gradients,
         buffers=buffers,
-        worker=worker,
+        worker=HostWorker(threads=host_threads, device=device),
         streamer=streamer,
         committer=HostWorker(threads=1, device=device, name="protrain-committer"),
     )
@@ -148,7 +149,7 @@ def build_engine(
         updates=updates,
         buffers=buffers,
         bindings=bindings,
-        swap_slots=HostSlots(arena, memory.streams, limit_bytes=max(host_bytes, arena.total_bytes)),
+        swap_slots=HostSlots(memory.arena, memory.streams, limit_bytes=max(host_bytes, memory.arena.total_bytes)),
         ledger=ledger,
         step_during_backward=step_during_backward,
     )

@@ -42,8 +42,7 @@ from typing import Any
 import torch
 
 from protrain.common.errors import MisuseError
-from protrain.engine.activations.ledger import Ledger
-from protrain.engine.activations.modes import Frames
+from protrain.engine.activations.modes import frame_of
 from protrain.engine.activations.saved import Frame
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.clipping import Clipping, LossScale
@@ -52,18 +51,17 @@ from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import span
-from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.updates.updates import Updates
-from protrain.engine.visits import Visits
-from protrain.engine.weights.bindings import Bindings
+from protrain.engine.visits import ManagedModel, Unit, Visits
+from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.escaping import copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.parameter import (
     frozen_error,
     refuse_foreign_gradients,
     refuse_hooks_on_sums,
     take_gradient,
 )
+from protrain.engine.weights.views import Ledger
 from protrain.planning.timeline import GPU
 
 
@@ -122,7 +120,8 @@ class Engine:
         self._visits = Visits(managed, buffers=buffers, take_gradients=self._take_gradients)
         # By unit, the one that forward calls just before the first call of it: backward reaches that next.
         self._unit_before = {unit: before for before, unit in reversed([*pairwise(profile.calls)])}
-        self.frames = Frames(managed)
+        # In the current forward every block is recomputed, and nothing is offloaded: it takes less memory than planned.
+        self.recompute_all = False
         self._current: Unit | None = None  # the unit whose backward runs
         self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # To the callback that autograd calls at the end of backward. None: there is no backward; dead: it has raised.
@@ -156,7 +155,7 @@ class Engine:
 
         def run() -> Any:
             if torch.is_grad_enabled():
-                return self.frames.of(unit)(self, unit).run(function, args, kwargs)
+                return frame_of(self, unit).run(function, args, kwargs)
             return function(*args, **kwargs)
 
         output = self._run_bound(unit, run)
@@ -314,18 +313,8 @@ class Engine:
                 # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
                 if self.gradients.agree(chunk) and not self.buffers.in_use(chunk):
                     self._update_inside(chunk)
-            elif chunk.speculates and self.gradients.has_all(chunk):
+            elif chunk.speculative is not None and self.gradients.has_all(chunk):
                 self.updates.speculate(chunk, self._unscaling())
-
-    def _end_gradients(self) -> None:
-        """The backward is over."""
-        if self._inside and not self.gradients.no_sync:
-            for chunk in self.chunks:
-                if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
-                    self._update_inside(chunk)
-            self.updates.end_backward()
-            self._forget()
-        self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
 
     def _update_inside(self, chunk: Chunk) -> None:
         self.updated_inside.add(chunk.index)
@@ -342,7 +331,13 @@ class Engine:
             self._visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
-                self._end_gradients()
+                if self._inside and not self.gradients.no_sync:
+                    for chunk in self.chunks:
+                        if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
+                            self._update_inside(chunk)
+                    self.updates.end_backward()
+                    self._forget()
+                self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
             self._backward = None
 
     def reset(self) -> None:
@@ -401,11 +396,6 @@ class Engine:
             )
         self.gradients.refuse_missing(what, index)
         return self._clipping
-
-    def forget_gradient(self, index: int) -> None:
-        """The user has set ``.grad`` of parameter ``index`` to None. When all are None, all are forgotten."""
-        if self.gradients.forget(index):
-            self.forget_gradients()
 
     def forget_gradients(self, *, zeros: bool = False) -> bool:
         """Forget all gradients (``zero_grad``). Returns whether that ends a step whose backward was cut short.

@@ -20,11 +20,11 @@ from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, warn_user
 from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
-from protrain.engine.planned_batch import PlannedBatch
+from protrain.engine.inputs import PlannedBatch
 from protrain.engine.streams import span
-from protrain.engine.units import Unit
+from protrain.engine.visits import Unit
 from protrain.engine.weights.handle import Handle
-from protrain.engine.weights.parameter import PresentParameter, manage
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.compilation import CompiledForward
 from protrain.planning.plan import BlockMode
 from protrain.planning.timeline import GPU
@@ -37,7 +37,8 @@ def install(engine: Engine) -> None:
         handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
         if member.parameter.requires_grad:
             member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
-        manage(member.parameter, handle)
+        member.parameter.__class__ = PresentParameter
+        vars(member.parameter)["protrain_handle"] = handle
         member.edits = member.parameter._version
         engine.bindings.release(member)
     for unit in engine.units:
@@ -68,8 +69,13 @@ def _replace_forward(module: nn.Module, run: Callable[..., Any]) -> None:
     module.forward = MethodType(forward, module)
 
 
-def _refuse_compiler() -> None:
-    """MisuseError if torch.compile was given the wrapped model or a part of it, and now compiles the engine's code."""
+def _refuse_tracing() -> None:
+    """MisuseError if the engine would run under a compiler, or under a transform of torch.func.
+
+    torch.compile, given the wrapped model or a part of it, would compile the engine's code. torch.func calls the model
+    with tensors that stand for others, and would fail where weights are moved, so under some plans only. A backward may
+    be transformed, as torch.autograd.grad(is_grads_batched=True) does.
+    """
     callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback()  # callable while a frame is being compiled
     if callable(callback):
         raise MisuseError(
@@ -77,14 +83,6 @@ def _refuse_compiler() -> None:
             "transfers of its weights: leave torch.compile out, and pass compile=True to protrain.wrap, which compiles "
             "each block"
         )
-
-
-def _refuse_transforms() -> None:
-    """MisuseError if torch.func has the model, or a part of it, called with tensors that stand for others.
-
-    It would fail where weights are moved, and so under some plans only. A backward may be transformed, as
-    torch.autograd.grad(is_grads_batched=True) does.
-    """
     if torch._C._functorch.peek_interpreter_stack() is not None and torch._C._current_graph_task_id() == -1:
         raise MisuseError(
             "a model that protrain.wrap has wrapped, or a part of one, was called inside a transform of torch.func "
@@ -99,8 +97,7 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
         original = _with_plain_parameters(list(unit.module.parameters()), original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        _refuse_compiler()
-        _refuse_transforms()
+        _refuse_tracing()
         with span(GPU, f"forward {unit.label}"):
             return engine.run_unit(unit, original, args, kwargs)
 
@@ -159,7 +156,9 @@ class _Root:
         self._engine = engine
         self._model = model = engine.model
         self._original = model.forward
-        names = _positional_names(self._original)
+        # Parameters that may be passed by position.
+        kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        names = [name for name, p in inspect.signature(self._original).parameters.items() if p.kind in kinds]
         self._planned_batch = PlannedBatch(engine.profile, engine.plan, model, engine.memory, names)
         self._training_arguments = batches.training_arguments(model, {})  # those that a training adds to the batch's
         self._switches = checkpointing_switches(model)
@@ -192,9 +191,8 @@ class _Root:
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Begin a forward of the model. Returns the arguments with which it runs: on the device, and in its type."""
-        _refuse_compiler()
+        _refuse_tracing()
         engine = self._engine
-        _refuse_transforms()
         refuse_others(engine.memory.ranks, self._processes)
         args, kwargs = engine.inputs.to_device((args, kwargs))
         args, kwargs = batches.cast_inputs(args, kwargs, engine.memory.dtype)
@@ -207,11 +205,5 @@ class _Root:
         engine.begin_forward()
         if self._recompute_together:  # a second run of a block begins its collectives again, on all ranks or none
             recompute = any(engine.memory.ranks.all_values(recompute, "the question whether blocks are recomputed"))
-        engine.frames.recompute_all = recompute
+        engine.recompute_all = recompute
         return args, kwargs
-
-
-def _positional_names(function: Callable[..., Any]) -> list[str]:
-    """Names of the parameters that may be passed by position."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind in kinds]

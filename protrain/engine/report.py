@@ -11,9 +11,9 @@ import torch
 
 from protrain.common.records import Record
 from protrain.common.tables import format_bytes, format_change, format_ms
-from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.engine import Engine
 from protrain.engine.updates.host_updates import UpdateState
+from protrain.engine.weights.views import SimulatedLedger
 
 _TIMED_STEPS = 200
 _SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than plans are made for
@@ -110,8 +110,7 @@ class StepClock:
 
 def make_report(engine: Engine, clock: StepClock, *, predicted_host_gparams: float) -> Report:
     """The report of ``engine``."""
-    updates = engine.updates
-    host, streamer = updates.host, updates.streamer
+    host, streamer = engine.updates.host, engine.updates.streamer
     ledger, device = engine.ledger, engine.memory.device
     peak = ledger.peak_bytes if isinstance(ledger, SimulatedLedger) else torch.cuda.max_memory_allocated(device)
     return Report(

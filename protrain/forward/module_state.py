@@ -1,4 +1,4 @@
-"""The content of a block's modules, so that a second run of the block finds what the first run found.
+"""The content of a block's modules and of random generators, so that a second run finds what the first run found.
 
 [Note: what a block finds] A second run must start from what the modules were at the call, and leave behind what they
 are when it begins. A script may change modules between the two (it switches adapters, sets numbers, removes hooks), and
@@ -29,20 +29,71 @@ threads and of queues, which others use meanwhile; objects with slots, and objec
 from __future__ import annotations
 
 import pickle
+import random
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import chain, islice, repeat
 from operator import is_
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from protrain.common.parameters import same_bytes
-from protrain.forward.rng import GENERATORS, SHARED
+
+GENERATORS = (torch.Generator, np.random.RandomState, np.random.Generator, np.random.BitGenerator, random.Random)
+# The generators that the functions of ``random`` and ``np.random`` draw from, which all code shares.
+SHARED: tuple[Any, ...] = cast(Any, random)._inst, cast(Any, np.random.get_state).__self__
+
+
+class RandomState:
+    """The states of torch's generators and of ``generators`` now. Inside a ``with`` the same is drawn again."""
+
+    def __init__(self, device: torch.device, generators: Iterable[Any] = ()) -> None:
+        self._device, self._generators = device, [*generators]
+        self._put_back: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
+        if device.type == "cuda":
+            self._put_back.append(partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device))
+        self._put_back += map(_put_back, self._generators)
+
+    def set(self) -> None:
+        """Draw the same numbers from here on."""
+        for put_back in self._put_back:
+            put_back()
+
+    def __enter__(self) -> None:
+        self._restore = RandomState(self._device, self._generators)
+        self.set()
+
+    def __exit__(self, *exception: object) -> None:
+        self._restore.set()
+
+
+def _put_back(generator: Any) -> Callable[[], object]:
+    """A function that puts ``generator``, one of ``GENERATORS``, back to its present state."""
+    if isinstance(generator, torch.Generator):
+        return partial(generator.set_state, generator.get_state())
+    if isinstance(generator, np.random.RandomState):
+        return partial(generator.set_state, generator.get_state(legacy=False))
+    if isinstance(generator, random.SystemRandom):  # it has no state
+        return lambda: None
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return partial(setattr, bits, "state", bits.state)
+
+
+def seed_of(*key: int) -> int:
+    """A seed for ``key``, such as the seed of a run, a step and the number of a micro-batch.
+
+    Numbers that are drawn with this seed depend neither on the rank nor on earlier draws.
+    """
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0])
+
 
 _LONGEST = 1000  # entries of a container, as a longer one is no setting, and would take long to compare
 _DEPTH = 6  # of containers and objects in each other, from a module's attributes on

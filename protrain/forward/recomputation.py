@@ -24,8 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from protrain.common.errors import MisuseError
 from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_of_cache
 from protrain.forward.autocast import autocast_of_now
-from protrain.forward.module_state import BlockModules
-from protrain.forward.rng import RandomState
+from protrain.forward.module_state import BlockModules, RandomState
 
 INPUTS = "its inputs, as it is recomputed"
 

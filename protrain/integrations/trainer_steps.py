@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from accelerate.data_loader import DataLoaderShard
 
-from protrain.forward.rng import seed_of
+from protrain.forward.module_state import seed_of
 
 # The modules whose `compute_loss` counts as `args.average_tokens_across_devices` says, or leaves it to the Trainer to
 # divide by `current_gradient_accumulation_steps`.

@@ -23,7 +23,7 @@ from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.weights.awaited import Awaited, awaited_error
+from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.answer import Answer, explain, host_gparams
 from protrain.planning.plan import Plan
@@ -345,7 +345,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with engine.quiet():
             members = [self._by_name[name] for name in found]
             for member in members:
-                parameter_state.import_state(member, found[member.name])
+                parameter_state.import_part(member, found[member.name])
             engine.weights_changed([member.chunk for member in members])
 
     def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
@@ -439,7 +439,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         with self._engine.quiet():
             for name, elements, tensors in parts:
                 member = self._by_name[name]
-                parameter_state.import_part(member, elements, tensors)
+                parameter_state.import_part(member, tensors, elements)
                 self._engine.weights_changed([member.chunk])
 
     # -- internals -----------------------------------------------------------------------------------------------------

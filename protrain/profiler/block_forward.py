@@ -23,9 +23,8 @@ from protrain.common.parameters import is_plain
 from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_in, tensors_of_cache
 from protrain.forward.autocast import AutocastOnMeta
 from protrain.forward.compilation import eager_of, graphs_compiled
-from protrain.forward.module_state import BlockModules
+from protrain.forward.module_state import BlockModules, RandomState
 from protrain.forward.recomputation import Recomputation
-from protrain.forward.rng import RandomState
 from protrain.profiler.operations import AttentionCall, Operations, allocated_bytes, memory_in, storage_key, storages_in
 from protrain.profiler.stand_in_weights import StandInWeights, Uses
 

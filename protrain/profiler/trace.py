@@ -23,8 +23,7 @@ from protrain.common.dtypes import default_dtype
 from protrain.common.parameters import DTYPES, is_managed, refuse_moves
 from protrain.distributed.devices import own_device
 from protrain.forward.chunked_loss import is_chunked
-from protrain.forward.module_state import BlockModules, Contents
-from protrain.forward.rng import SHARED, RandomState
+from protrain.forward.module_state import SHARED, BlockModules, Contents, RandomState
 from protrain.profiler.blocks import (
     checkpointing_switches,
     find_blocks,

@@ -322,7 +322,10 @@ def refused(rank: int, what: str) -> str:
     [
         ("tensor parallelism", "parameter blocks.0.linear.weight is a DTensor, .* tensor, context or pipeline "),
         ("HSDP", r"parameter blocks.0.linear.weight is a DTensor, .* replicas of shards \(HSDP\)"),
-        ("mesh", r"process_group is a device mesh: pass .* mesh\['replicate'\].get_group\(\)\. .*\(HSDP\)"),
+        (
+            "mesh",
+            r"process_group must be a .*, not a DeviceMesh\. .*mesh\[name\].get_group\(\).*\(HSDP\)",
+        ),
         ("dp", "process_group must be a torch.distributed.ProcessGroup, not a str"),
     ],
 )

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.distributed.watch import Watch, first_difference
+from protrain.distributed.links import first_difference
+from protrain.distributed.watch import Watch
 from tests.distributed.apart import Group
 from tests.distributed.out_of_step import again, do, run, run_with_child
 from tests.distributed.pool import on_ranks

@@ -234,7 +234,7 @@ def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.Monk
     way = WAYS[name]
     # As if the host had begun speculative updates in time, and were late with all others.
     monkeypatch.setattr(Window, "is_closed", lambda _: False)
-    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", first_possible)
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
     options: dict[str, Any] = {"accumulation": case.backwards}
     if way.inside:
         options["step_during_backward"] = True

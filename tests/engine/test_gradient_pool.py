@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from protrain.common.errors import PlanError
 from protrain.distributed.ranks import Ranks
-from protrain.engine.gradients.pool import GradientPools
+from protrain.engine.gradients.gradients import GradientPools
 from protrain.engine.states.arena import Arena, whole_pages
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams

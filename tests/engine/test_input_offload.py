@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.streams import Streams, streams_for
+from protrain.engine.weights.views import SimulatedLedger
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.states.stored_tensors import reading
-from protrain.engine.states.weight_files import weight_sources
+from protrain.engine.states.weight_files import reading, weight_sources
 from protrain.profiler.memory_meter import StorageMeter
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import prepare_plain, rounded

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from protrain.common.errors import BudgetError
-from protrain.engine.activations.ledger import SimulatedLedger
 from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
 from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate
 from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.weights.views import SimulatedLedger
 from protrain_kernels import adam_scalars
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.forward.rng import SHARED, RandomState
+from protrain.forward.module_state import SHARED, RandomState
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,

@@ -50,7 +50,7 @@ def test_whoever_does_it_the_bits_are_the_same(
         possible = [index for index, update in enumerate(waiting) if update.device_ms < inf]
         return choice.choice([None, *possible])
 
-    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", at_random)
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", at_random)
     slow_down(monkeypatch, seconds=0.001)
     if inside:
         monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
@@ -79,7 +79,8 @@ def trained_beside_a_late_host(
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     streamer = optimizer._engine.updates.streamer
     assert streamer is not None
-    monkeypatch.setattr(streamer, "_needed_ms", [needed_ms] * optimizer.plan.n_chunks)
+    sharing = streamer._sharing._replace(needed_ms=(needed_ms,) * optimizer.plan.n_chunks)
+    monkeypatch.setattr(streamer, "_sharing", sharing)
     streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, device_gparams
     Loop(max_norm=1e9).run(wrapped, optimizer, data)
     optimizer._engine.updates.wait()

@@ -33,7 +33,7 @@ def fail(*_: Any, **__: Any) -> None:
 def test_states_follow_their_weight_when_nothing_else_waits(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", lambda *_: None)
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", lambda *_: None)
     data, model = residual.batches(3), residual.make()
     wrapped, optimizer = wrap_under(HALF, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     worker, n_speculate = optimizer._engine.updates.worker, optimizer.plan.n_speculate

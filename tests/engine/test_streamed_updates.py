@@ -23,8 +23,7 @@ from torch import nn
 
 import protrain
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import Window
-from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.host_updates import Streamer, Window
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.sharing import Waiting
@@ -89,7 +88,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
         if updates.streamer is not None:
             updates.streamer.worker.submit(done.set)
 
-    monkeypatch.setattr("protrain.engine.updates.streamer.next_for_gpu", first_possible)
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
     monkeypatch.setattr(Updates, "_queue", device_first)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.engine.gradients.proxy import GradientProxy
+from protrain.engine.weights.handle import GradientProxy
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.integrations.clients import (

@@ -23,7 +23,7 @@ from torch import Tensor
 from protrain.common.trees import tensors_in
 from protrain.engine.weights.views import storage_address
 from protrain.forward.dispatch import RuntimeMode, detached, for_backward, is_attention
-from protrain.forward.rng import RandomState
+from protrain.forward.module_state import RandomState
 
 
 @dataclass(slots=True)
@@ -58,16 +58,12 @@ class KeptAttention:
         self._calls: list[_Call] = []
         self._with_output: dict[int, _Call] = {}  # by the address of an output, which is unique while that is alive
 
-    def noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, the block's first run, with calls of attention recorded."""
+    def first_run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``function``, the block's first run, with calls of attention recorded."""
+        with _InPlaceOfAttention(self._record):
+            return function(*args, **kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with _InPlaceOfAttention(self._first_run):
-                return function(*args, **kwargs)
-
-        return run
-
-    def _first_run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
         # Outputs without gradients are not worth keeping, but a compiled forward runs with gradients disabled.
         keeps = not torch.is_grad_enabled() or any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))

@@ -29,7 +29,7 @@ from protrain.common.errors import MisuseError
 from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
-from protrain.engine.units import Unit
+from protrain.engine.visits import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.dispatch import detached
@@ -106,7 +106,7 @@ class Frame:
             self.engine.ledger.hold(saved, address)
             return saved, saved._version, None, None
         assert buffer.users > 0, "a weight is used while no unit uses its chunk"
-        buffer.view_counter.known += 1
+        buffer.known_views += 1
         return saved, saved._version, buffer, buffer.chunk
 
     def keep_parts(self, parts: dict[str, Tensor], remade: Callable[[dict[str, Tensor]], Tensor]) -> SavedParts:
@@ -181,11 +181,11 @@ class CheckpointFrame(Frame, Recomputation):
         self.first_run_begins(function, args, kwargs)
         for copy in self.modules.copies.values():
             self.engine.ledger.hold(copy, within=self)
-        if self.attention is None:
+        if (attention := self.attention) is None:
             output = super().run(function, args, kwargs)
         else:
-            output = super().run(self.attention.noting(function), args, kwargs)
-            for tensor in self.attention.keep():
+            output = super().run(lambda *args, **kwargs: attention.first_run(function, args, kwargs), args, kwargs)
+            for tensor in attention.keep():
                 self.engine.ledger.hold(tensor)
         self.first_run_ends()
         return output

@@ -27,7 +27,7 @@ from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams, span
-from protrain.engine.units import Unit
+from protrain.engine.visits import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached
@@ -189,29 +189,19 @@ class Offload:
             storage.waiting = 0
         for tensor in self._tensors.values():
             tensor.storage.waiting += 1
-        try:
-            self._upload(missing)
-        except BaseException:  # out of memory, or Ctrl-C: storages without content must not be used
-            self._engine.streams.h2d.place(self._fetch_done)
-            self._engine.streams.compute.wait_for(self._fetch_done)  # before the memory is allocated anew
-            for storage in missing:
-                storage.device = None
-            raise
-        self._place = _Place.FETCHED
-
-    def _upload(self, missing: list[Storage]) -> None:
-        streams = self._engine.streams
+        streams, device = self._engine.streams, self._engine.memory.device
+        fresh = [torch.empty(storage.size_bytes, dtype=torch.uint8, device=device) for storage in missing]
+        for memory in fresh:
+            self._engine.ledger.hold(memory)
         allocated = streams.mark()
-        for storage in missing:
-            storage.device = torch.empty(storage.size_bytes, dtype=torch.uint8, device=self._engine.memory.device)
-            self._engine.ledger.hold(storage.device)
         streams.compute.place(allocated)
         streams.h2d.wait_for(self._offload_done)
-        for storage in missing:
-            assert storage.device is not None
+        for storage, memory in zip(missing, fresh, strict=True):
             assert storage.host is not None
             with span(UP, "activations"):
-                streams.upload(storage.device, storage.host, after=allocated, done=self._fetch_done)
+                streams.upload(memory, storage.host, after=allocated, done=self._fetch_done)
+            storage.device = memory  # not before, as an error, also out of memory, must leave none without its content
+        self._place = _Place.FETCHED
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""

@@ -14,6 +14,15 @@ At the end of every backward the ranks tell each other which parameters have a g
 of the norm. So clipping and updates are local afterwards. A backward that brings no gradients of parameters, as that of
 torch.autograd.grad, must leave those that are there, and a reduction would replace them. So no rank reduces anything in
 it.
+
+[Note: shared memory] While updates run inside backward, chunks share memory for gradients. A buffer here is what the
+planner calls a region (``protrain.planning.gradient_regions``), and a plan has ``n_device_gradient`` and
+``n_host_gradient`` of them. A chunk needs its gradient from when that arrives until the chunk is updated. Inside
+backward this is a short time, so in place of two bytes for every parameter a few buffers of one chunk each suffice. A
+chunk acquires a buffer for its first gradient and releases it when its update is queued. On the device the stream keeps
+the order of uses. In host memory the next chunk waits until the update is done. Where parameters get no gradient, more
+chunks than planned may have a buffer at once, as their updates come when backward ends. Then more buffers are
+allocated, as far as memory allows.
 """
 
 from __future__ import annotations
@@ -25,12 +34,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from protrain.common.errors import MisuseError
-from protrain.engine.gradients.norm import SquareSums
-from protrain.engine.gradients.pool import GradientPools
-from protrain.engine.gradients.reduction import Reduction
+from protrain.common.errors import MisuseError, PlanError
+from protrain.engine.gradients.reduction import Reduction, SquareSums
+from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.units import ManagedModel
+from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.parameter import receives_gradient, take_gradient
 from protrain_kernels import AdamScalars
 
@@ -54,7 +62,7 @@ class Gradients:
         memory, members = managed.memory, managed.members
         self.members = members
         self.device = memory.device
-        self._ranks, self._streams = memory.ranks, memory.streams
+        self._ranks = memory.ranks
         self.pending: dict[int, Tensor] = {}  # gradients that wait for the visit that completes them, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
@@ -299,3 +307,80 @@ def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
                 f"{factors[0]:.4g}, so they have updated their parts of the model differently: clip to the same norm "
                 "in every process, and resume from a checkpoint"
             )
+
+
+class GradientPools:
+    """The buffers that chunks share for gradients, persistent ones and those in host memory, each if the plan has them.
+
+    Args:
+        managed: the model.
+    """
+
+    def __init__(self, managed: ManagedModel) -> None:
+        plan = managed.plan
+        self._memory = memory = managed.memory
+        on_device, on_host = managed.layout.region_elements(plan.n_persist)
+        # Both by whether the chunks that share buffers are persistent.
+        self._elements = {True: on_device, False: on_host}  # of one buffer
+        self._free: dict[bool, list[Tensor]] = {}
+        if plan.n_device_gradient:
+            self._free[True] = list(memory.zeros(plan.n_device_gradient, on_device))
+        if plan.n_host_gradient:
+            self._free[False] = [memory.arena.take(on_host, memory.dtype) for _ in range(plan.n_host_gradient)]
+        self._in_use: dict[Chunk, Tensor] = {}
+        self._released: dict[Chunk, Tensor] = {}  # in the order of release; an update may still read them
+
+    def acquire(self, chunk: Chunk) -> None:
+        """Give ``chunk`` memory for its gradient until ``release``, if it has none of its own.
+
+        This waits for an update if no buffer is free. A chunk gets the buffer that it has released itself without a
+        wait for the updates that read it.
+        """
+        if chunk in self._in_use or chunk.persistent not in self._free or (chunk.large and not chunk.persistent):
+            return
+        buffer = self._released.pop(chunk) if chunk in self._released else self._next(chunk.persistent)
+        self._in_use[chunk] = buffer
+        chunk.grad = buffer[: chunk.shard_elements]
+
+    def release(self, chunk: Chunk) -> None:
+        """Take back the buffer of ``chunk``, if it has one. What reads the gradient is queued."""
+        if chunk in self._in_use:
+            self._released[chunk] = self._in_use.pop(chunk)
+
+    def release_all(self) -> None:
+        """Take back all buffers, as all gradients are forgotten."""
+        self._released.update(self._in_use)
+        self._in_use.clear()
+
+    def _next(self, persistent: bool) -> Tensor:
+        if self._free[persistent]:
+            return self._free[persistent].pop()
+        released = [chunk for chunk in self._released if chunk.persistent is persistent]
+        if not released:
+            return self._more(persistent)
+        # The device may still be updating the first of them when the host is done with later ones.
+        chunk = next((one for one in released if one.is_free()), released[0])
+        chunk.wait()
+        chunk.grad = None
+        return self._released.pop(chunk)
+
+    def _more(self, persistent: bool) -> Tensor:
+        """Another buffer. PlanError if there is no room for it."""
+        memory, elements = self._memory, self._elements[persistent]
+        size_bytes = elements * memory.dtype.itemsize
+        where, needed_bytes, available_bytes = "host", whole_pages(size_bytes), memory.free_host_bytes
+        if persistent:
+            where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        if needed_bytes > available_bytes:
+            raise PlanError(
+                where=where,
+                needed_bytes=needed_bytes,
+                available_bytes=max(0, available_bytes),
+                largest_part="another chunk's gradients",
+                remedy="Parameters without a gradient in this backward keep more chunks waiting for its end than "
+                f"planned: allow more {where}_memory, or set requires_grad=False for parameters that are never used.",
+            )
+        if not persistent:
+            return memory.arena.take(elements, memory.dtype)
+        memory.free_device_bytes -= size_bytes
+        return memory.zeros(elements)

@@ -1,4 +1,6 @@
-"""The host arena: all host memory of the engine, exact to the page, pinned where transfers touch it.
+"""Where the states of a plan lie: chunks, their members, and the host arena.
+
+The arena is all host memory of the engine, exact to the page, pinned where transfers touch it.
 
 The arena consists of anonymous mappings (``protrain.common.host_memory``), which it hands out page by page. A piece
 that is copied to or from a GPU is registered with the CUDA driver when it is handed out. Each piece is registered by
@@ -9,16 +11,23 @@ powers of two and takes several times longer.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from protrain.common.errors import warn_user
 from protrain.common.host_memory import HostMapping
+from protrain.common.parameters import DTYPES
 from protrain.distributed.ranks import Ranks
+from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.streams import Streams
+from protrain.planning.layout import ChunkRecord, Layout
+from protrain.planning.plan import Plan
+from protrain.profiler.model_profile import ModelProfile
+from protrain_kernels import MASTER_DTYPES, AdamStates
 
 UNPINNED = (
     "the driver refuses to pin host memory, so that copies to and from the GPU are slow and nothing overlaps them: "
@@ -126,3 +135,151 @@ class EngineMemory:
         made = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
         self.zeros_bytes += made.nbytes
         return self.streams.record_streams(made)
+
+
+_TRANSFERRED = ("weight", "grad")  # the states in host memory that are copied to or from the device
+_VALUES = ("weight", "master")  # the states that initialising and loading write
+
+
+def planned_states(record: ChunkRecord, layout: Layout, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states that the chunk of ``record`` has for itself under ``plan``, with their dtypes, where its weight lies.
+
+    A chunk in host memory whose sum of several backwards lies on the device has a gradient for the rounded sum.
+    """
+    persistent = record.index < plan.n_persist
+    shares = plan.n_device_gradient if persistent else plan.n_host_gradient and not layout.is_large(record)
+    states = _weight_states(record, plan, dtype)
+    if record.trainable and plan.accumulation > 1 and not plan.sums_on_device(record.index):
+        states["accumulator"] = torch.float32
+    elif record.trainable and not shares:
+        states["grad"] = dtype
+    return states
+
+
+def _weight_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states that an update writes, in the order in which they lie in memory."""
+    states = {"weight": dtype}
+    if record.trainable:
+        if (master := MASTER_DTYPES[dtype]) is not None:
+            states["master"] = master
+        moments = DTYPES[plan.moment_dtype]
+        states |= {"exp_avg": moments, "exp_avg_sq": moments}
+    return states
+
+
+def state_sizes_bytes(elements: int, kinds: Mapping[str, torch.dtype]) -> list[int]:
+    """The bytes of each state of ``elements`` elements. They are multiples of 256, as shards are of 128 elements."""
+    return [elements * kind.itemsize for kind in kinds.values()]
+
+
+def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]:
+    """All chunks, with zeros in their states. The arena is reserved in one piece.
+
+    Persistent chunks have their weights and masters only, until ``complete_chunks`` gives them the rest. The first
+    ``plan.n_speculate`` of the other chunks get a second copy of the states that an update writes, and the first
+    ``plan.n_weight_only`` of these a second copy of the weight only. All states in host memory are pinned if the device
+    may update them. Gradients that share memory are not allocated here, but the arena is reserved for them too.
+    """
+    planned = [planned_states(record, layout, plan, memory.dtype) for record in layout.chunks]
+    copied = [_copied_states(record, plan, memory.dtype) for record in layout.chunks]
+    memory.arena.reserve(_host_bytes(layout, plan, memory.dtype, planned, copied))
+
+    def in_host_memory(elements: int, kinds: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        return {
+            name: memory.arena.take(elements, kind, transferred=plan.stream or name in _TRANSFERRED)
+            for name, kind in kinds.items()
+        }
+
+    chunks = []
+    for record, kinds, copied_kinds in zip(layout.chunks, planned, copied, strict=True):
+        persistent, elements = record.index < plan.n_persist, layout.shard_elements(record)
+        if persistent:
+            values = {name: kinds[name] for name in _VALUES if name in kinds}
+            states = _on_device(elements, values, memory.device)
+        else:
+            states = in_host_memory(elements, kinds)
+        copies: dict[str, Any] = in_host_memory(elements, copied_kinds)
+        chunk = Chunk(
+            index=record.index,
+            elements=record.elements,
+            shard=slice(memory.ranks.rank * elements, (memory.ranks.rank + 1) * elements),
+            ranks=memory.ranks,
+            trainable=record.trainable,
+            persistent=persistent,
+            large=layout.is_large(record),
+            accumulator_on_host=not persistent and "accumulator" in kinds,
+            sum_factor=memory.sum_factor,
+            offloaded=memory.streams.mark(),
+            uploaded=memory.streams.mark(),
+            updated=memory.streams.mark(),
+            speculative=AdamStates(**{"master": None, **copies}) if "exp_avg" in copies else copies.get("weight"),
+            **states,
+        )
+        chunks.append(chunk)
+    return chunks
+
+
+def _copied_states(record: ChunkRecord, plan: Plan, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states of which the chunk of ``record`` has a second copy for speculative updates, with their dtypes."""
+    place = record.index - plan.n_persist  # among the chunks in host memory
+    if not record.trainable or not 0 <= place < plan.n_speculate:
+        return {}
+    return {"weight": dtype} if place < plan.n_weight_only else _weight_states(record, plan, dtype)
+
+
+def _host_bytes(
+    layout: Layout,
+    plan: Plan,
+    dtype: torch.dtype,
+    planned: Sequence[Mapping[str, torch.dtype]],
+    copied: Sequence[Mapping[str, torch.dtype]],
+) -> int:
+    """Host memory of all states, their second copies, and the gradients that share memory."""
+    sizes = [layout.region_elements(plan.n_persist)[1] * dtype.itemsize] * plan.n_host_gradient
+    for record in layout.chunks[plan.n_persist :]:
+        for kinds in (planned[record.index], copied[record.index]):
+            sizes += state_sizes_bytes(layout.shard_elements(record), kinds)
+    return sum(map(whole_pages, sizes))
+
+
+def complete_chunks(chunks: list[Chunk], layout: Layout, plan: Plan, memory: EngineMemory) -> None:
+    """Give the persistent chunks the rest of their states, and others the sums that lie on the device, with zeros.
+
+    Call it when the weights are in place: until then their making may need the memory.
+    """
+    for chunk in chunks[plan.n_persist :]:
+        if chunk.trainable and plan.sums_on_device(chunk.index):
+            chunk.accumulator = memory.zeros(chunk.shard_elements, dtype=torch.float32)
+    for chunk, record in zip(chunks[: plan.n_persist], layout.chunks[: plan.n_persist], strict=True):
+        kinds = planned_states(record, layout, plan, memory.dtype)
+        missing = {name: kind for name, kind in kinds.items() if name not in _VALUES}
+        vars(chunk).update(_on_device(chunk.shard_elements, missing, memory.device))
+
+
+def _on_device(elements: int, kinds: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+    """States of ``kinds``, each of ``elements`` elements, side by side in one allocation, with zeros in them."""
+    sizes = state_sizes_bytes(elements, kinds)
+    parts = torch.zeros(sum(sizes), dtype=torch.uint8, device=device).split(sizes)
+    return {name: part.view(kind) for (name, kind), part in zip(kinds.items(), parts, strict=True)}
+
+
+def make_members(
+    profile: ModelProfile, layout: Layout, chunks: list[Chunk], parameters: list[nn.Parameter]
+) -> list[Member]:
+    """One member for each parameter of the profile, in definition order. Chunks list theirs in the order of offsets."""
+    members = [
+        Member(
+            index=slot.parameter,
+            name=record.name,
+            parameter=parameter,
+            shape=torch.Size(record.shape),
+            numel=slot.numel,
+            group=record.group,
+            chunk=chunks[slot.chunk],
+            offset=slot.offset,
+        )
+        for slot, record, parameter in zip(layout.slots, profile.parameters, parameters, strict=True)
+    ]
+    for member in sorted(members, key=lambda member: member.offset):
+        member.chunk.parameters[member.index] = member.name
+    return members

@@ -8,7 +8,7 @@ A persistent chunk has all of them on the device. Every other chunk has them in 
 into a chunk buffer while it is needed. With several ranks, each rank has one shard of every state, a contiguous piece
 as long as those of the others, and buffers hold the whole weight of any chunk while it is needed. A frozen chunk has a
 weight and nothing else. A step of several backwards needs an fp32 accumulator of gradients as well. Chunks that share
-memory for gradients (``protrain.engine.gradients.pool``) have no gradient of their own. Every length is a multiple
+memory for gradients ([Note: shared memory] in gradients.py) have no gradient of their own. Every length is a multiple
 of 128 elements.
 
 [Note: chunk states] The host works on a chunk beside the main thread. The state of the chunk says what the main thread
@@ -196,11 +196,6 @@ class Chunk:
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""
         return self._last is None or self._last.done
-
-    @property
-    def speculates(self) -> bool:
-        """Whether it has memory for what a speculative update writes."""
-        return self.speculative is not None
 
     @property
     def speculates_weight_only(self) -> bool:

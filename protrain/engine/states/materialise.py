@@ -18,8 +18,7 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.initialisers import exchange, held_storages, start_of, start_value
 from protrain.engine.states.parameter_state import write_master, write_weight
-from protrain.engine.states.stored_tensors import reading
-from protrain.engine.states.weight_files import WeightSources, unmanaged
+from protrain.engine.states.weight_files import WeightSources, reading, unmanaged
 from protrain.engine.weights.parameter import mark_moved
 
 _FINGERPRINT_BYTES = 4096  # whose 64-bit words are added up

@@ -177,15 +177,6 @@ def export_parameter(member: Member) -> dict[str, Tensor]:
     return _whole(member, export_part(member).copies())
 
 
-def import_part(member: Member, elements: slice, tensors: Mapping[str, Tensor]) -> None:
-    """Set ``elements`` of ``member`` to ``tensors``, which have the names of those of a ``Part``."""
-    if "weight" in tensors or member.group < 0:
-        kind = "weight" if "weight" in tensors else "master"  # it was trainable when it was saved
-        write_weight(member, tensors[kind], elements)
-    if member.group >= 0:
-        import_state(member, tensors, elements)
-
-
 def export_state(member: Member) -> dict[str, Any]:
     """Copies of all states of ``member`` in the format of torch.optim.AdamW, and of the ``master`` if there is one.
 
@@ -200,11 +191,15 @@ def export_state(member: Member) -> dict[str, Any]:
     return {**state, "master_step": member.steps} if "master" in state else state
 
 
-def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | None = None) -> None:
-    """Set the states that ``export_state`` returned. States that are missing become those of an untrained model.
+def import_part(member: Member, tensors: Mapping[str, Any], elements: slice | None = None) -> None:
+    """Set ``elements`` of ``member``, or all, to ``tensors`` with the names of those of a ``Part`` or ``export_state``.
 
-    ``elements`` are those that ``tensors`` have. None: all of them.
+    States that are missing become those of an untrained model.
     """
+    if "weight" in tensors or member.group < 0:  # a frozen one has a master if it was trainable when it was saved
+        write_weight(member, tensors["weight" if "weight" in tensors else "master"], elements)
+    if member.group < 0:
+        return
     member.steps = int(tensors.get("step", 0))
     target, part = _within(member, elements)
     for name in _STATES:
@@ -212,17 +207,6 @@ def import_state(member: Member, tensors: Mapping[str, Any], elements: slice | N
         state.copy_(tensors[name].detach().contiguous().view(-1)[part] if name in tensors else torch.zeros(()))
     if "master" in tensors and tensors.get("master_step", member.steps) == member.steps:
         write_master(member, tensors["master"], elements)
-
-
-def check_values(what: str, value: Any) -> None:
-    """ValueError unless ``value``, of ``what``, is a tensor that has all its values in its own memory."""
-    dense = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
-    if not dense or hasattr(value, "full_tensor"):  # as a DTensor has
-        where = f" ({value.layout}, on {value.device})" if isinstance(value, Tensor) else ""
-        raise ValueError(
-            f"{what} is a {type(value).__name__}{where}: give a whole dense tensor with values, as to_dense() or "
-            "full_tensor() make it"
-        )
 
 
 def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
@@ -236,13 +220,9 @@ def check_state(name: str, shape: torch.Size, state: Mapping[str, Any]) -> None:
             f"the state of {name} lacks {missing[0]!r} and has {', '.join(map(repr, state))}: load a state of Adam or "
             "AdamW, or one without entries for parameters that are to begin anew"
         )
-    for kind in ("master", *_STATES):
-        if kind in state:
-            check_values(f"{kind} of {name}", state[kind])
     check_shapes(name, shape, state)
     step = state.get("step", 0)
     if isinstance(step, Tensor):
-        check_values(f"step of {name}", step)
         step = step.item() if step.numel() == 1 else step.tolist()
     if not isinstance(step, int | float) or not 0 <= step < math.inf or step != int(step):
         raise ValueError(f"step of {name} must be a whole number from 0 on, not {step!r}")

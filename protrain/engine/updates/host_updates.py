@@ -1,24 +1,30 @@
-"""Updates of chunks in host memory: how fast and how the host does them, and what a step queues for each chunk.
+"""Updates of chunks in host memory: what a step queues for each chunk, and how the host or the device does it.
+
+The device does some of them, with which the host would be late: see [Note: streamed updates] in updates.py.
 
 Nothing here refers to the engine, as a model that is dropped must not wait for updates.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece, State
-from protrain.engine.streams import Mark
-from protrain.engine.updates.worker import Job
+from protrain.engine.streams import Mark, Streams, span
+from protrain.engine.updates.worker import HostWorker, Job
+from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
+from protrain.planning.timeline import STREAM
 
 _NEWEST_SHARE = 0.2  # what the newest update counts in the rate: about the last five decide it
 _FORGOTTEN_SHARE = 0.05  # how far the rate goes back to the predicted one in a step without an update: half in 14 steps
@@ -254,3 +260,80 @@ def _wait_for_gradient(chunk: Chunk, scale: Scale | None) -> None:
         scale.ready.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()
+
+
+class Streamer:
+    """Has the device update chunks in host memory, with which the host would be late, on a thread of its own.
+
+    Args:
+        streams: of the engine. On the CPU the host's kernel does the work, on the thread.
+        sharing: when the forward needs each chunk, and the predicted rates.
+        worker: the thread.
+    """
+
+    def __init__(self, streams: Streams, sharing: Sharing, worker: HostWorker) -> None:
+        self.worker = worker
+        self.rate = Rate(sharing.device_gparams)
+        self.host_rate = Rate(sharing.host_gparams)
+        self.updates = 0
+        self._sharing = sharing
+        self._streams = streams
+        self._staging = streams.adam_staging(sharing.staging_bytes)
+        self._done = streams.mark()
+
+    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
+        """Update ``pieces`` of ``chunk``, and wait until the host sees the result.
+
+        Args:
+            chunk: a chunk in host memory whose states are all pinned.
+            pieces: runs of elements with their hyperparameters.
+            gradient: the gradient in host memory.
+            scale: factor on the gradient.
+        """
+        begin = time.perf_counter()
+        with span(STREAM, f"update {chunk.index}"):
+            with self._streams.streaming(self._done):
+                factor = None if scale is None else scale.on_device
+                chunk.step_streamed(pieces, gradient, factor, self._staging)
+            self._done.wait()
+        if self.updates:  # the first one also compiles the kernel, and would say for good that the device is slow
+            self.rate.add(pieces, time.perf_counter() - begin)
+        self.updates += 1
+
+    def share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
+        """Have the device do those of ``updates`` with which the host would be late.
+
+        Args:
+            updates: in the order in which the host does them.
+            norm: where the norm is known, from which on forward runs.
+        """
+        if updates:
+            self.worker.submit(functools.partial(self._share, updates, norm))
+
+    def _share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
+        norm.wait()
+        begin, before = time.perf_counter(), self.updates
+        while True:
+            at_work = {update: job for update in updates if (job := update.host_job()) is not None}
+            left = [update for update in updates if not update.job.begun and update not in at_work]
+            if all(update.can_commit() for update in left):
+                break
+            now_ms = (time.perf_counter() - begin) * 1e3
+            free_ms = now_ms + sum(map(self._host_ms, at_work))
+            index = next_for_gpu([self._waiting(update) for update in left], now_ms, free_ms, self._sharing.host_kept)
+            if index is None:
+                next(iter(at_work.values()), left[0].job).end()  # then the host's rate and what is left are known anew
+                continue
+            update = left[index]
+            update.job.run(functools.partial(update.run_with, self.update))
+        if self.updates == before:
+            self.rate.forget()
+
+    def _waiting(self, update: HostUpdate) -> Waiting:
+        device_ms = inf if update.can_commit() else self.rate.milliseconds(update.chunk.shard_elements)
+        sharing, at = self._sharing, update.chunk.index
+        by_chunk = sharing.needed_ms[at], sharing.upload_ms[at], sharing.states_ms[at]
+        return Waiting(self._host_ms(update), device_ms, *by_chunk)
+
+    def _host_ms(self, update: HostUpdate) -> float:
+        return 0.0 if update.can_commit() else self.host_rate.milliseconds(update.chunk.shard_elements)

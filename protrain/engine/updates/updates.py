@@ -43,10 +43,9 @@ from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark, Stream, span
-from protrain.engine.units import ManagedModel
-from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Window
-from protrain.engine.updates.streamer import Streamer
+from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.timeline import GPU
 from protrain_kernels import AdamScalars
@@ -136,22 +135,16 @@ class Updates:
         return Settings(self._scalars(), self._groups.texts(), factor)
 
     def speculate(self, chunk: Chunk, factor: float) -> None:
-        """Update ``chunk``, whose gradient is complete and which has memory for that, speculatively.
+        """Update ``chunk``, which has memory for that and all of whose parameters have a gradient, speculatively.
 
         ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
         step is to be expected.
         """
-        if not self.host.as_assumed or not self._gradients.is_last:
+        if not self.host.as_assumed or not self._gradients.is_last or self._assumed_scalars is None:
             return
-        try:
-            pieces = self._pieces(chunk)
-        except ValueError:  # step() raises it, unless the hyperparameter is corrected until then
+        pieces = self._pieces(chunk)
+        if not pieces:  # the shard is padding
             return
-        own = [self._gradients.members[index].own for index in chunk.parameters]
-        if not pieces or sum(part.stop - part.start for part, _ in pieces) != sum(
-            part.stop - part.start for part in own
-        ):
-            return  # the shard is padding, or a commit would take over elements that were not written
         update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)
         what = "weight" if chunk.speculates_weight_only else "update"
         update.early = self.worker.submit(update.speculate, f"speculative {what} {chunk.index}")

@@ -6,23 +6,38 @@ released, unless full_parameters or a state_dict() has it.
 [Note: edits] A write into a weight on the device changes neither its master nor its copy in host memory. So values may
 be edited inside ``full_parameters`` only, and every other edit is an error. If the data of a parameter was replaced,
 the address of its storage differs. If it was changed in place, its version counter differs, which autograd keeps. The
-engine never touches that counter, because its kernels write to chunks.
+engine never touches that counter, because its kernels write to chunks. So after a change in place every later use of
+the weight raises the error again: the values of the last step are lost where the weight has one place alone.
+
+A view of a weight may leave the unit that made it, and the chunk may lie elsewhere when the view is used. So such views
+are copied. Views of resident weights are treated like all others, so that what a script may do does not depend on the
+plan.
+
+[Note: gradients of copies] A view that several units are given has the gradient of the plain loop only if all of its
+uses are added up in the plain loop's order. A copy that is a node of the graph would first add up those of one unit. So
+the copy has the place of the original in the graph: autograd gives it to whatever the hook for saved tensors returns.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
+from protrain.common.parameters import same_bytes
+from protrain.common.trees import map_leaves, tensors_in
+from protrain.engine.activations.saved import own_copy
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import write_master
-from protrain.engine.units import ManagedModel, Unit
+from protrain.engine.visits import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.parameter import PresentParameter, edit_error, same_bits, set_data
+from protrain.engine.weights.parameter import PresentParameter, edit_error, set_data
 from protrain.engine.weights.released import ReleasedParameter
+from protrain.engine.weights.views import storage_address
 from protrain.planning.schedule import Schedule
 
 
@@ -46,7 +61,6 @@ class Bindings:
             member.view(member.chunk.weight) if member.chunk.resident else self.placeholder.expand(member.shape)
             for member in members
         ]
-        self._edited: set[int] = set()  # chunks whose buffers have edited values, which must not be used again
 
     def begin_use(self, what: str) -> None:
         """``what`` is about to use parameters. MisuseError if full_parameters has some of them."""
@@ -73,7 +87,7 @@ class Bindings:
                 for member in unit.members
                 if member.parameter._version != member.edits or member.parameter.data_ptr() != member.address
             ]
-        error = self._undo_edits(edited)
+        kinds = {member.name: how for member in edited if (how := self._edit_of(member)) is not None}
         for member in unit.members:
             member.bound -= 1
             if member.bound == 0:
@@ -83,32 +97,23 @@ class Bindings:
                 set_data(member.parameter, self._idle[member.index])
         for chunk in unit.chunks:
             self._buffers.release(chunk)
-            if chunk.index in self._edited and not self._buffers.in_use(chunk):
-                self._buffers.invalidate(chunk)
-                self._edited.remove(chunk.index)
-        if error is not None:
-            raise error
+        for name, how in kinds.items():
+            raise edit_error(name, how)
 
-    def _undo_edits(self, members: Iterable[Member]) -> MisuseError | None:
-        """Have ``members``, which are edited, go on with values that the engine knows. Returns an error for the user.
+    def _edit_of(self, member: Member) -> str | None:
+        """How ``member`` was edited, whose data is there now. None: its storage has the values that it had.
 
-        Values that were written over a resident weight become its master. In other buffers the weight is uploaded anew.
+        Recurrent modules give their weights another storage (``flatten_parameters``). The parameter gets its own back.
         """
-        error = None
-        for member in members:
-            chunk = member.chunk
-            weight = member.view(chunk.weight) if chunk.resident else self._buffers.weight(member)
-            how = _undo_edit(member, weight)
-            if how is None:
-                continue
-            error = error or edit_error(member.name, how)
-            if not chunk.resident:
-                self._edited.add(chunk.index)
-            elif how == "changed in place":
-                if chunk.master is not None:  # one that does not belong to the weight can be NaN
-                    write_master(member, weight)
-                chunk.version += 1
-        return error
+        with torch._C.DisableTorchFunctionSubclass():
+            if member.parameter.data_ptr() == member.address:
+                return "changed in place"
+            weight = member.view(member.chunk.weight) if member.chunk.resident else self._buffers.weight(member)
+            if not same_bytes(member.parameter.detach().to(weight.device), weight):
+                return "replaced"
+            set_data(member.parameter, weight)
+            member.edits = member.parameter._version
+        return None
 
     def release(self, member: Member) -> None:
         """No unit uses the parameter of ``member``."""
@@ -160,23 +165,68 @@ class Bindings:
         # Every step runs this for every parameter, and hardly any was edited: so one comparison must do.
         with torch._C.DisableTorchFunctionSubclass():
             changed = [member for member in self._resident if member.parameter._version != member.edits]
-            error = self._undo_edits(member for member in changed if member.index not in self.full)
-        if error is not None:
-            raise error
+        for member in changed:
+            if member.index not in self.full and (how := self._edit_of(member)) is not None:
+                raise edit_error(member.name, how)
 
 
-def _undo_edit(member: Member, weight: Tensor) -> str | None:
-    """Let the parameter of ``member`` be ``weight`` again. Returns how it was edited: "replaced", "changed in place".
+def copy_escaping_weights(tree: Any, buffers: BufferPool, *, own: Unit | None = None) -> Any:
+    """``tree`` with copies in place of the views of weights that it passes from one unit to another.
 
-    None: its storage was replaced by one with the same values, as recurrent modules do (``flatten_parameters``). Values
-    that were changed in place stay in ``weight``.
+    Args:
+        tree: the arguments or the output of a unit.
+        buffers: where weights lie.
+        own: the unit that gets ``tree``. Its own parameters are not copied, as they are on the device while it runs.
     """
-    with torch._C.DisableTorchFunctionSubclass():
-        how = None if member.parameter._version == member.edits else "changed in place"
-        if member.parameter.data_ptr() != member.address:
-            found = member.parameter.detach()
-            same_kind = (found.dtype, found.shape) == (weight.dtype, weight.shape)
-            how = None if same_kind and same_bits(found.to(weight.device), weight) else "replaced"
-            set_data(member.parameter, weight)
-        member.edits = member.parameter._version
-    return how
+    storages = buffers.by_address
+
+    def escapes(leaf: Any) -> bool:
+        if type(leaf) is Tensor:
+            return storage_address(leaf) in storages
+        if not isinstance(leaf, Tensor) or isinstance(leaf, ReleasedParameter) or storage_address(leaf) not in storages:
+            return False
+        return own is None or not any(leaf is member.parameter for member in own.members)
+
+    for tensor in tensors_in(tree):  # every call of every unit runs this loop, and hardly any finds something
+        if escapes(tensor):
+            return map_leaves(lambda leaf: _copied(leaf) if escapes(leaf) else leaf, tree)
+    return tree
+
+
+class _Saving(torch.autograd.Function):
+    """Saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor)
+        return tensor.new_empty(())
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A copy whose gradient is added to that of ``tensor``: [Note: gradients of copies]."""
+    copy = own_copy(tensor)
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return copy
+    with saved_tensors_hooks(lambda _: None, lambda _: copy):
+        output = _Saving.apply(tensor)
+    # read while the output is there: torch 2.11 frees with it what its node has saved
+    found: Tensor = output.grad_fn.saved_tensors[0]
+    return found
+
+
+def refuse_leaked_views(unit: Unit, buffers: BufferPool) -> None:
+    """MisuseError where the forward of ``unit`` has left a view of a weight that the engine does not know of.
+
+    The engine knows the views that autograd saves. Any other view would show another chunk's weight in backward. It is
+    found by counting: the memory of the chunk has more users after the unit than before it.
+    """
+    if not any(map(buffers.has_leaked_view, unit.chunks)):
+        return
+    gc.collect()  # an unreachable cycle may hold the view
+    for chunk in filter(buffers.has_leaked_view, unit.chunks):
+        names = [member.name for member in unit.members if member.chunk is chunk]
+        raise MisuseError(
+            f"{unit.label} keeps a view of a weight ({', '.join(names)}) after its forward, when the weight may have "
+            "left the device: in a torch.autograd.Function use ctx.save_for_backward and no attribute of ctx, and "
+            "elsewhere keep a copy (tensor.clone())"
+        )

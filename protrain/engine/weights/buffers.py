@@ -35,7 +35,7 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member, State
 from protrain.engine.streams import Mark, Streams, span
 from protrain.engine.updates.worker import Job
-from protrain.engine.weights.views import ViewCounter, storage_address
+from protrain.engine.weights.views import storage_address
 from protrain.planning.schedule import EMPTY, Schedule, claim
 from protrain.planning.timeline import GATHER, UP
 
@@ -67,7 +67,11 @@ class Buffer:
         self.uploaded: Mark = streams.mark()  # the upload is done
         self.gathered: Mark = streams.mark()  # the gather is done
         self.free: Mark = streams.mark()  # the last kernel that reads the content is done
-        self.view_counter = ViewCounter(memory)
+        # Tensors on the memory that may outlive its use: those that autograd saves through the engine. They are counted
+        # to find others. The number never decreases: when known views die, some unknown ones may go unnoticed.
+        self.known_views = 0
+        self._unknown_before = 0  # other tensors on the memory when units began to use it
+        self._storage = memory.untyped_storage()
         self._views: dict[int, Tensor] = {}  # by parameter
         self.resident = resident is not None  # the chunk never gives the buffer up
         self.state = Residency.RESIDENT if self.resident else Residency.EMPTY
@@ -82,8 +86,20 @@ class Buffer:
         if view is None:
             with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():  # modes of the caller end before it
                 view = self._views[member.index] = member.view(self.memory)
-            self.view_counter.known += 1
+            self.known_views += 1
         return view
+
+    def begin_use(self) -> None:
+        """Units begin to use the content."""
+        self._unknown_before = self._unknown_views()
+
+    def has_leaked_view(self) -> bool:
+        """Whether more views are alive than when units began to use the content, beside those that are known."""
+        return self._unknown_views() > self._unknown_before
+
+    def _unknown_views(self) -> int:
+        count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return count - self.known_views
 
 
 class BufferPool:
@@ -141,7 +157,7 @@ class BufferPool:
         self._make_whole(buffer, chunk)
         if not buffer.users:
             self.streams.compute.wait_for(buffer.gathered)
-            buffer.view_counter.begin_use()
+            buffer.begin_use()
         buffer.users += 1
         return buffer.memory
 
@@ -191,7 +207,7 @@ class BufferPool:
     def has_leaked_view(self, chunk: Chunk) -> bool:
         """Whether a view of ``chunk`` is alive though no unit uses it: the view will soon show another chunk."""
         buffer = self._by_chunk.get(chunk.index)
-        return buffer is not None and buffer.users == 0 and buffer.view_counter.has_unknown()
+        return buffer is not None and buffer.users == 0 and buffer.has_leaked_view()
 
     def prefetch(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Fetch chunks in the order in which they are needed, while a buffer is free or its content is needed later."""

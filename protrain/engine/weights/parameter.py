@@ -4,11 +4,16 @@ A parameter keeps its identity, so that the optimizer's groups, the module and t
 object. What changes is its data and its class. While a unit that uses it runs it is a ``PresentParameter``, whose
 data is a view of a chunk on the device. Everything works then as with any parameter, except that its gradient is in the
 chunk and not in ``.grad``. The other classes are in ``protrain.engine.weights.released``.
+
+[Note: awaited values] Where ``protrain.wrap`` is given no example batch, there are no chunks to load a checkpoint into
+before the first call of the model. Until then a parameter has the value from before the load. Nothing may read that,
+and what is written to it would be lost, so both are errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from protrain.common.errors import NO_WRITES, MisuseError
-from protrain.engine.gradients.proxy import GradientProxy, describe
+from protrain.common.parameters import same_bytes
+from protrain.common.trees import tensors_in
 from protrain.engine.states.chunks import Member
-from protrain.engine.weights.handle import Handle
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe, on_itself
 
 _MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data
@@ -28,21 +34,17 @@ _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
     handle = parameter.protrain_handle
-    if value and not handle.trainable:
-        if torch.is_grad_enabled():
-            raise frozen_error(handle.name)
-        # A forward without gradients trains nothing, so that peft's set_adapter may choose any adapter for it.
-        handle.engine.thawed.add(handle.index)
-    elif not handle.trainable:
-        handle.engine.thawed.discard(handle.index)
+    if not handle.trainable:
+        # The next forward of the training refuses it. One without gradients trains nothing, so that peft's set_adapter
+        # may choose any adapter for it.
+        (handle.engine.thawed.add if value else handle.engine.thawed.discard)(handle.index)
     with torch._C.DisableTorchFunctionSubclass():
         _RAW_REQUIRES_GRAD.__set__(parameter, value)
 
 
 def _replace_data(parameter: PresentParameter, value: Tensor) -> None:
     """``parameter.data = value``. Equal values are accepted, and the parameter stays where it is."""
-    own = parameter.detach()
-    if value.dtype != own.dtype or value.shape != own.shape or not same_bits(value.detach().to(own.device), own):
+    if not same_bytes(value.detach().to(parameter.device), parameter.detach()):
         raise edit_error(parameter.protrain_handle.name, "replaced")
 
 
@@ -55,7 +57,7 @@ class PresentParameter(nn.Parameter):
     requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze the parameter, or train it again. MisuseError if it was frozen when the model was wrapped."""
+        """Freeze the parameter, or train it again, which it can be if it was not frozen when the model was wrapped."""
         self.requires_grad = requires_grad
         return self
 
@@ -80,7 +82,7 @@ class PresentParameter(nn.Parameter):
         if (arriving := self._arriving()) is not None:
             return arriving
         handle = self.protrain_handle
-        pending, member = handle.gradient_pending, handle.engine.members[handle.index]
+        pending, member = handle.engine.gradient_pending(handle.index), handle.engine.members[handle.index]
         refuse_foreign_gradients([member])
         if pending:
             return GradientProxy.of(handle, self.shape)
@@ -98,7 +100,8 @@ class PresentParameter(nn.Parameter):
                 _RAW_GRAD.__set__(self, value)
             return
         handle = self.protrain_handle
-        if isinstance(value, GradientProxy) and value.protrain_handle is handle and handle.gradient_pending:
+        pending = handle.engine.gradient_pending(handle.index)
+        if isinstance(value, GradientProxy) and value.protrain_handle is handle and pending:
             return  # parameter.grad *= factor
         if value is not None:
             raise MisuseError(
@@ -106,8 +109,8 @@ class PresentParameter(nn.Parameter):
                 "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook, or in "
                 "parameter.register_hook where a step has several backward() calls"
             )
-        if handle.gradient_pending:
-            handle.engine.forget_gradient(handle.index)
+        if pending and handle.engine.gradients.forget(handle.index):  # it was the last one
+            handle.engine.forget_gradients()
 
     def _arriving(self) -> Tensor | None:
         """The gradient with which a hook is called now. MisuseError if torch would add it to an earlier one first."""
@@ -115,7 +118,8 @@ class PresentParameter(nn.Parameter):
         if gradient is None or torch._C._current_graph_task_id() == -1:
             return None
         handle.engine.begin_backward()  # the hook may come before everything else that tells of this backward
-        if handle.gradient_pending:  # a backward inside this one, as of a checkpoint, may have brought the earlier one
+        # A backward inside this one, as of a checkpoint, may have brought an earlier gradient.
+        if handle.engine.gradient_pending(handle.index):
             refuse_hooks_on_sums(handle.engine.members, {handle.index})
         return gradient
 
@@ -148,14 +152,6 @@ def mark_moved(parameter: nn.Parameter) -> None:
 def has_moved(parameter: nn.Parameter) -> bool:
     """Whether the value was moved into a chunk by a wrap that then failed, so that it is gone."""
     return _MOVED in vars(parameter)
-
-
-def manage(parameter: nn.Parameter, handle: Handle) -> None:
-    """Turn an ordinary parameter into a managed one."""
-    vars(parameter).pop(_MOVED, None)
-    parameter.__class__ = PresentParameter
-    assert isinstance(parameter, PresentParameter)
-    parameter.protrain_handle = handle
 
 
 def take_gradient(parameter: nn.Parameter) -> Tensor | None:
@@ -209,11 +205,6 @@ def set_data(parameter: nn.Parameter, data: Tensor) -> None:
         _RAW_DATA.__set__(parameter, data)
 
 
-def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors of the same dtype and shape have the same bits, so that NaN equals NaN."""
-    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
-
-
 def refuse_foreign_gradients(members: Iterable[Member]) -> None:
     """MisuseError if other code has left a gradient in the ``.grad`` of a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -240,4 +231,78 @@ def edit_error(name: str, how: str) -> MisuseError:
         f"the data of {name} was {how} outside `with protrain.full_parameters(model):`. Edit the values of parameters "
         "inside it, which takes one parameter in place of the model, too, between steps, and never in a forward. Where "
         f"the model itself does so: {NO_WRITES}"
+    )
+
+
+_GRADIENT: Any = torch.Tensor.grad
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_OF_TRAINING = _GRADIENT.__get__, _GRADIENT.__set__, _REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_
+_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, *_OF_TRAINING])
+
+
+def _describe(parameter: Any, **_: Any) -> str:
+    with torch._C.DisableTorchFunctionSubclass():
+        return f"Parameter({parameter.protrain_name}, {tuple(parameter.shape)}, {parameter.dtype}, not loaded yet)"
+
+
+class _AwaitedParameter(nn.Parameter):
+    """A parameter that can be frozen, and asked for its shape and the like, and nothing else."""
+
+    protrain_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _ALLOWED:
+            for tensor in tensors_in((args, kwargs)):
+                if isinstance(tensor, _AwaitedParameter):
+                    raise awaited_error(tensor.protrain_name)
+        return on_itself(func, args, kwargs)
+
+    __repr__: Any = _describe
+
+
+class Awaited:
+    """The ``parameters`` of ``model`` by name, whose values are loaded in its first call."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        self._parameters = parameters
+        self._kinds = {name: type(parameter) for name, parameter in parameters.items()}
+        self._await()
+
+    def _await(self) -> None:
+        for name, parameter in self._parameters.items():
+            vars(parameter)["protrain_name"] = name
+            parameter.__class__ = _AwaitedParameter
+        # torch would load the buffers before it comes to the parameters.
+        self._hooks = [module.register_load_state_dict_pre_hook(_refuse_load) for module in self._model.modules()]
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """A context in which they are what they were before. If it raises an error, they are awaited again."""
+        for hook in self._hooks:
+            hook.remove()
+        for name, parameter in self._parameters.items():
+            del vars(parameter)["protrain_name"]
+            parameter.__class__ = self._kinds[name]
+        try:
+            yield
+        except BaseException:
+            if all(type(parameter) is self._kinds[name] for name, parameter in self._parameters.items()):
+                self._await()  # none has moved into a chunk
+            raise
+
+
+def _refuse_load(*_: Any) -> None:
+    raise awaited_error("load_state_dict()")
+
+
+def awaited_error(what: str) -> MisuseError:
+    """The error for a use of ``what`` between a load and the first call."""
+    return MisuseError(
+        f"{what} was used between load_checkpoint() and the first call of the model, in which the values of the "
+        "checkpoint are read, as protrain.wrap was given no example_batch: use it after that call or before "
+        "load_checkpoint(), or pass example_batch to protrain.wrap"
     )

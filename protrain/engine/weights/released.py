@@ -25,8 +25,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from protrain.common.errors import MisuseError
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.states.parameter_state import read_weight
-from protrain.engine.weights.handle import Handle
-from protrain.engine.weights.metadata import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, as_contiguous
+from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, PATTERNS, Handle, as_contiguous, on_itself
 from protrain.engine.weights.parameter import PresentParameter, edit_error
 from protrain.engine.weights.views import ViewForm, storage_address
 
@@ -45,13 +44,11 @@ class ReleasedParameter(PresentParameter):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Answer questions for metadata; give copies of the weight to everything else."""
-        if func in METADATA or func in HOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        if func is torch.autograd.grad:
-            return _gradients(*args, **(kwargs or {}))
-        if func is torch.autograd.backward:
-            return _backward(*args, **(kwargs or {}))
+        if func in METADATA or func in HOOKS or _reads_no_values(func, args, kwargs):
+            return on_itself(func, args, kwargs)
+        if func in (torch.autograd.grad, torch.autograd.backward):  # they need no values of inputs but their edges
+            args, kwargs = map_leaves(_edge, (args, kwargs or {}))
+            return func(*args, **kwargs)
         for tensor in tensors_in((args, kwargs)):
             if isinstance(tensor, ReleasedParameter):
                 return tensor.intercept(tensor, func, args, kwargs or {})
@@ -116,8 +113,7 @@ class FullParameter(PresentParameter):
     ) -> Any:
         """Run ``func`` on the copies of the weights."""
         if func in HOOKS or func in AUTOGRAD:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return on_itself(func, args, kwargs)
         args, kwargs = map_leaves(_viewed, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -133,8 +129,7 @@ class WeightCopy(Tensor):
     ) -> Any:
         """Run ``func``. MisuseError if it writes into the copy, or if the weight has changed since."""
         if func in METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
+            return on_itself(func, args, kwargs)
         return _read(func, args, kwargs or {})
 
 
@@ -225,7 +220,7 @@ def _viewed(leaf: Any) -> Any:
 
 def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` with copies in place of the released parameters among its arguments."""
-    copies = _Copies(pattern=_pattern_argument(func, args, kwargs))
+    copies = _Copies()
     args, kwargs = map_leaves(copies.given, (args, kwargs))
     with copies.saving():
         result = func(*args, **kwargs)
@@ -235,20 +230,19 @@ def _read(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return map_leaves(copies.handed_out, result)
 
 
-def _pattern_argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The argument of ``func`` of which it reads the shape, the type and the device but no values."""
+def _reads_no_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
+    """Whether ``func`` reads the shape, the type and the device of a released parameter, and values of none."""
     at = PATTERNS.get(func)
     if at is None or at >= len(args):
-        return None
-    others = (*args[:at], *args[at + 1 :], *kwargs.values())
-    return None if any(other is args[at] for other in others) else args[at]  # p.type_as(p) reads its values, too
+        return False
+    others = (*args[:at], *args[at + 1 :], kwargs)
+    return not any(isinstance(tensor, ReleasedParameter | WeightCopy) for tensor in tensors_in(others))
 
 
 class _Copies:
     """The copies of weights that one operation is given."""
 
-    def __init__(self, pattern: Any) -> None:
-        self._pattern = pattern
+    def __init__(self) -> None:
         self._made: dict[int, Tensor] = {}  # by the id of the released parameter
         self._sources: dict[int, _Source] = {}  # by the address of the storage
         self._versions: list[tuple[Tensor, int, _Source]] = []
@@ -256,9 +250,6 @@ class _Copies:
     def given(self, leaf: Any) -> Any:
         """What the operation is given in place of ``leaf``."""
         if isinstance(leaf, ReleasedParameter):
-            if leaf is self._pattern:
-                with torch._C.DisableTorchFunctionSubclass():
-                    return torch.empty((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
             if id(leaf) not in self._made:
                 self._made[id(leaf)] = self._copy(leaf)
             return self._made[id(leaf)]
@@ -327,19 +318,8 @@ def _unpack(packed: Any) -> Tensor:
     return form.on(weight_of(source.handle).view(-1))
 
 
-def _gradients(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """``torch.autograd.grad``, which needs no values of ``inputs`` but their edges in the graph."""
-    edges = _edge(inputs) if isinstance(inputs, Tensor) else [_edge(parameter) for parameter in inputs]
-    return torch.autograd.grad(outputs, edges, *args, **kwargs)
-
-
-def _backward(tensors: Any, *, inputs: Any, **kwargs: Any) -> None:
-    """``backward(inputs=...)``, which needs no values of ``inputs`` but their edges in the graph."""
-    edges = _edge(inputs) if isinstance(inputs, Tensor) else [_edge(parameter) for parameter in inputs]
-    torch.autograd.backward(tensors, inputs=edges, **kwargs)
-
-
 def _edge(parameter: Any) -> Any:
+    """The edge in the graph that stands for ``parameter``; anything else as it is."""
     if not isinstance(parameter, ReleasedParameter):
         return parameter
     with torch._C.DisableTorchFunctionSubclass():

@@ -20,12 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
+from protrain.common.parameters import same_bytes
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import check_values, read_weight, read_weights, write_weight
-from protrain.engine.weights.parameter import PresentParameter, same_bits
+from protrain.engine.states.parameter_state import read_weight, read_weights, write_weight
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
 _SAVING = "state_dict()"
@@ -78,7 +79,6 @@ class StateHooks:
     def load(self, index: int, value: Tensor) -> None:
         """Write a weight from a state_dict."""
         member = self.engine.members[index]
-        check_values(member.name, value)
         write_weight(member, value)
         self.engine.weights_changed([member.chunk])
 
@@ -191,14 +191,13 @@ def _find_edits(members: list[Member], copies: list[Tensor], given: list[Tensor]
     """The parameters whose values were edited, with their values. A ValueError names one of another shape."""
     found = []
     for member, copy, data in zip(members, copies, given, strict=True):
-        check_values(member.name, data)
-        value = data.to("cpu")
+        value = data.to("cpu").to_dense()
         if value.shape != member.shape:
             raise ValueError(
                 f"{member.name} was given the shape {tuple(value.shape)}, not {tuple(member.shape)}: no edit of this "
                 "full_parameters is kept"
             )
-        if value.dtype != copy.dtype or not same_bits(value, copy):
+        if not same_bytes(value, copy):
             found.append((member, value))
     return found
 
@@ -283,6 +282,5 @@ def members_of(module: nn.Module | nn.Parameter, what: str) -> tuple[Engine, lis
             f"{type(module).__name__}. A model that was wrapped without example_batch must be called on a training "
             "batch first"
         )
-    engine = handles[0].engine
-    assert isinstance(engine, Engine)
+    engine: Engine = handles[0].engine
     return engine, [engine.members[handle.index] for handle in handles]
