@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from protrain_kernels.checks import check_aligned, check_vector, padded
+from protrain_kernels.checks import ALIGNMENT_BYTES, check_aligned, check_vector, padded
 from protrain_kernels.flatten import flatten
 
 _WORD = torch.bfloat16  # of which flatten copies the bits
@@ -66,12 +66,13 @@ def pack(tensors: Sequence[torch.Tensor]) -> Packed:
     return Packed(buffer, tuple(views))
 
 
-def unpack(packed: Packed, only: Sequence[int] | None = None) -> list[torch.Tensor]:
+def unpack(packed: Packed, only: Sequence[int] | None = None, *, copies: bool = False) -> list[torch.Tensor]:
     """The tensors that ``pack`` packed, as views of the buffer.
 
     Args:
         packed: what ``pack`` returned, or the same with a copy of its buffer on any device.
         only: which of them, by their indices; None for all.
+        copies: give each memory of its own, without which it would keep the whole buffer. Addresses modulo 256 stay.
 
     Raises:
         ValueError: the buffer has another type or layout, or starts at no multiple of 256 bytes in its storage.
@@ -79,8 +80,14 @@ def unpack(packed: Packed, only: Sequence[int] | None = None) -> list[torch.Tens
     buffer, views = packed
     check_vector("buffer", buffer, dtypes=(torch.uint8,), device=buffer.device)
     check_aligned("buffer", buffer)
-    base, storage = int(buffer.storage_offset()), buffer.untyped_storage()
-    return [
-        torch.empty(0, dtype=dtype, device=buffer.device).set_(storage, (base + first) // dtype.itemsize, shape, stride)
-        for shape, stride, dtype, first in (views if only is None else [views[index] for index in only])
-    ]
+    found = []
+    for shape, stride, dtype, first in views if only is None else [views[index] for index in only]:
+        memory, place = buffer, first
+        if copies:
+            span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+            place = first % ALIGNMENT_BYTES
+            memory = buffer[first - place : first + span * dtype.itemsize * (0 not in shape)].clone()
+        place += int(memory.storage_offset())
+        view = torch.empty(0, dtype=dtype, device=buffer.device)
+        found.append(view.set_(memory.untyped_storage(), place // dtype.itemsize, shape, stride))
+    return found

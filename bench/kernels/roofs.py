@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from bench.kernels.timing import ColdCache, median_seconds
-from protrain.hardware.calibration.rates import dram_gbps
+from protrain.hardware.calibration.rates import Transfers, copy_gbps, dram_gbps, pinned
 from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import gpu_facts
 
@@ -28,12 +27,19 @@ class Roofs:
         if roof == NO_ROOF:
             return None
         if roof not in self._measured:
-            measures = {
-                **{DEVICE: self._copy_gbps, DRAM: self._dram_gbps},
-                **{PCIE: self._link_gbps, PCIE_BOTH: self._link_both_gbps},
-            }
-            self._measured[roof] = measures[roof]()
+            self._measured |= self._measure(roof)
         return self._measured[roof]
+
+    def _measure(self, roof: str) -> dict[str, float]:
+        """As calibration measures it, with copies over the link of 256 MiB."""
+        if roof == DEVICE:
+            return {roof: copy_gbps(self._device, _BYTES, budget_s=1.0)}
+        if roof == DRAM:
+            return {roof: dram_gbps(_BYTES, budget_s=2.0)}
+        transfers = Transfers(self._device, _BYTES // 4)
+        with pinned(*transfers.host, device=self._device):
+            gbps = transfers.gbps(_BYTES // 4, budget_s=1.0)
+        return {PCIE: min(gbps["h2d_gbps"], gbps["d2h_gbps"]), PCIE_BOTH: gbps["bidirectional_gbps"]}
 
     def datasheet_gbps(self, roof: str) -> float | None:
         """What its maker promises; None where that isn't known."""
@@ -45,38 +51,6 @@ class Roofs:
             one_way = None if facts is None else pcie_gbps(facts.pcie_generation_max, facts.pcie_width_max)
             return None if one_way is None else one_way * (2 if roof == PCIE_BOTH else 1)
         return None
-
-    def _copy_gbps(self) -> float:
-        source = torch.zeros(_BYTES // 4, device=self._device)
-        target = torch.empty_like(source)
-        cold = ColdCache(self._device)
-        by_copy = median_seconds(lambda: target.copy_(source), setup=cold)
-        by_kernel = median_seconds(lambda: torch.mul(source, 1.0, out=target), setup=cold)
-        return 2 * _BYTES / min(by_copy, by_kernel) / 1e9
-
-    def _link_gbps(self) -> float:
-        host = torch.zeros(_BYTES // 4, dtype=torch.uint8, pin_memory=True)
-        target = torch.empty_like(host, device=self._device)
-        up = median_seconds(lambda: target.copy_(host, non_blocking=True), setup=None)
-        down = median_seconds(lambda: host.copy_(target, non_blocking=True), setup=None)
-        return host.nbytes / max(up, down) / 1e9
-
-    def _link_both_gbps(self) -> float:
-        up, down = (torch.zeros(_BYTES // 4, dtype=torch.uint8, pin_memory=True) for _ in range(2))
-        received, sent = (torch.zeros_like(up, device=self._device) for _ in range(2))
-        other = torch.cuda.Stream(self._device)
-
-        def copy() -> None:
-            other.wait_stream(torch.cuda.current_stream(self._device))
-            received.copy_(up, non_blocking=True)
-            with torch.cuda.stream(other):
-                down.copy_(sent, non_blocking=True)
-            torch.cuda.current_stream(self._device).wait_stream(other)
-
-        return (up.nbytes + down.nbytes) / median_seconds(copy, setup=None) / 1e9
-
-    def _dram_gbps(self) -> float:
-        return dram_gbps(_BYTES, budget_s=2.0)
 
 
 def pcie_gbps(generation: int | None, width: int | None) -> float | None:

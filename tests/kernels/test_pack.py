@@ -63,6 +63,11 @@ def test_everything_comes_back_as_views_of_the_buffer(backend: Any) -> None:
     for ours, theirs in zip(found, tensors, strict=True):
         assert (ours.storage_offset() - theirs.storage_offset()) * ours.element_size() % 256 == 0
     check_same(unpack(packed, [3, 0]), [tensors[3], tensors[0]])
+    copies = unpack(packed, copies=True)
+    packed.buffer.zero_()
+    check_same(copies, tensors)
+    for ours, theirs in zip(copies, tensors, strict=True):
+        assert (ours.storage_offset() - theirs.storage_offset()) * ours.element_size() % 256 == 0
 
 
 def test_a_copy_of_the_buffer_serves_as_well(backend: Any) -> None:

@@ -3,13 +3,14 @@
 [Note: packed swaps] A swapped block may have one copy each way. At the end of forward one kernel packs the storages of
 the tensors that it saves into one buffer. The originals are freed at once, as the kernel runs before any work that gets
 their memory. In backward the tensors are views of the buffer that was fetched, which stays until the last of them is
-used.
+used. Where backward makes a graph, they are copies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -65,7 +66,9 @@ class PackedOffload(Offload):
         if offloaded.original is not None:  # not packed yet: the block computes gradients itself
             return offloaded.form.flipped(offloaded.original)
         assert self._packed is not None
-        (tensor,) = unpack(self._packed._replace(buffer=self._for_one_user(self._buffer)), [offloaded.index])
+        packed = self._packed._replace(buffer=self._for_one_user(self._buffer))
+        # A graph of gradients holds some of the tensors, and must not hold the whole buffer.
+        (tensor,) = unpack(packed, [offloaded.index], copies=torch.is_grad_enabled())
         self._engine.ledger.hold(tensor)
         return offloaded.form.flipped(tensor)
 

@@ -121,13 +121,11 @@ class Calibration:
         self.on_gpu = device.type == "cuda"
         self.effort = effort
         self.ranks = ranks
-        self.threads = threads
         self.rates: dict[str, float] = {}  # by the names of the profile's fields
         self.contention: list[Contention] = []
         self.warnings: list[str] = []
         self._moments_s: dict[str, list[list[float]]] = {_WHOLE: [], _WEIGHT: [], _NARROW: []}
         self._thread_counts = thread_counts(threads, taken=int(self.on_gpu))  # one_core_taken takes the one core
-        self._adam_threads = threads
         self._products = Products(device, effort)
         self._progress = progress
         self._done_s = 0.0
