@@ -15,7 +15,7 @@ from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
-from protrain.profiler.step_times import COMPILED, LASTED, MISSING
+from protrain.profiler.step_times import COMPILED, LASTED, MISSING, Together
 
 _MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered and exchanged to see how fast that is
 _MEASURED_S = 0.02
@@ -97,7 +97,7 @@ def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) 
     )
 
 
-class ProfilingTogether:
+class ProfilingTogether(Together):
     """Decides on all ranks alike how they profile, by the largest number that any of them has.
 
     A model may have collectives of its own in its forward, so the ranks run equally many steps.

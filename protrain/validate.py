@@ -29,9 +29,9 @@ from protrain.engine.states.weight_files import WeightSources, check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
-from protrain.planning.mismatch import refuse_other_parameters
+from protrain.planning.plan import refuse_other_parameters
 from protrain.profiler.blocks import find_blocks, refuse_scripted
-from protrain.profiler.storages import storage_key
+from protrain.profiler.operations import storage_key
 from protrain.profiler.trace import parameter_records
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.

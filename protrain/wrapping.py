@@ -47,9 +47,8 @@ from protrain.hardware.memory import available_host_bytes
 from protrain.hardware.profile import HardwareProfile
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
-from protrain.planning.memory.model import MemoryModel
-from protrain.planning.mismatch import name_other_use
-from protrain.planning.plan import BlockMode
+from protrain.planning.memory import MemoryModel
+from protrain.planning.plan import BlockMode, name_other_use
 from protrain.planning.predict import Models
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
@@ -262,7 +261,7 @@ def _begin_training(
                 activations=_activations(chosen, models.memory),
                 host_bytes=hardware.host_bytes,
                 host_threads=_host_threads(hardware),
-                sharing=models.runtime.sharing(chosen.n_persist),
+                sharing=models.runtime.steps.sharing(chosen.n_persist),
                 groups=wrapped.groups,
                 step_during_backward=inside,
                 weights=options.weights,

@@ -13,7 +13,7 @@ import protrain
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.hardware.shipped import load
 from protrain.planning import fingerprint, search
-from protrain.planning.rates.compute_times import compute_times
+from protrain.planning.rates import compute_times
 from protrain.profiler.model_profile import ModelProfile
 
 Build = Callable[..., nn.Module]

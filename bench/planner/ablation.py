@@ -33,7 +33,7 @@ from protrain.common.records import Record
 from protrain.common.tables import aligned
 from protrain.hardware.detection import detect
 from protrain.planning import Plan, search
-from protrain.planning.rates.update_rates import with_host
+from protrain.planning.rates import with_host
 
 FILE = "ablation.json"
 MECHANISMS = ("n_weight_only", "keep_attention", "stream")

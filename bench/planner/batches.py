@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.planner.output import put_out
 from bench.train.results import Comparison
 from protrain.cli.options import writable_folder
-from protrain.cli.plan_step import PlannedStep
+from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.plan_trace import counted
 from protrain.cli.summary import versions
 from protrain.common.records import Record
@@ -109,7 +109,7 @@ def _cell(row: Row) -> str:
 
 def profile_of_batch(model: str, batch: int, sequence: int) -> ModelProfile:
     """The profile on the meta device, with the forwards that bench.train gives ProTrain on a GPU."""
-    step = PlannedStep(
+    step = ProfiledStep(
         model=model,
         layers=None,
         lora=None,
@@ -153,13 +153,13 @@ def rows_of(args: argparse.Namespace) -> Sequence[Row]:
     for batch in args.batches:
         print(f"{batch} x {args.sequence} ...", file=sys.stderr, flush=True)
         found = compare(profile_of_batch(args.model, batch, args.sequence), machines)
-        for gpus, one in zip(args.gpus, found.machines, strict=True):
+        for gpus, one in zip(args.gpus, found.machines.values(), strict=True):
             rows.append(
                 Row(
                     gpus=gpus,
                     batch=batch,
-                    predicted_tokens_per_s=one.tokens_per_s / gpus,
-                    limited_by=one.limited_by,
+                    predicted_tokens_per_s=(one.tokens_per_s or 0.0) / gpus,
+                    limited_by=next(iter(one.limits), one.lacks),
                     measured_tokens_per_s=known.get((gpus, batch), ()),
                 )
             )

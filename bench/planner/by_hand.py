@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
-from protrain.planning.changes import within
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
+from protrain.planning.ranges import within
 from protrain.profiler.model_profile import ModelProfile
 
 _BY = 2  # chunks or blocks

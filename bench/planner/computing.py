@@ -29,7 +29,7 @@ from protrain.common import batch as batches
 from protrain.common.records import Record
 from protrain.common.tables import aligned
 from protrain.hardware.detection import detect
-from protrain.planning.rates.compute_times import ComputeTimes, compute_times
+from protrain.planning.rates import ComputeTimes, compute_times
 
 FILE = "computing.json"
 _WARM_UP = 3  # steps; a GPU that was idle has a higher clock rate at first

@@ -13,9 +13,9 @@ from bench.planner.draw import draw
 from bench.planner.measure import Point
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
-from protrain.planning.changes import neighbours
 from protrain.planning.plan import Counts
 from protrain.planning.predict import Models
+from protrain.planning.ranges import neighbours
 from protrain.profiler.model_profile import ModelProfile
 
 _BETTER = 0.995  # a plan is faster if it takes less than this share of the step time; smaller gains are noise

@@ -46,7 +46,7 @@ def draw(
         if memory.accumulates:
             most = models.n_chunks - n_persist
             counts = counts._replace(n_device_sum=generator.choice([0, most, generator.randint(0, most)]))
-        if runtime.speculates:
+        if runtime.steps.speculates:
             swapped_bytes = memory.swapped_bytes(models.modes(counts))
             wanted = generator.choice([0, models.n_chunks, generator.randint(0, models.n_chunks)])
             n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes, counts.n_device_sum)

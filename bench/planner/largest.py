@@ -31,7 +31,7 @@ from protrain.common.tables import aligned, format_bytes, format_ms
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine
 from protrain.planning import largest
-from protrain.planning.largest import Largest
+from protrain.planning.sweeps import Largest
 from protrain.profiler.model_profile import ModelProfile
 
 FILES = {"float32": "largest.json", "bfloat16": "largest-bf16-moments.json"}

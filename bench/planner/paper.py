@@ -13,8 +13,7 @@ from __future__ import annotations
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
 from protrain.planning.plan import BlockMode, Plan
-from protrain.planning.rates.compute_times import bytes_ms, compute_times
-from protrain.planning.rates.update_rates import device_update_gparams, host_update_gparams
+from protrain.planning.rates import bytes_ms, compute_times, device_update_gparams, host_update_gparams
 from protrain.profiler.model_profile import ModelProfile
 
 

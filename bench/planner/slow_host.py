@@ -46,7 +46,7 @@ from protrain.forward.compilation import graphs_compiled
 from protrain.hardware.detection import detect
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, predict, search
-from protrain.planning.rates.update_rates import with_host
+from protrain.planning.rates import with_host
 from protrain.profiler.model_profile import ModelProfile
 
 FILE = "slow_host.json"

@@ -291,9 +291,19 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
     output.add_argument("--out", type=writable_file, metavar="FILE", help="also write the JSON to FILE")
 
 
+def print_result(text: str) -> None:
+    """Print ``text`` on standard output. An OSError says that standard output could not take it."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has left, which is no failure
+        raise
+    except OSError as error:
+        raise OSError(f"standard output: {error}") from None
+
+
 def emit(record: Record, args: argparse.Namespace, table: str) -> None:
     """Print ``record`` as ``table`` or JSON, and write its JSON to a file, as the output options in ``args`` say."""
-    print(record.to_json() if args.json else table, file=sys.stdout, flush=True)
+    print_result(record.to_json() if args.json else table)
     write_record(record, args)
 
 

@@ -12,20 +12,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from protrain.cli.imports import importing
-from protrain.cli.options import emit, in_options, write_record
-from protrain.cli.plan_answer import Answer, Machine
+from protrain.cli.options import emit, in_options, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of
-from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
-from protrain.cli.plan_step import PlannedStep
-from protrain.cli.plan_text import summary_text, timeline_text
+from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline, timeline_text
+from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, note, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Explanation, Plan, compare, frontier, largest, search
-from protrain.planning.explain.explanation import explain
-from protrain.planning.predict import predict
+from protrain.planning import Answer, Plan, compare, explain, frontier, largest, predict, search
+from protrain.planning.answer import Machine
 from protrain.planning.timeline import Timeline
 from protrain.profiler.kept_profiles import counted_profile
 from protrain.profiler.model_profile import ModelProfile
@@ -44,67 +41,56 @@ def run(args: argparse.Namespace) -> None:
     if args.max_model:
         _max_model(args, hardware)
         return
+    profile, inside = None, args.step_during_backward
     try:
         with stage("profiling the model") as show:
             profile = _profile(args, hardware, show=show)
-    except PlanError as error:
-        if args.json and not args.frontier:
-            verdict = Answer(fits=False, verdict=str(error), machine=Machine.of(hardware))
-            print(in_options(verdict.to_json()), flush=True)
-        raise
-    if args.frontier:
-        with stage("planning under every limit"):
-            found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
-        if args.picture is not None:
-            draw_frontier(found, args.picture)
-        title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-        emit(found, args, f"{title}\n\n{found.table()}")
-        return
-    inside = args.step_during_backward
-    try:
+        if args.frontier:
+            _frontier(args, profile, hardware)
+            return
         with stage("planning"):
             plan = search(profile, hardware, step_during_backward=inside)
             timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
     except PlanError as error:
-        if args.json:
-            print(in_options(Answer.of(profile, hardware, error).to_json()), flush=True)
+        if args.json and not args.frontier:
+            print_result(in_options(Answer.refused(error, hardware, profile).to_json()))
         raise
     if args.picture is not None:
         draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
     with stage("explaining"):
-        why = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
-    answer = Answer.of(profile, hardware, why)
-    print(answer.to_json() if args.json else _text(args, profile, hardware, why, timeline, answer.verdict), flush=True)
+        answer = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
+    print_result(answer.to_json() if args.json else _text(args, profile, hardware, answer, timeline))
     write_record(plan, args)
 
 
 def _text(
-    args: argparse.Namespace,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    why: Explanation,
-    timeline: Timeline,
-    verdict: str,
+    args: argparse.Namespace, profile: ModelProfile, hardware: HardwareProfile, answer: Answer, timeline: Timeline
 ) -> str:
     """The verdict and one step; with --explain what would change it, and the machine."""
-    answer = summary_text(why, profile, hardware, updates_in_backward=args.step_during_backward)
-    details = [("one step", timeline_text(timeline))]
-    if args.explain:
-        details += [
-            ("the prediction, and what would change it", why.table()),
-            ("the machine, as far as it is known", hardware.table()),
-        ]
-    sections = [f"{title.upper()}\n{table}" for title, table in details]
-    sections += [] if args.explain else ["--explain says what would change it, and what is assumed of the machine."]
-    title = wrapped(f"{verdict}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-    return "\n\n".join([f"{title}\n{answer}", *sections])
+    title = wrapped(f"{answer.verdict}\n{_title(args, profile, hardware.world_size)}", indent="  ")
+    sections = [f"{title}\n{answer.summary()}", f"ONE STEP\n{timeline_text(timeline)}"]
+    if not args.explain:
+        sections += ["--explain says what would change it, and what is assumed of the machine."]
+    else:
+        sections += [f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"]
+        sections += [f"THE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"]
+    return "\n\n".join(sections)
+
+
+def _frontier(args: argparse.Namespace, profile: ModelProfile, hardware: HardwareProfile) -> None:
+    with stage("planning under every limit"):
+        found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
+    if args.picture is not None:
+        draw_frontier(found, args.picture)
+    title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
+    emit(found, args, f"{title}\n\n{found.table()}")
 
 
 def _profile(
     args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
 ) -> ModelProfile:
     """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    step = PlannedStep.of(args, hardware.device_type, layers)
+    step = ProfiledStep.of(args, hardware.device_type, layers)
 
     def counted() -> ModelProfile:
         with importing():

@@ -15,7 +15,7 @@ from protrain.common.hub import on_disk
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannedStep:
+class ProfiledStep:
     """All that decides what a trace of the step counts, apart from the code that traces it."""
 
     model: str  # a shape, or the folder of a model

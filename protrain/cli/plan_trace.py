@@ -13,7 +13,7 @@ from torch import nn
 
 from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import LoadedModel, fit_positions, read_architecture, refuse_huge_batch
-from protrain.cli.plan_step import PlannedStep
+from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
 from protrain.common.parameters import DTYPES
 from protrain.profiler.cache import cached_profile
@@ -22,7 +22,7 @@ from protrain.profiler.trace import profile
 from protrain.wrapping import change_forwards
 
 
-def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None]) -> ModelProfile | None:
+def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], None]) -> ModelProfile | None:
     """The profile of ``step`` on this machine. It is None if that takes more memory than the device has.
 
     Measuring takes at most ``device_bytes``.
@@ -35,7 +35,7 @@ def measured(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None
         return None
 
 
-def counted(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None] | None = None) -> ModelProfile:
+def counted(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], None] | None = None) -> ModelProfile:
     """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here.
 
     The device has at most ``device_bytes``.
@@ -48,7 +48,7 @@ def counted(step: PlannedStep, *, device_bytes: int, show: Callable[[str], None]
     return profile(model, example, device="meta", show=show, **how)
 
 
-def _architecture(step: PlannedStep) -> LoadedModel:
+def _architecture(step: ProfiledStep) -> LoadedModel:
     loaded = read_architecture(step.model, layers=step.layers)
     if step.load_in_4bit:
         shape_in_4bit(loaded.model)
@@ -56,7 +56,7 @@ def _architecture(step: PlannedStep) -> LoadedModel:
 
 
 def _prepared(
-    step: PlannedStep, loaded: LoadedModel, *, device_bytes: int, on_meta: bool
+    step: ProfiledStep, loaded: LoadedModel, *, device_bytes: int, on_meta: bool
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
     """The model with the forwards that it trains with, the arguments of one call, and options of a profile.
 

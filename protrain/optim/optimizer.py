@@ -25,8 +25,7 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.explain.explanation import Explanation, explain
-from protrain.planning.explain.phases import host_gparams
+from protrain.planning.answer import Answer, explain, host_gparams
 from protrain.planning.plan import Plan
 
 
@@ -241,7 +240,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         profile = self._engine.profile
         return host_gparams(self.plan, profile, self.hardware, step_during_backward=self.step_during_backward)
 
-    def explain(self) -> Explanation:
+    def explain(self) -> Answer:
         """What limits the plan, what each of its numbers would change, and what more memory would buy."""
         return explain(self.plan, self._engine.profile, self.hardware, step_during_backward=self.step_during_backward)
 

@@ -1,22 +1,19 @@
 """The planner: chunk layout, memory model, runtime model and search. Pure Python: it never touches a device."""
 
-from protrain.planning.compare import Comparison, compare
-from protrain.planning.evaluate import check, evaluate
-from protrain.planning.explain.explanation import Explanation, explain
-from protrain.planning.frontier import Frontier, frontier
-from protrain.planning.largest import Largest, largest
+from protrain.planning.answer import Answer, explain
+from protrain.planning.fits import check, evaluate
 from protrain.planning.layout import ChunkRecord, Layout, Slot, choose_chunk_elements, pack
-from protrain.planning.memory.model import MemoryModel
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
-from protrain.planning.predict import Prediction, predict
-from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.predict import Prediction, RuntimeModel, predict
 from protrain.planning.search import search
+from protrain.planning.sweeps import Comparison, Frontier, Largest, compare, frontier, largest
 
 __all__ = [
+    "Answer",
     "BlockMode",
     "ChunkRecord",
     "Comparison",
-    "Explanation",
     "Frontier",
     "Largest",
     "Layout",

@@ -1,7 +1,8 @@
 """Predictions: one pure function from a profile, a machine and a plan to time, memory and timeline.
 
 ``predict`` is for one plan. ``Models`` keeps what the plans of one layout have in common, for callers who ask
-about many plans: the search and the what-if table.
+about many plans: the search and the what-if table. ``RuntimeModel`` is the part of it that knows time (paper section 4,
+and beyond), as ``MemoryModel`` is the part that knows memory.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from math import inf
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
-from protrain.planning.memory.model import MemoryModel
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
-from protrain.planning.rates.update_rates import slower_share, with_host
-from protrain.planning.runtime.model import RuntimeModel
+from protrain.planning.rates import slower_share, with_host
+from protrain.planning.simulate import serial, serial_ms, simulate, timeline
+from protrain.planning.step import Steps
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
 
@@ -44,6 +46,46 @@ def predict(
         host_bytes=fresh.host_bytes,
         timeline=models.timeline(fresh),
     )
+
+
+class RuntimeModel:
+    """How long steps take, for the model, layout and machine of ``memory``.
+
+    On a CPU nothing overlaps, and the operations of a step add up.
+
+    Args:
+        memory: the memory model, which also says whether updates run inside backward.
+        hardware: the machine, if its host updates at another rate than that of ``memory``.
+    """
+
+    def __init__(self, memory: MemoryModel, hardware: HardwareProfile | None = None) -> None:
+        self.steps = Steps(memory, hardware)
+        self._is_cpu = memory.hardware.device_type == "cpu"
+        # The forwards and backwards before the last one of a step: see [Note: several batches].
+        self._n_before = memory.profile.accumulation - 1
+        self._before = Steps(memory, hardware, only_adds=True) if self._n_before else None
+
+    def step_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
+        """Predicted milliseconds of one step in steady state, or some number of at least ``limit_ms`` if it is no less.
+
+        The step's gradients are not clipped, so no speculative update is redone.
+        """
+        before_ms = 0.0
+        if self._before is not None:
+            counts_before = counts._replace(n_speculate=0, n_weight_only=0)
+            before_ms = self._n_before * self._ms(self._before, modes, counts_before, limit_ms / self._n_before)
+            if before_ms >= limit_ms:
+                return before_ms
+        return before_ms + self._ms(self.steps, modes, counts, limit_ms - before_ms)
+
+    def _ms(self, steps: Steps, modes: Modes, counts: Counts, limit_ms: float) -> float:
+        step = steps.step(modes, counts)
+        return serial_ms(step) if self._is_cpu else simulate(step, steps.slowdowns, limit_ms=limit_ms)
+
+    def timeline(self, modes: Modes, counts: Counts) -> Timeline:
+        """What runs where and when in that step, or in its last forward and backward if it has several batches."""
+        step = self.steps.step(modes, counts)
+        return serial(step) if self._is_cpu else timeline(step, self.steps.slowdowns)
 
 
 class Models:

@@ -1,11 +1,19 @@
-"""The range of each integer of a plan: what the search, checks of plans, the what-if table and errors all go by."""
+"""The range of each integer of a plan: what the search, checks of plans, the what-if table and errors all go by.
+
+The neighbours of a plan have one integer changed by one. The what-if table shows what such a change does to time and
+memory. The search ends by trying all neighbours, so that no neighbour of its plan is better.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from protrain.planning.plan import Counts
+from protrain.common.records import Record
+from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
+from protrain.profiler.model_profile import ModelProfile
 
 
 class Range(NamedTuple):
@@ -71,3 +79,72 @@ def within(wanted: Counts, models: Models) -> Counts:
     fit, least = models.memory.speculation(counts.n_persist, n_speculate, swapped_bytes, counts.n_device_sum)
     least = least if fit == n_speculate else n_speculate
     return counts._replace(n_weight_only=max(counts.n_weight_only, least))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change(Record):
+    """One integer changed by one, or keep_attention flipped. Only the what-if table has what the change does."""
+
+    knob: str
+    step: int  # 1 or -1
+    counts: tuple[int, ...]  # in the order of Counts
+    impossible: str = ""  # the reason if there is no such plan; then no field below is set
+    step_ms: float = 0.0
+    slower_ms: float = 0.0  # on the slower host that plans are made for
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+
+def neighbours(counts: Counts, models: Models) -> Iterator[Change]:
+    """All neighbours of ``counts``, whether they fit the memory or not, with a reason if there is no such plan.
+
+    If the changed integer puts another one out of its range, that one takes the nearest value in the range: buffers
+    speculative updates and sums with another number of persistent chunks, offloaded inputs with fewer recomputed
+    blocks.
+    """
+    for knob in Counts._fields:
+        if knob == "n_device_sum" and not models.memory.accumulates:
+            continue  # a step of one backward has no sums
+        for step in (1, -1):
+            wanted = counts._replace(**{knob: getattr(counts, knob) + step})
+            impossible = ranges(wanted, models)[knob].why_not(getattr(wanted, knob))
+            changed = wanted if impossible else within(wanted, models)
+            if knob == "n_weight_only" and wanted.n_weight_only < changed.n_weight_only:
+                impossible = "host memory has no room for another whole second copy"
+            yield Change(knob=knob, step=step, counts=changed, impossible=impossible)
+
+
+def changes_of(plan: Plan, profile: ModelProfile, models: Models) -> Iterator[Change]:
+    """The effect of every integer of ``plan``, one more and one less, and of keep_attention."""
+    for neighbour in neighbours(plan.counts, models):
+        same_modes = neighbour.knob not in ("n_swap", "n_ckpt", "n_ckpt_swap")
+        yield _effect(neighbour, models, plan if same_modes else None)
+    counts, others, impossible = plan.counts, models, ""
+    if not any(block.attention_bytes for block in profile.blocks):
+        impossible = "no block has a fused attention"
+    elif not plan.n_ckpt:
+        impossible = "no block is recomputed"
+    else:
+        switched = replace(plan, keep_attention=not plan.keep_attention)
+        inside = models.memory.update_in_backward
+        others = Models.of(switched, profile, models.hardware, step_during_backward=inside)
+        counts = within(counts, others)
+    step = -1 if plan.keep_attention else 1
+    switch = Change(knob="keep_attention", step=step, counts=counts, impossible=impossible)
+    yield _effect(switch, others, plan)
+
+
+def _effect(change: Change, models: Models, same_modes: Plan | None) -> Change:
+    """``change`` with its effect. Block modes are those of the plan ``same_modes`` if it is given."""
+    if change.impossible:
+        return change
+    counts = Counts(*change.counts)
+    modes = models.modes(counts) if same_modes is None else same_modes.block_modes
+    device_bytes, host_bytes = models.device_bytes(modes, counts), models.host_bytes(modes, counts)
+    return replace(
+        change,
+        step_ms=models.runtime.step_ms(modes, counts),
+        slower_ms=models.slower_ms(modes, counts),
+        device_bytes=device_bytes,
+        host_bytes=host_bytes,
+    )

@@ -4,7 +4,7 @@ It is a pattern search from several starts, which race. A grid over the integers
 to begin. The smaller the model, the finer the grid: it has every value of the smallest models. From the best of its
 plans, every integer is changed by a step, alone or together with integers that trade against it, and a change that
 makes the step faster is kept. Then the slowest third of the plans is out of the race, and the step halves, until it was
-1. The last changes are those of the what-if table (``protrain.planning.changes``), so no plan has a better neighbour in
+1. The last changes are those of the what-if table (``protrain.planning.ranges``), so no plan has a better neighbour in
 its own table. Every time and size comes from the models of ``protrain.planning.predict``, in a fixed order, so the
 search is deterministic.
 
@@ -14,7 +14,7 @@ make a step slower, so a plan has all that fit, unless its what-if table shows t
 updates compute only the weight if host memory has no room for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
-(``protrain.planning.rates.update_rates``), plus a share of that time for every mechanism that costs memory:
+(``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory:
 ``_MUST_GAIN``. The small shares break ties. Among plans that are as fast, the plan with the fewest transfers wins,
 since a transfer may be late.
 
@@ -36,13 +36,12 @@ from typing import NamedTuple
 import numpy as np
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.changes import neighbours
-from protrain.planning.infeasible import nothing_fits
+from protrain.planning.fits import nothing_fits
 from protrain.planning.layout import pack
-from protrain.planning.memory.segments import Bytes
+from protrain.planning.memory import Bytes
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
-from protrain.planning.ranges import within
+from protrain.planning.ranges import neighbours, within
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].
@@ -202,7 +201,7 @@ class _Search:
         memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
-        n_speculate = wanted.n_speculate if models.runtime.speculates else 0
+        n_speculate = wanted.n_speculate if models.runtime.steps.speculates else 0
         enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
         most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
         n_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)

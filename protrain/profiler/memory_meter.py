@@ -13,8 +13,7 @@ from torch import Tensor
 
 from protrain.forward.compilation import inside_graph
 from protrain.forward.dispatch import RuntimeMode
-from protrain.profiler.operations import are_wrappers, is_product
-from protrain.profiler.storages import memory_in, storages_in
+from protrain.profiler.operations import are_wrappers, is_product, memory_in, storages_in
 
 
 class StorageMeter(RuntimeMode):

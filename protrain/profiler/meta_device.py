@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
 from protrain.forward.dispatch import RuntimeMode
-from protrain.profiler.storages import storage_key, storages_in
+from protrain.profiler.operations import storage_key, storages_in
 
 _USUAL = F.scaled_dot_product_attention
 

@@ -1,8 +1,14 @@
-"""Counts what a forward computes and moves: the flops of products and attention, and the bytes of the rest."""
+"""What a forward computes, moves and holds: flops of products and attention, bytes of the rest, and storages.
+
+[Note: attention calls] Each attention call of a block is timed alone, with random values of the same shapes. Timing it
+inside the traced block would need a dispatch mode, whose own overhead distorts the times of short kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,12 +17,106 @@ from torch._ops import OpOverload
 from torch.fx.operator_schemas import normalize_function
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from protrain.common.parameters import made_of
 from protrain.common.trees import tensors_in
 from protrain.forward.dispatch import for_backward, is_attention
-from protrain.profiler.attention_calls import AttentionCall, attention_call
-from protrain.profiler.storages import memory_in, storage_key
+from protrain.profiler.step_times import elapsed_ms, finish, time_stamp
+
+_CUDA_GRAIN_BYTES = 512  # CUDA's caching allocator rounds every allocation up to a multiple of this
+
+
+def memory_in(tree: Any) -> list[Tensor]:
+    """The plain tensors that all tensors in ``tree`` consist of. Each of them has a storage."""
+    return [part for tensor in tensors_in(tree) for part in made_of(tensor).values()]
+
+
+def storage_key(tensor: Tensor) -> StorageWeakRef:
+    """An identifier for the storage of the plain ``tensor``.
+
+    It is valid as long as the storage lives, and does not keep it alive.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def allocated_bytes(tensor: Tensor) -> int:
+    """The bytes that the storage of ``tensor`` occupies on its device."""
+    size = tensor.untyped_storage().nbytes()
+    return -(-size // _CUDA_GRAIN_BYTES) * _CUDA_GRAIN_BYTES if tensor.is_cuda else size
+
+
+def storages_in(tree: Any) -> dict[StorageWeakRef, int]:
+    """The storages of all tensors in ``tree``, each with the bytes that it occupies on its device."""
+    return {storage_key(tensor): allocated_bytes(tensor) for tensor in memory_in(tree)}
+
+
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor's shape, strides and type. Of integers also the values, which may say where sequences begin."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    values: tuple[Any, ...] = ()
+
+    def filled(self, device: torch.device) -> Tensor:
+        """Such a tensor, with random values if it is of floats. An expanded mask shares its memory as it did."""
+        if not self.dtype.is_floating_point:
+            return torch.tensor(self.values, dtype=self.dtype, device=device).view(self.shape)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        filled = self.dtype if self.dtype.itemsize > 1 else torch.float32  # torch cannot draw random 8-bit values
+        values = torch.empty(max(0, span), dtype=filled, device=device).normal_().to(self.dtype)
+        return values.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One call of an attention operator. Equal calls take equally long, so each is timed once."""
+
+    operator: Any
+    leaves: tuple[Any, ...]  # the arguments, with a description in place of each tensor
+    tree: TreeSpec
+    output_bytes: int
+    flops: int
+
+    def __hash__(self) -> int:
+        return hash((self.operator, self.output_bytes, self.flops))
+
+
+def attention_call(operator: Any, args: Any, kwargs: Any, outputs: Any, *, flops: int) -> AttentionCall:
+    """Record a call of ``operator`` with its arguments and outputs."""
+    leaves, tree = tree_flatten((args, kwargs))
+    output_bytes = sum(storages_in(outputs).values())
+    return AttentionCall(operator, tuple(map(_described, leaves)), tree, output_bytes, flops)
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    values = () if leaf.is_floating_point() or leaf.is_meta else tuple(leaf.flatten().tolist())
+    return _Described(leaf.shape, leaf.stride(), leaf.dtype, values)
+
+
+def measured_ms(call: AttentionCall, device: torch.device) -> float:
+    """The time of ``call`` on ``device``, in milliseconds."""
+    leaves = [leaf.filled(device) if isinstance(leaf, _Described) else leaf for leaf in call.leaves]
+    args, kwargs = tree_unflatten(leaves, call.tree)
+    times = []
+    with torch.no_grad():
+        call.operator(*args, **kwargs)
+        for _ in range(_REPEATS):
+            start = time_stamp(device)
+            call.operator(*args, **kwargs)
+            end = time_stamp(device)
+            finish(device)
+            times.append(elapsed_ms(start, end))
+    return median(times)
+
 
 _FOUR_BIT = "gemm_4bit"  # of bitsandbytes: activations [..., K] times a packed weight, whose own shape is (N, K)
 

@@ -1,9 +1,10 @@
-"""Times steps as they run in training, where one step follows another, and decides which of the timed steps count.
+"""The parts of a traced step and their times: its states, calls and segments, and the steps that are timed.
 
-A GPU that was idle is faster at first than in training, until it has computed for about 0.6 s. An H200 was 4% faster in
-a forward of 60 ms, and 1% to 2% faster in the backward after it (7 B width, 8 layers, 4 x 2048). A step of two seconds
-(7 B, 8 x 2048) is timed best after a quarter of a second of other computing. Its forward, which comes first, was 5.1%
-too short with none before, 2.5% too short after 0.7 s, and right within 0.4% after 0.25 s.
+Steps are timed as they run in training, where one step follows another. A GPU that was idle is faster at first than in
+training, until it has computed for about 0.6 s. An H200 was 4% faster in a forward of 60 ms, and 1% to 2% faster in the
+backward after it (7 B width, 8 layers, 4 x 2048). A step of two seconds (7 B, 8 x 2048) is timed best after a quarter
+of a second of other computing. Its forward, which comes first, was 5.1% too short with none before, 2.5% too short
+after 0.7 s, and right within 0.4% after 0.25 s.
 
 Ranks that profile together run equally many steps, because a model may have collectives of its own in its forward.
 """
@@ -11,14 +12,73 @@ Ranks that profile together run equally many steps, because a model may have col
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
 from statistics import median, median_low
-from typing import Protocol
+from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.forward.compilation import graphs_compiled
-from protrain.profiler.segments import Segment, elapsed_ms, finish
+
+
+class StepState(Enum):
+    """What the step is doing."""
+
+    FORWARD = auto()
+    MEASURING = auto()  # within forward: a block runs apart, to be measured
+    BACKWARD = auto()
+    RECOMPUTING = auto()  # within backward: a block runs again
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a block, or of a unit between blocks."""
+
+    unit: str
+    reached: bool = False  # whether backward has reached it
+
+
+@dataclass
+class Segment:
+    """A part of the step. Times are time stamps until the step is over."""
+
+    phase: str  # "forward" or "backward"
+    block: str | None
+    live_bytes: int = 0
+    peak_bytes: int = 0
+    start: Any = None
+    recomputed: Any = None  # end of the recomputation in a block's backward segment
+    end: Any = None
+    # In a block's forward: the inputs that code outside the checkpoint holds for longer, each with the index of the
+    # first segment in which it no longer does.
+    held_until: dict[StorageWeakRef, int] = field(default_factory=dict)
+
+
+def time_stamp(device: torch.device) -> Any:
+    """The present moment on ``device``: a CUDA event, or milliseconds of the host's clock."""
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+    return time.perf_counter() * 1e3
+
+
+def elapsed_ms(start: Any, end: Any) -> float:
+    """The milliseconds between two time stamps, or 0 if one is missing. The device must have finished."""
+    if start is None or end is None:
+        return 0.0
+    return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else end - start)
+
+
+def finish(device: torch.device) -> None:
+    """Wait until the device has finished all queued work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 SUSTAINED_MS = 1000.0  # how long the GPU must compute before times are those of training
 _BUSY_MS = 250.0
@@ -31,28 +91,18 @@ COMPILED = "the question whether a step was compiled"
 LASTED = "the time of a step"
 
 
-class Together(Protocol):
-    """The ranks that profile together."""
+class Together:
+    """The ranks that profile together: this one, which profiles by itself. Several ranks have a class of their own."""
 
     def largest(self, what: str, number: float) -> float:
         """The largest ``number`` that any rank has for ``what`` is decided."""
+        return number
 
     def caught(self, error: Exception) -> None:
         """``error`` has ended a step of this rank, which profiles otherwise now."""
 
 
-class Alone:
-    """One rank that profiles by itself."""
-
-    def largest(self, _: str, number: float) -> float:
-        """``number``."""
-        return number
-
-    def caught(self, _: Exception) -> None:
-        """Nobody else needs to know."""
-
-
-ALONE = Alone()
+ALONE = Together()
 
 
 Durations = list[tuple[float, float]]  # for each segment, its duration and the part of it that is recomputation, in ms

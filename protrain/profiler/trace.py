@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from statistics import median
 from typing import Any
@@ -22,8 +23,7 @@ from protrain.common.dtypes import default_dtype
 from protrain.common.parameters import DTYPES, is_managed, refuse_moves
 from protrain.distributed.devices import own_device
 from protrain.forward.chunked_loss import is_chunked
-from protrain.forward.module_state import BlockModules
-from protrain.profiler.attention_calls import AttentionCall, measured_ms
+from protrain.forward.module_state import SHARED, BlockModules, Contents, RandomState
 from protrain.profiler.blocks import (
     checkpointing_switches,
     find_blocks,
@@ -33,10 +33,18 @@ from protrain.profiler.blocks import (
 )
 from protrain.profiler.meta_device import KnownIntegers
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from protrain.profiler.restored_model import restored, snapshot
-from protrain.profiler.segments import Segment, finish
+from protrain.profiler.operations import AttentionCall, measured_ms
 from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.step_times import ALONE, SUSTAINED_MS, Together, expected_ms, median_durations, time_steps
+from protrain.profiler.step_times import (
+    ALONE,
+    SUSTAINED_MS,
+    Segment,
+    Together,
+    expected_ms,
+    finish,
+    median_durations,
+    time_steps,
+)
 from protrain.profiler.traced_step import TracedStep
 
 _SPARE = 0.5  # the share of free device memory in which weights may stay for their next use
@@ -340,3 +348,39 @@ def _blocks(
         )
         for path, use in step.blocks.items()
     )
+
+
+@contextmanager
+def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model in training mode inside, and restore modules' attributes and random states afterwards.
+
+    A snapshot to go back to between steps must be taken with the stand-in weights in place. Recurrent modules keep
+    lists of their weights, and where those are not the parameters, they flatten them again.
+
+    All that [Note: contents of modules] names is restored. A model may register hooks on itself in its first forward
+    and remember in an attribute that it did, as models of transformers do. If only the attribute were restored, the
+    next forward would register the hooks again.
+    """
+    put_back = snapshot(model, device)
+    try:
+        model.train()
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            yield
+    finally:
+        put_back()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine allocates chunks next, and they need whole segments
+            # While it tunes a kernel, the compiler pins copies of what the kernel changes, and torch keeps that memory.
+            torch._C._host_emptyCache()
+
+
+def snapshot(model: nn.Module, device: torch.device) -> Callable[[], None]:
+    """A function that puts the modules of ``model`` and the random states back to how they are now."""
+    contents = Contents.of(model)
+    random_state = RandomState(device, (*contents.generators, *SHARED))
+
+    def put_back() -> None:
+        contents.put_back()
+        random_state.set()
+
+    return put_back

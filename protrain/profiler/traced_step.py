@@ -11,13 +11,21 @@ gone when the forward of the next unit is done, and is back when the backward of
 
 What the model returns stays alive until backward is over, as in a training loop that has ``output = model(**batch)``.
 In such a loop it stays until the next forward is over (``TracedStep.output_bytes``).
+
+[Note: why the engine does not run this step] The engine also runs a model whose weights are absent, and the two share
+recomputation and what is known of modules (``protrain.forward``). They do not share more, for three reasons. The engine
+needs a layout of chunks, which is made from the order of uses that this step finds. It takes the model over, with its
+values in pinned host memory, while a trace leaves the model as it was and runs on the meta device, where there are no
+values. And it runs copies, flattening and updates beside the blocks, whose times and bytes are to be those of the
+blocks alone: the models of a plan add the rest.
 """
 
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -32,15 +40,12 @@ from protrain.common.trees import tensors_in
 from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
 from protrain.forward.compilation import CompiledForward, eager_of, replace_attributes
 from protrain.forward.module_state import BlockModules, Contents
-from protrain.profiler.block_forward import BlockUse, measure_block, without_own_modes
-from protrain.profiler.block_inputs import BlockInputs, CheckpointedCall
-from protrain.profiler.failed_module import module_in
+from protrain.profiler.block_forward import BlockInputs, BlockUse, CheckpointedCall, measure_block, without_own_modes
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
-from protrain.profiler.segments import Call, Segment, StepState, time_stamp
-from protrain.profiler.stand_in_weights import StandInWeights
-from protrain.profiler.storages import storages_in
-from protrain.profiler.weight_uses import InnerBackwards, Uses
+from protrain.profiler.operations import storages_in
+from protrain.profiler.stand_in_weights import InnerBackwards, StandInWeights, Uses
+from protrain.profiler.step_times import Call, Segment, StepState, time_stamp
 
 # How torch says that an operation does not mix two types.
 _MIXED_TYPES = re.compile("bfloat16|float16|half|dtype|scalar type", re.IGNORECASE)
@@ -404,3 +409,19 @@ class TracedStep:
 def _storages_of(module: nn.Module) -> dict[StorageWeakRef, int]:
     """The storages of the tensors in the attributes of ``module`` and of the modules inside it, with their bytes."""
     return storages_in([value for *_, value in Contents.of(module).entries() if isinstance(value, Tensor)])
+
+
+def module_in(error: Exception, model: nn.Module) -> str | None:
+    """The name and the settings of the innermost module of ``model`` in whose forward ``error`` was raised.
+
+    None if there is no other than the model. An embedding says so how many rows it has, and a linear layer its widths.
+    """
+    names = {id(module): name for name, module in model.named_modules() if name}
+    own = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    module = next((each for each in reversed(own) if id(each) in names), None)
+    if not isinstance(module, nn.Module):
+        return None
+    settings = ""
+    with suppress(Exception):  # a module of the user may say anything, and must not hide the error
+        settings = f"({module.extra_repr()})" if not next(module.children(), None) else ""
+    return f"{names[id(module)]}, which is {type(module).__name__}{settings}"

@@ -47,6 +47,6 @@ def test_the_table_says_what_the_command_line_says(tmp_path: Path, capsys: pytes
         "--json",
     ]
     assert protrain_command(plan) == 0
-    said = json.loads(capsys.readouterr().out)["machines"]
+    said = json.loads(capsys.readouterr().out)["machines"].values()
     for row, one, gpus in zip(table.found, said, (1, 2), strict=True):
         assert row.predicted_tokens_per_s == one["tokens_per_s"] / gpus > 0

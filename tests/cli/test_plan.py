@@ -10,20 +10,17 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import load_model
-from protrain.cli.plan_text import summary_text
 from protrain.hardware.shipped import load
-from protrain.planning import BlockMode, Explanation, Frontier, Largest, Plan
-from protrain.planning.explain.explanation import Better
-from protrain.planning.explain.phases import Phase
-from protrain.profiler.model_profile import ModelProfile
+from protrain.planning import Answer, BlockMode, Frontier, Largest, Plan
+from protrain.planning.answer import Better, Machine
+from protrain.planning.timeline import Phase
 from tests.cli.test_plan_timeline import dark_pixels
 
 TINY = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "2", "--sequence", "32"]
@@ -177,24 +174,19 @@ def test_a_plan_is_put_in_words(
     phase = Phase(name="forward", length_ms=10.0, compute_ms=4.0, waits_ms={"uploads": 6.0}, limit="uploads")
     faster = replace(plan, step_ms=9.0)
     better = [Better(memory="device", more_bytes=size << 30, step_ms=9.0, plan=faster) for size in (1, 2, 5)]
-    why = Explanation(
+    why = Answer(
+        fits=True,
+        verdict="fits",
+        machine=replace(Machine.of(hardware), device_bytes=2**31, host_bytes=2**32),
         plan=plan,
-        tokens_per_s=plan.tokens_per_s,
-        device_limit_bytes=2**31,
-        host_limit_bytes=2**32,
+        times_ms={"step on a slower host": 11.0},
         large_buffers=1,
-        device_parts={},
-        host_parts={},
+        updates_in_backward=inside,
         phases=(phase,),
-        changes=(),
-        here=None,
         better=tuple(better),
-        searched=True,
         slower_share=0.9,
-        slower_ms=11.0,
     )
-    profile = cast(ModelProfile, SimpleNamespace(device="cuda"))
-    text = " ".join(summary_text(why, profile, hardware, updates_in_backward=inside).split())
+    text = " ".join(why.summary().split())
     for line in (
         *words,
         "step 10 ms, 800 tokens/s (predicted); 11 ms should the host update 10% more slowly",
@@ -203,7 +195,8 @@ def test_a_plan_is_put_in_words(
         "step time -10.0% with 1 GiB more device memory, -10.0% with 5 GiB more device memory",
     ):
         assert line in text, text
-    assert replace(why, slower_ms=plan.step_ms).on_slower_host() == "the same should the host update 10% more slowly"
+    why = replace(why, times_ms={"step on a slower host": plan.step_ms})
+    assert why.on_slower_host() == "the same should the host update 10% more slowly"
 
 
 @pytest.mark.slow
@@ -334,7 +327,7 @@ def test_the_largest_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{found.parameters:,}" in text
     assert "one layer more" in text
     assert "no plan fits the" in text
-    assert "--host-memory of at least " in text
+    assert "--host-memory of at least " in " ".join(text.split())
     assert not re.search("(device|host)_memory", text), "what the library calls the options"
     parameters = sum(parameter.numel() for parameter in load_model("tiny", layers=found.layers).model.parameters())
     assert found.parameters == parameters

@@ -113,8 +113,8 @@ def test_a_plan_feeds_wrap_which_explains_it(planned: Path) -> None:
     plan = Plan.load(planned)
     why = optimizer.explain()
     assert why.plan == optimizer.plan
-    assert (why.plan.n_persist, why.plan.block_modes) == (plan.n_persist, plan.block_modes)
-    assert (why.device_limit_bytes, why.host_limit_bytes) == (16 * 1024**2, 1024**3)
+    assert (why.fitting.n_persist, why.fitting.block_modes) == (plan.n_persist, plan.block_modes)
+    assert (why.machine.device_bytes, why.machine.host_bytes) == (16 * 1024**2, 1024**3)
 
 
 @pytest.mark.parametrize(

@@ -103,17 +103,17 @@ def test_machines_are_compared_in_one_table(
     assert "h100x1: NVIDIA H100 80GB HBM3, host memory 112 GiB, rates measured" in said
     assert max(map(len, out.splitlines())) <= 80
     found = Comparison.load(out_file)
-    assert [each.machine for each in found.machines] == machines.split(",")
-    assert [each.n_gpus for each in found.machines] == [1, 4, 16, 2]
-    for each, row in zip(found.machines[:3], rows, strict=False):
-        assert each.plan is not None
+    assert list(found.machines) == machines.split(",")
+    assert [each.machine.gpus for each in found.machines.values()] == [1, 4, 16, 2]
+    for (name, each), row in zip(list(found.machines.items())[:3], rows, strict=False):
+        assert each.tokens_per_s is not None
         assert row.split()[:4] == [
-            *(each.machine, "yes", f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_s / each.n_gpus:,.0f}")
+            *(name, "yes", f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_s / each.machine.gpus:,.0f}")
         ]
-    assert rows[1].endswith("6.3 GB/s, composed")
-    assert rows[3].split()[1:] == ["no", "-", "-", "GPU", "memory", "12.5", "GB/s,", "assumed"]
+    assert rows[1].endswith("6.3 GB/s (composed)")
+    assert rows[3].split()[1:] == ["no", "-", "-", "GPU", "memory", "12.5", "GB/s", "(assumed)"]
     alone = run(capsys, *tiny, "--hardware", "rtx3090", "--gpus", "4", "--json")[1]
-    assert found.machines[1].plan == Plan.from_dict(json.loads(alone)["plan"])
+    assert found.machines["rtx3090x4"].plan == Plan.from_dict(json.loads(alone)["plan"])
 
 
 @pytest.mark.parametrize(

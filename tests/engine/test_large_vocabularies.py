@@ -20,7 +20,7 @@ from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import MemoryModel, Plan, evaluate, frontier, pack
 from protrain.planning.layout import most_held
 from protrain.planning.plan import layout_of
-from protrain.planning.runtime.fetches import Fetches
+from protrain.planning.schedule import Fetches
 from protrain.profiler.model_profile import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.lateness import Lateness

@@ -155,7 +155,7 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
             least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
             updates = [  # the same whatever buffers there are
                 (n_speculate, n_weight_only)
-                for n_speculate in range(n_chunks - n_persist + 1 if runtime.speculates else 1)
+                for n_speculate in range(n_chunks - n_persist + 1 if runtime.steps.speculates else 1)
                 for n_weight_only in range(n_speculate + 1)
                 if memory.host_bytes(
                     Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum), activations

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from protrain.planning import BlockMode, MemoryModel, pack, search
-from protrain.planning.rates.update_rates import staging_bytes
+from protrain.planning.rates import staging_bytes
 from tests.planning.brute_force import (
     CLOSE,
     MIB,

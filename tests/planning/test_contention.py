@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from protrain.hardware.profile import Contention, HardwareProfile
-from protrain.planning.rates.contention import OTHERS, rates
+from protrain.planning.contention import OTHERS, rates
 from protrain.planning.timeline import DOWN, GPU, HOST, UP
 from tests.planning.machines import H100
 

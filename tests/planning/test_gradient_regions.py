@@ -25,7 +25,7 @@ from protrain.planning import (
     pack,
     search,
 )
-from protrain.planning.memory.gradient_regions import GradientRegions
+from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
 from tests.planning.counts import placed
@@ -224,13 +224,13 @@ def test_refusals_and_explanations_count_what_is_really_taken() -> None:
     with pytest.raises(PlanError):
         search(profile, replace(tight, host_bytes=enough - 1), step_during_backward=True)
     why = explain(plan, profile, tight, step_during_backward=True, more_memory=False)
-    assert sum(why.host_parts.values()) == plan.host_bytes
-    assert why.host_parts["gradients"] == plan.n_host_gradient * plan.chunk_elements * 2
+    assert sum(why.host_bytes.values()) == 2 * plan.host_bytes  # the whole, and its parts
+    assert why.host_bytes["gradients"] == plan.n_host_gradient * plan.chunk_elements * 2
     device = replace(tight, device_bytes=600 * 1024**2)
     plan = search(profile, device, step_during_backward=True)
-    parts = explain(plan, profile, device, step_during_backward=True, more_memory=False).device_parts
+    parts = explain(plan, profile, device, step_during_backward=True, more_memory=False).device_bytes
     assert plan.n_device_gradient == 1 < plan.n_persist
-    assert sum(parts.values()) == plan.device_bytes
+    assert sum(parts.values()) == 2 * plan.device_bytes
     assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2
     assert parts["persistent chunks"] == plan.n_persist * plan.chunk_elements * 12
 

@@ -9,7 +9,7 @@ import pytest
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan, evaluate
-from protrain.planning.explain.phases import host_gparams
+from protrain.planning.answer import host_gparams
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.planning import Plan, check, explain, search
-from protrain.planning.rates.update_rates import UNKNOWN, slower_share, with_host
+from protrain.planning.rates import UNKNOWN, slower_share, with_host
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.machines import H100, judge_as_calibrated
 from tests.planning.test_search import make_profile

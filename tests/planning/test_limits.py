@@ -17,8 +17,8 @@ from protrain.planning import (
     largest,
     search,
 )
-from protrain.planning.frontier import least_device_bytes
-from protrain.planning.mismatch import name_other_use, refuse_other_model
+from protrain.planning.plan import name_other_use, refuse_other_model
+from protrain.planning.sweeps import least_device_bytes
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 

@@ -18,7 +18,7 @@ from protrain.common import batch as batches
 from protrain.hardware.detection import detect
 from protrain.planning import BlockMode, MemoryModel, block_modes, pack
 from protrain.planning.layout import summed_on_device
-from protrain.planning.memory.model import state_bytes
+from protrain.planning.memory import state_bytes
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.counts import placed

@@ -19,9 +19,8 @@ from protrain.engine.weights.buffers import BufferPool
 from protrain.hardware.detection import detect
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, RuntimeModel, evaluate, pack
-from protrain.planning.rates.compute_times import ComputeTimes, compute_times
-from protrain.planning.rates.swap_copies import COPY_MS
-from protrain.planning.runtime.fetches import Fetches
+from protrain.planning.rates import COPY_MS, ComputeTimes, compute_times
+from protrain.planning.schedule import Fetches
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Timeline
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.counts import busy_ms, placed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,8 +28,7 @@ from protrain.planning import (
     predict,
     search,
 )
-from protrain.planning.runtime import model as runtime
-from protrain.planning.runtime.simulate import simulate
+from protrain.planning.simulate import simulate
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 
@@ -242,7 +242,7 @@ def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
-    monkeypatch.setattr(runtime, "simulate", count)
+    monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)
     # Blocks as of GPT-2 40 B with 4 x 1,024 tokens.
     traced = make_profile(50, elements=768 * MIB, saved=1729 * MIB, ms=13.0)
     plan = search(traced, machine("80GiB", "700GiB"))

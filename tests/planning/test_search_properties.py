@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -13,9 +14,8 @@ import pytest
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
-from protrain.planning.rates.update_rates import staging_bytes
-from protrain.planning.runtime import model as runtime
-from protrain.planning.runtime.simulate import simulate
+from protrain.planning.rates import staging_bytes
+from protrain.planning.simulate import simulate
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import (
     N,
@@ -93,7 +93,8 @@ def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
     own_ms = why.slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
     n_feasible = 0
     for change in why.changes:
-        if change.slower_ms is None or change.device_over_bytes or change.host_over_bytes:
+        fits = change.device_bytes <= hardware.device_bytes and change.host_bytes <= hardware.host_bytes
+        if change.impossible or not fits:
             continue
         keep = plan.keep_attention ^ (change.knob == "keep_attention")
         other_ms = change.slower_ms * margin(Counts(*change.counts), plan.n_chunks, keep_attention=keep)
@@ -196,6 +197,6 @@ def test_few_steps_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
         simulated.append(simulate(*args, **options))
         return simulated[-1]
 
-    monkeypatch.setattr(runtime, "simulate", count)
+    monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)
     search(make_profile(60), machine("4GiB", "20GiB", host_adam_gparams=0.3))
     assert 0 < len(simulated) < 1200

@@ -11,7 +11,7 @@ import pytest
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, Layout, MemoryModel, Plan, block_modes, check, evaluate, pack, search
 from protrain.planning.layout import TILE_ELEMENTS, align, most_held
-from protrain.planning.memory.model import state_bytes
+from protrain.planning.memory import state_bytes
 from protrain.planning.plan import Counts, layout_of
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning import test_layout, test_search

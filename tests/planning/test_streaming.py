@@ -12,11 +12,11 @@ import pytest
 
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import BlockMode, Plan, RuntimeModel, check, evaluate, pack
+from protrain.planning.contention import OTHERS, rates
 from protrain.planning.layout import updated_chunks
-from protrain.planning.rates.contention import OTHERS, rates
-from protrain.planning.rates.update_rates import staging_bytes
-from protrain.planning.runtime.run import Run
+from protrain.planning.rates import staging_bytes
 from protrain.planning.sharing import Waiting, next_for_gpu
+from protrain.planning.simulate import Run
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP, Timeline
 from tests.planning.counts import placed
 from tests.planning.machines import H100
@@ -213,7 +213,7 @@ def test_help_makes_no_step_longer_when_nothing_contends() -> None:
         n_speculate = 0 if options["update_in_backward"] else draw.choice([0, draw.randint(0, n - n_persist)])
         counts = placed(n_persist, draw.randint(1, n - n_persist), n_speculate, draw.randint(0, n_speculate))
         with_help, alone = (
-            Run.of(model_of(profile, hardware, stream=stream, **options)._step((NONE,) * n, counts)).step_ms
+            Run.of(model_of(profile, hardware, stream=stream, **options).steps.step((NONE,) * n, counts)).step_ms
             for stream in (True, False)
         )
         assert with_help <= 1.02 * alone

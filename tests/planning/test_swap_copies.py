@@ -9,7 +9,7 @@ import pytest
 
 from protrain.planning import MemoryModel, RuntimeModel, evaluate, pack, search
 from protrain.planning.plan import BlockMode
-from protrain.planning.rates.swap_copies import COPY_MS, choose_packed, swap_copies
+from protrain.planning.rates import COPY_MS, choose_packed, swap_copies
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.test_search import make_profile

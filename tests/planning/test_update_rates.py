@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from protrain.planning import evaluate, predict, search
-from protrain.planning.explain.phases import host_gparams
-from protrain.planning.rates.update_rates import (
+from protrain.planning.answer import host_gparams
+from protrain.planning.rates import (
     device_update_gparams,
     host_update_gparams,
     moved_bytes,

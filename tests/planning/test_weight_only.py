@@ -1,6 +1,6 @@
 """Speculative updates of the weight alone: the memory that they take, and steps that can be worked out by hand.
 
-See [Note: weight-only updates] in ``protrain.planning.runtime.planned_step``.
+See [Note: weight-only updates] in ``protrain.planning.step``.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
-from protrain.planning.runtime.planned_step import UpdateQueue
-from protrain.planning.runtime.run import Run
+from protrain.planning.simulate import Run
+from protrain.planning.step import UpdateQueue
 from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N as CHUNK
@@ -84,7 +84,7 @@ def test_a_plan_of_second_weights_fits_where_one_of_whole_copies_does_not() -> N
     plan = made(tight, 6, 6)
     assert str(plan).endswith("n_speculate=6 n_weight_only=6")
     assert plan.host_bytes == tight.host_bytes
-    parts = explain(plan, profile, tight, more_memory=False).host_parts
+    parts = explain(plan, profile, tight, more_memory=False).host_bytes
     assert parts["second weights for speculative updates"] == 6 * N * 2
     assert "second copies for speculative updates" not in parts
     assert check(plan, profile, ROOMY) == plan
@@ -109,10 +109,10 @@ def test_a_plan_says_how_many_are_weight_only_and_what_they_take() -> None:
         check(plan, profile, replace(exact, host_bytes=exact.host_bytes - 1))
     assert refused.value.needed_bytes == plan.host_bytes
     why = explain(plan, profile, exact, more_memory=False)
-    assert why.host_parts["second weights for speculative updates"] == 4 * N * 2
-    assert why.host_parts["second copies for speculative updates"] == 2 * N * 12
-    assert sum(why.host_parts.values()) == plan.host_bytes
-    assert min(why.host_parts.values()) >= 0
+    assert why.host_bytes["second weights for speculative updates"] == 4 * N * 2
+    assert why.host_bytes["second copies for speculative updates"] == 2 * N * 12
+    assert sum(why.host_bytes.values()) == 2 * plan.host_bytes  # the whole, and its parts
+    assert min(why.host_bytes.values()) >= 0
     names = {operation.name for operation in predict(profile, ROOMY, plan).timeline.operations}
     done = Counter(name.rpartition(" ")[0] for name in names)
     assert (done["speculative update"], done["speculative weight"], done["deferred update"]) == (2, 4, 4)
@@ -249,7 +249,7 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     """Deferred updates pile up over many steps, which two steps do not show."""
     runtime, steps = steps_of(update_ms)
     for n_speculate in range(8):
-        first = Run.of(runtime._step((NONE,) * 8, weight_only(1, 7, n_speculate)))
+        first = Run.of(runtime.steps.step((NONE,) * 8, weight_only(1, 7, n_speculate)))
         run = Run(first.step, [repeat(1.0)] * len(LANES))
         run.choices = first.choices
         ends = []
@@ -274,7 +274,7 @@ def test_what_a_weight_takes_is_calibrated() -> None:
     ):
         profile = replace(make_profile(2.0, 20.0, n=8), dtype=dtype)
         memory = MemoryModel(profile, with_weights(profile, measured, 3, 1), pack(profile, N))
-        step = RuntimeModel(memory)._step((NONE,) * 8, weight_only(1, 7, 3))
+        step = RuntimeModel(memory).steps.step((NONE,) * 8, weight_only(1, 7, 3))
         assert step.host.weight_share == pytest.approx(share)
 
 

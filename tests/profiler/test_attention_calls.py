@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.profiler.attention_calls import AttentionCall, measured_ms
-from protrain.profiler.operations import Operations
+from protrain.profiler.operations import AttentionCall, Operations, measured_ms
 from protrain.profiler.trace import profile
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from protrain.common.cache import cache_folder
 from protrain.forward.compilation import compile_blocks
 from protrain.profiler import cache, kept_profiles
 from protrain.profiler.blocks import find_blocks
-from protrain.profiler.step_times import Alone
+from protrain.profiler.step_times import Together
 from protrain.profiler.trace import profile
 
 BATCH = (torch.randn(2, 8),)
@@ -201,7 +201,7 @@ def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
     assert len(made) == 4, "a CPU's profile is not kept"
     asked = []
 
-    class Missing(Alone):
+    class Missing(Together):
         def largest(self, what: str, number: float) -> float:
             asked.append(number)
             return 1.0

@@ -15,7 +15,7 @@ from protrain.forward.compilation import compile_blocks
 from protrain.profiler import meta_device
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
-from protrain.profiler.storages import storage_key
+from protrain.profiler.operations import storage_key
 from protrain.profiler.trace import profile
 
 BFLOAT = torch.bfloat16

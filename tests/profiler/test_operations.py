@@ -14,8 +14,7 @@ from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks, graphs_alone
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.memory_meter import StorageMeter
-from protrain.profiler.operations import Operations
-from protrain.profiler.storages import storage_key
+from protrain.profiler.operations import Operations, storage_key
 from protrain.profiler.trace import profile
 
 ROWS, WIDTH = 8, 16

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.profiler import step_times
-from protrain.profiler.segments import Segment
-from protrain.profiler.step_times import expected_ms, median_durations, time_steps
+from protrain.profiler.step_times import Segment, expected_ms, median_durations, time_steps
 from protrain.profiler.traced_step import TracedStep
 from tests.profiler.test_trace import _batch, _Block, _Model
 
@@ -97,7 +96,7 @@ def test_short_steps_are_queued_together_and_count_but_for_the_first(
     assert steps.order == order
 
 
-class _Others(step_times.Alone):
+class _Others(step_times.Together):
     """Ranks with numbers of their own."""
 
     def __init__(self, numbers: dict[str, float]) -> None:

@@ -16,7 +16,7 @@ torch.autograd.grad, must leave those that are there, and a reduction would repl
 it.
 
 [Note: shared memory] While updates run inside backward, chunks share memory for gradients. A buffer here is what the
-planner calls a region (``protrain.planning.memory.gradient_regions``), and a plan has ``n_device_gradient`` and
+planner calls a region (``protrain.planning.gradient_regions``), and a plan has ``n_device_gradient`` and
 ``n_host_gradient`` of them. A chunk needs its gradient from when that arrives until the chunk is updated. Inside
 backward this is a short time, so in place of two bytes for every parameter a few buffers of one chunk each suffice. A
 chunk acquires a buffer for its first gradient and releases it when its update is queued. On the device the stream keeps

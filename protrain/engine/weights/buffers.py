@@ -36,7 +36,7 @@ from protrain.engine.states.chunks import Chunk, Member, State
 from protrain.engine.streams import Mark, Streams, span
 from protrain.engine.updates.worker import Job
 from protrain.engine.weights.views import storage_address
-from protrain.planning.schedule import FAR, Schedule
+from protrain.planning.schedule import EMPTY, Schedule, claim
 from protrain.planning.timeline import GATHER, UP
 
 
@@ -237,20 +237,16 @@ class BufferPool:
         return self._last_upload.reached()
 
     def _assign(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
-        """Assign a buffer to ``chunk``. If none is empty, the content that is needed last is evicted for it.
-
-        Content that is needed within ``needed_in`` visits stays. If all content does, there is no buffer: None. Among
-        chunks that are needed at the same time the last one is evicted, as the runtime model assumes.
-        """
-        found, latest = None, (needed_in, FAR)
+        """Assign a buffer to ``chunk``, and evict what is in it: see ``claim``. None if there is no buffer for it."""
+        unused: dict[int, Buffer] = {}
         for buffer in self._large if chunk.large else self._usual:
             if buffer.users == 0:
-                at = -1 if buffer.chunk is None or buffer.state is Residency.EMPTY else buffer.chunk.index
-                use = (FAR + 1 if at < 0 else schedule.next_use(at), at)
-                if use > latest:
-                    found, latest = buffer, use
-        if found is None:
+                content = EMPTY if buffer.chunk is None or buffer.state is Residency.EMPTY else buffer.chunk.index
+                unused.setdefault(content, buffer)
+        claimed = claim(unused, schedule.next_use, needed_in)
+        if claimed is None:
             return None
+        found = unused[claimed]
         if found.state is not Residency.EMPTY:
             self._evict(found)
         found.chunk = chunk

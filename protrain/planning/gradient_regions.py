@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
-from protrain.planning.rates.compute_times import gradients_by_visit
+from protrain.planning.rates import gradients_by_visit
 from protrain.profiler.model_profile import ModelProfile
 
 

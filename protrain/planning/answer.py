@@ -1,0 +1,458 @@
+"""The answer to questions about a plan: what it takes, what limits it, what would change that, or why nothing fits.
+
+Every way to ask shows this one object: ``protrain plan``, its --json and --compare, and ``optimizer.explain()``. All
+numbers come from the models that the search uses. What a phase waits for is read from the simulated timeline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, Self
+
+from protrain.common.errors import PlanError
+from protrain.common.records import Record
+from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, format_ms, per_gpu, wrapped
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.fits import check
+from protrain.planning.layout import updated_chunks
+from protrain.planning.plan import BlockMode, Plan, layout_of
+from protrain.planning.predict import Models, predict
+from protrain.planning.ranges import Change, changes_of
+from protrain.planning.rates import host_update_gparams, slower_share
+from protrain.planning.search import search
+from protrain.planning.timeline import HOST, WAITS, Phase, phases
+from protrain.profiler.model_profile import ModelProfile
+
+MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # how much more memory is tried, as shares of what there is
+_SHOWN = 0.0005  # the smallest share that is printed as 0.1%
+_SHORT = 0.02  # of a step: what limits a phase of less is of no interest
+_SAME = 0.005  # times within this share count as the same, since the search has other criteria for plans so close
+
+
+@dataclass(frozen=True, kw_only=True)
+class Better(Record):
+    """The fastest plan of a machine with more memory."""
+
+    memory: str  # "device" or "host"
+    more_bytes: int  # what the plan needs beyond what there is
+    step_ms: float
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Record):
+    """The machine that a plan is made for. Bytes are those of one GPU and of its share of the host."""
+
+    name: str
+    gpus: int  # of all nodes together
+    device_type: str  # "cuda" or "cpu"
+    device_bytes: int
+    host_bytes: int
+    rates: str  # "measured", "composed" or "assumed"
+    collectives: dict[str, str]  # of several GPUs: rates of what they exchange, and how each is known
+
+    @classmethod
+    def of(cls, hardware: HardwareProfile) -> Self:
+        """The machine of a profile."""
+        return cls(
+            name=hardware.name,
+            gpus=hardware.world_size,
+            device_type=hardware.device_type,
+            device_bytes=hardware.device_bytes,
+            host_bytes=hardware.host_bytes,
+            rates=hardware.rates,
+            collectives=_collectives(hardware) if hardware.world_size > 1 else {},
+        )
+
+    def __str__(self) -> str:
+        """The machine as the first line of an answer names it."""
+        shards = f", {self.gpus} of them with 1/{self.gpus} of the states each" if self.gpus > 1 else ""
+        host = f"{per_gpu('host memory', self.gpus)} {format_bytes(self.host_bytes)}"
+        return f"{self.name}{shards}, {host}, rates {self.rates}"
+
+
+def _collectives(hardware: HardwareProfile) -> dict[str, str]:
+    """What each GPU receives in gathers and reductions, how fast it computes meanwhile, and how that is known."""
+    said = {
+        what: f"{rate_gbps or link_gbps:.3g} GB/s ({hardware.known(name)})"
+        for what, name, rate_gbps, link_gbps in (
+            ("gathers", "all_gather_gbps", hardware.all_gather_gbps, hardware.h2d_gbps),
+            ("reductions", "all_to_all_gbps", hardware.all_to_all_gbps, hardware.d2h_gbps),
+        )
+    }
+    if (kept := hardware.share("matmul", ["collective"])) < 1:
+        known = "measured" if hardware.source == "measured" else "composed"
+        said["computing beside them"] = f"{kept:.0%} ({known})"
+    return said
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer(Record):
+    """Whether a model fits a machine, how fast it would be there, what limits it, and what would change that.
+
+    Without a plan there are no times and bytes, and the verdict says what is missing.
+    """
+
+    file_kind = "the answer to a question about a plan"
+
+    fits: bool
+    verdict: str  # one sentence
+    lacks: str = ""  # the memory that is too small, if nothing fits
+    model: str | None = None  # its class; it and the next three are None where the batch alone is too large
+    parameters: int | None = None
+    trained_parameters: int | None = None
+    tokens_per_step: int | None = None  # on all GPUs together
+    machine: Machine
+    plan: Plan | None = None  # with new predictions for this profile and machine
+    tokens_per_s: float | None = None  # on all GPUs together
+    times_ms: dict[str, float] = field(default_factory=dict)  # of the step, also on a slower host, and of its phases
+    device_bytes: dict[str, int] = field(default_factory=dict)  # the whole prediction, and its parts
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    estimated: bool = False  # whether times are estimated from counted operations
+    updates_in_backward: bool = False
+    slower_share: float = 1.0  # of the host's calibrated rate, which plans are made for
+    large_buffers: int = 0  # beside the plan's n_buffer, for chunks of large parameters
+    phases: tuple[Phase, ...] = ()  # of the step's last batch
+    changes: tuple[Change, ...] = ()
+    here: Plan | None = None  # a faster plan that the search finds on this machine
+    better: tuple[Better, ...] | None = None  # None: plans for more memory were not searched
+
+    @classmethod
+    def refused(cls, why: PlanError, hardware: HardwareProfile, profile: ModelProfile | None = None) -> Self:
+        """The answer where no plan fits, or where even the batch does not and there is no profile."""
+        machine, about = Machine.of(hardware), _model(profile, hardware)
+        return cls(fits=False, verdict=str(why), lacks=f"{why.where} memory", machine=machine, **about)
+
+    def __str__(self) -> str:
+        return self.table()
+
+    @property
+    def fitting(self) -> Plan:
+        """The plan of a model that fits."""
+        assert self.plan is not None, self.verdict
+        return self.plan
+
+    @property
+    def speed(self) -> str:
+        """The time of a step, and how many tokens a second that is, as text."""
+        return f"{format_ms(self.fitting.step_ms)}, {self.fitting.tokens_per_s:,.0f} tokens/s"
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """By critical resource, the share of the step that it limits, the largest first."""
+        whole_ms, found = sum(phase.length_ms for phase in self.phases), dict[str, float]()
+        for phase in self.phases:
+            found[phase.limit] = found.get(phase.limit, 0.0) + phase.length_ms / whole_ms
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    def summary(self) -> str:
+        """What a reader who stops after ten lines should know."""
+        plan, slower, n_gpus = self.fitting, self.on_slower_host(), self.machine.gpus
+        device = "GPU" if self.machine.device_type == "cuda" else "device"
+        basis = "estimated from counted operations, not measured" if self.estimated else "predicted"
+        used = [format_bytes(size) for size in (plan.device_bytes, plan.host_bytes)]
+        rows = [
+            ["step", f"{self.speed} ({basis}){slower and '; '}{slower}"],
+            [f"{device} memory", f"{used[0]} of {format_bytes(self.machine.device_bytes)}"],
+            [per_gpu("host memory", n_gpus), f"{used[1]} of {format_bytes(self.machine.host_bytes)}"],
+            ["collectives", ", ".join(f"{what} {rate}" for what, rate in self.machine.collectives.items())],
+            ["model states", _states(plan, self.large_buffers, device)],
+            ["updates", _updates(plan, device, self.updates_in_backward)],
+            ["activations", _activations(plan)],
+            ["limited by", self._limited_by(device)],
+            ["step time", self._gains()],
+            ["plan", str(plan)],
+        ]
+        return aligned([row for row in rows if row[1]], WIDTH)
+
+    def _limited_by(self, device: str) -> str:
+        whole_ms = sum(phase.length_ms for phase in self.phases)
+        long = [phase for phase in self.phases if phase.length_ms > _SHORT * whole_ms]
+        shares = [f"{phase.name} ({phase.length_ms / whole_ms:.0%}) by {phase.limit}" for phase in long]
+        by = long[0].limit if len({phase.limit for phase in long}) == 1 else ", ".join(shares)
+        computing = sum(phase.compute_ms for phase in self.phases) / whole_ms
+        return f"{by}; the {device} computes {computing:.0%} of the step"
+
+    def _gains(self) -> str:
+        """The fastest plan with up to twice the memory of either kind; "" where it was not searched."""
+        if self.better is None:
+            return ""
+        found = [f"{self._change(self.here)} as it is"] if self.here is not None else []
+        for memory in ("device", "host"):
+            of_kind = [better for better in self.better if better.memory == memory]
+            for better in of_kind[:1] + of_kind[1:][-1:]:  # the least that helps, and what helps most
+                found.append(f"{self._change(better.plan)} with {format_bytes(better.more_bytes)} more {memory} memory")
+        return ", ".join(found) or "no faster plan with up to twice of either"
+
+    def _change(self, faster: Plan) -> str:
+        return format_change(faster.step_ms, self.fitting.step_ms)
+
+    def table(self) -> str:
+        """Everything as text."""
+        if self.plan is None:
+            return wrapped(self.verdict)
+        tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.better_table()]
+        step = f"{self.plan}: {self.speed}"
+        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
+        return "\n\n".join(filter(None, (wrapped(step, indent="  "), *tables)))
+
+    def on_slower_host(self) -> str:
+        """The step time on the slower host that plans are made for, as text; "" if that is as fast as calibrated."""
+        if not self._host_is_slower:
+            return ""
+        slower, calibrated = format_ms(self.slower_ms), format_ms(self.fitting.step_ms)
+        time = "the same" if slower == calibrated else slower
+        return f"{time} should the host update {1 - self.slower_share:.0%} more slowly"
+
+    @property
+    def slower_ms(self) -> float:
+        """The step time on the slower host that plans are made for."""
+        return self.times_ms["step on a slower host"]
+
+    @property
+    def _host_is_slower(self) -> bool:
+        return self.slower_share < 0.995  # by at least what is printed as 1%
+
+    def memory_table(self) -> str:
+        """Device and host memory by part."""
+        rows = []
+        for name, limit, parts in (
+            ("device memory", self.machine.device_bytes, self.device_bytes),
+            ("host memory", self.machine.host_bytes, self.host_bytes),
+        ):
+            rows.append([per_gpu(name, self.machine.gpus), format_bytes(parts["all"]), f"of {format_bytes(limit)}"])
+            rows += [[f"  {part}", format_bytes(size)] for part, size in parts.items() if part != "all"]
+        return aligned(rows)
+
+    def phase_table(self) -> str:
+        """The phases, and what each of them waits for."""
+        known = [name for name in WAITS.values() if all(name in phase.waits_ms for phase in self.phases)]
+        waits = [name for name in known if any(phase.waits_ms[name] > 0 for phase in self.phases)]
+        columns = [["phase", "time", "computing", *(f"waiting for {name}" for name in waits), "limited by"]]
+        for phase in self.phases:
+            parts = [phase.compute_ms, *(phase.waits_ms[name] for name in waits)]
+            shares = [f"{part / phase.length_ms:.0%}" if phase.length_ms else "-" for part in parts]
+            columns.append([phase.name, format_ms(phase.length_ms), *shares, phase.limit])
+        return aligned(list(zip(*columns, strict=True)))
+
+    def knob_table(self) -> str:
+        """The effect of each knob, one more and one less."""
+        plan = self.fitting
+        slower = [f"host {1 - self.slower_share:.0%} slower"] if self._host_is_slower else []
+        rows = [["one more or less", "step time", *slower, "device", "host", ""]]
+        for change in self.changes:
+            at = int(getattr(plan, change.knob))
+            if at + change.step < 0:
+                continue
+            name = f"{change.knob} {at} -> {at + change.step}"
+            if change.impossible:
+                rows.append([name, "-", *["-"] * len(slower), "-", "-", change.impossible])
+                continue
+            over = [
+                f"{format_bytes(size - limit)} too much {where} memory"
+                for where, size, limit in (
+                    ("device", change.device_bytes, self.machine.device_bytes),
+                    ("host", change.host_bytes, self.machine.host_bytes),
+                )
+                if size > limit
+            ]
+            rows.append(
+                [
+                    name,
+                    f"{format_ms(change.step_ms)} ({format_change(change.step_ms, plan.step_ms)})",
+                    *[format_change(change.slower_ms, self.slower_ms)] * len(slower),
+                    _signed(change.device_bytes - plan.device_bytes),
+                    _signed(change.host_bytes - plan.host_bytes),
+                    f"infeasible: {', '.join(over)}" if over else self._not_taken(change),
+                ]
+            )
+        return aligned(rows, WIDTH)
+
+    def _not_taken(self, change: Change) -> str:
+        """Why the search does not make ``change`` although it saves time, else ""."""
+        saved = 1 - change.slower_ms / self.slower_ms
+        if saved >= _SHOWN:
+            return f"saves {saved:.1%} on a slower host, less than is asked of it"
+        is_faster = 1 - change.step_ms / self.fitting.step_ms >= _SHOWN
+        return "saves nothing on the slower host that plans are made for" if is_faster else ""
+
+    def better_table(self) -> str:
+        """The faster plans that more memory would allow; "" if they were not searched."""
+        if self.better is None:
+            return ""
+        lines = [f"as it is: {self._compared(self.here)}"] if self.here is not None else []
+        for found in self.better:
+            lines.append(
+                f"with {format_bytes(found.more_bytes)} more {found.memory} memory: {self._compared(found.plan)}"
+            )
+        for memory in ("device", "host"):
+            if not any(found.memory == memory for found in self.better):
+                lines.append(f"up to twice the {memory} memory: no faster plan")
+        return wrapped("\n".join(lines), indent="  ")
+
+    def _compared(self, plan: Plan) -> str:
+        return f"{format_ms(plan.step_ms)} ({self._change(plan)}), {plan}"
+
+
+def explain(
+    plan: Plan,
+    profile: ModelProfile,
+    hardware: HardwareProfile,
+    *,
+    step_during_backward: bool = False,
+    more_memory: bool = True,
+) -> Answer:
+    """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
+
+    With ``more_memory`` it also searches plans for machines with more memory, which takes some seconds.
+
+    Raises:
+        ValueError: the plan was made for another model, or contradicts itself.
+        PlanError: it does not fit ``hardware``.
+    """
+    plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
+    models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
+    modes, counts = plan.block_modes, plan.counts
+    machine, parts = Machine.of(hardware), phases(models.runtime.timeline(modes, counts))
+    here, better = _with_more(plan, profile, hardware, step_during_backward) if more_memory else (None, None)
+    return Answer(
+        fits=True,
+        verdict=f"fits on {machine}",
+        **_model(profile, hardware),
+        machine=machine,
+        plan=plan,
+        tokens_per_s=plan.tokens_per_s,
+        times_ms={
+            "step": plan.step_ms,
+            "step on a slower host": models.slower_ms(modes, counts),
+            **{phase.name: phase.length_ms for phase in parts},
+        },
+        device_bytes={"all": plan.device_bytes, **models.memory.device_parts(counts, modes)},
+        host_bytes={"all": plan.host_bytes, **models.memory.host_parts(counts, modes)},
+        estimated=profile.device != hardware.device_type,
+        updates_in_backward=step_during_backward,
+        slower_share=slower_share(hardware),
+        large_buffers=models.memory.large_buffers(plan.n_persist),
+        phases=parts,
+        changes=tuple(changes_of(plan, profile, models)),
+        here=here,
+        better=better,
+    )
+
+
+def _model(profile: ModelProfile | None, hardware: HardwareProfile) -> dict[str, Any]:
+    """The fields of an answer on the model."""
+    if profile is None:
+        return {}
+    return {
+        "model": profile.model,
+        "parameters": profile.n_parameters,
+        "trained_parameters": profile.n_trainable,
+        "tokens_per_step": profile.tokens * profile.accumulation * hardware.world_size,
+    }
+
+
+def _states(plan: Plan, n_large: int, device: str) -> str:
+    """Where the states are, of several GPUs their shards, and through what the other weights pass."""
+    away = plan.n_chunks - plan.n_persist
+    chunks, buffers = _counted(plan.n_chunks, "chunk"), _buffers(plan, n_large)
+    here = f"{plan.n_persist} of {chunks}" if away else f"all {chunks}"
+    if plan.world_size > 1:
+        others = f", those of the other{f' {away}' * (away > 1)} in host memory" if away else ""
+        whole = "stay in" if plan.n_buffer + n_large >= plan.n_chunks else "pass through"
+        return f"shards of {here} on each {device}{others}; whole weights {whole} {buffers} of each"
+    if not away:
+        return f"{here} on the {device}"
+    others = f"the weights of the other {away} pass" if away > 1 else "the weight of the other passes"
+    return f"{here} on the {device}; {others} from host memory through {buffers}"
+
+
+def _buffers(plan: Plan, n_large: int) -> str:
+    buffers = [_counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
+    buffers += [_counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
+    return " and ".join(buffers)
+
+
+def _updates(plan: Plan, device: str, in_backward: bool) -> str:
+    parts = ["inside backward"] if in_backward else []
+    if plan.n_speculate:
+        alone = ""
+        if plan.n_weight_only:
+            some = plan.n_weight_only < plan.n_speculate
+            alone = f", of {plan.n_weight_only} of them the weights alone" if some else ", of the weights alone"
+        parts.append(f"the host does {_counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
+    if plan.stream and plan.n_persist + plan.n_speculate < plan.n_chunks:
+        parts.append(f"the {device} helps when the host is late")
+    return "; ".join(parts)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _activations(plan: Plan) -> str:
+    modes = plan.block_modes
+    kept = sum(mode is BlockMode.NONE for mode in modes)
+    moved = sum(mode is BlockMode.SWAP for mode in modes)
+    parts = [f"{kept} keep theirs"] if kept else []
+    if moved:
+        parts.append(f"{moved} move them to host memory")
+    if plan.n_ckpt:
+        more = [f"{plan.n_ckpt_swap} of these from inputs in host memory"] if plan.n_ckpt_swap else []
+        more += ["what attention put out is kept"] if plan.keep_attention else []
+        parts.append(f"{plan.n_ckpt} recompute them" + (f" ({', '.join(more)})" if more else ""))
+    return f"of {len(modes)} blocks {', '.join(parts)}" if parts else ""
+
+
+def _with_more(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
+) -> tuple[Plan | None, tuple[Better, ...]]:
+    """A faster plan for the memory there is, and the fastest plans with more and more memory, if they are faster."""
+
+    @cache
+    def fastest(memory: str = "device_bytes", share: float = 0.0) -> Plan:
+        grown: dict[str, Any] = {memory: int(getattr(hardware, memory) * (1 + share))}
+        machine = replace(hardware, **grown)
+        return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
+
+    here = fastest()
+    best_ms = min(here.step_ms, plan.step_ms)
+    found = []
+    for memory in ("device", "host"):
+        size = f"{memory}_bytes"
+        known_ms, most_ms = best_ms, fastest(size, MORE[-1]).step_ms
+        for share in MORE:
+            if most_ms >= known_ms * (1 - _SAME):
+                break  # no amount of memory gains more
+            better = fastest(size, share)
+            if better.step_ms < known_ms * (1 - _SAME):
+                known_ms = better.step_ms
+                needed = getattr(better, size) - getattr(hardware, size)
+                found.append(Better(memory=memory, more_bytes=needed, step_ms=known_ms, plan=better))
+    return here if here.step_ms < plan.step_ms * (1 - _SAME) else None, tuple(found)
+
+
+def _signed(size: int) -> str:
+    return "the same" if size == 0 else f"{'+' if size > 0 else '-'}{format_bytes(abs(size))}"
+
+
+_WHOLE = ("update", "speculative update", "deferred update")
+
+
+def host_gparams(
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
+) -> float:
+    """Predicted 1e9 parameters a second of the host's whole updates under ``plan``, 0 if it makes none."""
+    layout = layout_of(profile, plan)
+    if hardware.device_type == "cpu":  # on a CPU nothing runs beside the updates
+        is_any_away = any(chunk >= plan.n_persist for chunk in updated_chunks(profile, layout))
+        return host_update_gparams(profile, hardware) if is_any_away else 0.0
+    elements, milliseconds = 0, 0.0
+    timeline = predict(profile, hardware, plan, step_during_backward=step_during_backward).timeline
+    for operation in timeline.operations:
+        kind, _, chunk = operation.name.rpartition(" ")
+        if operation.lane == HOST and kind in _WHOLE:
+            elements += layout.shard_elements(layout.chunks[int(chunk)])
+            milliseconds += operation.end_ms - operation.start_ms
+    return elements / milliseconds / 1e6 if milliseconds else 0.0

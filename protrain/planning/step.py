@@ -1,0 +1,489 @@
+"""What a step does under one plan: its visits, what each operation takes at full rate, and the order of its updates.
+
+From the memory model of a profile, a machine and a layout ``Steps`` makes the ``PlannedStep`` of any plan.
+``protrain.planning.simulate`` works out when all of it happens.
+
+[Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
+update. The chunk's optimizer states are updated later ("deferred"), when the host has finished every update that the
+next forward waits for, in execution order. They must be updated before the chunk's next gradient arrives: the engine
+issues nothing until then, as in [Note: waiting for regions]. The last speculative chunk in execution order has the
+first gradient, so that gradient waits for all deferred updates. Deferred updates therefore never delay the next
+speculative updates, whose gradients arrive later still. A speculative update that does not begin before backward ends
+is made as one whole update, and none of it is deferred.
+
+[Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
+them. In all of them the device adds gradients to sums. A sum in host memory comes to the device for that and goes back.
+One on the device goes to host memory in the last backward. A forward and backward before the last is predicted as a
+step without updates, so that weights stay in their buffers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import accumulate, chain, cycle
+from typing import NamedTuple
+
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning.contention import OTHERS, Slowdowns, lost_to_collectives, rates
+from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
+from protrain.planning.memory import MemoryModel
+from protrain.planning.plan import BlockMode, Counts, Modes
+from protrain.planning.rates import (
+    CALIBRATED_DTYPE,
+    NO_COPIES,
+    SwapCopies,
+    bytes_ms,
+    compute_times,
+    computing_by_visit,
+    device_update_gparams,
+    gradients_by_visit,
+    host_update_gparams,
+    moved_bytes,
+    staging_bytes,
+    streamed_rates,
+    swap_copies,
+    written_bytes,
+)
+from protrain.planning.schedule import Fetch, Fetches
+from protrain.planning.sharing import Sharing
+from protrain.planning.timeline import HOST, STREAM, UP
+
+Updates = Sequence[tuple[int, float]]  # (chunk, ms)
+
+
+class UpdateQueue(NamedTuple):
+    """The updates of chunks in host memory.
+
+    Updates inside backward are the speculative updates, or all updates with ``step_during_backward``. Such an update
+    follows its gradient, unless backward ends before the update begins: then it is one of the updates after backward.
+    """
+
+    updates: Updates  # in execution order
+    n_in_backward: int  # the first of them are updates inside backward
+    n_weight_only: int = 0  # the first of n_in_backward compute only the weight
+    weight_share: float = 1.0  # the time of an update of the weight alone, as a share of a whole update's
+
+    def ordered(self, in_time: int) -> Updates:
+        """All updates in the order in which they are made: as gradients arrive, then as the next forward needs them.
+
+        ``in_time`` is how many updates inside backward begin before backward ends. Those are the ones whose gradients
+        arrive first.
+        """
+        first = self.n_in_backward - in_time
+        return [*self._in_backward()[:in_time], *self.updates[:first], *self.updates[self.n_in_backward :]]
+
+    def deferred(self, in_time: int) -> Updates:
+        """The updates of optimizer states that are left when ``in_time`` updates inside backward began in time."""
+        return self.updates[self.n_in_backward - in_time : self.n_weight_only][::-1]
+
+    def in_time(self, free: float, offloaded: Sequence[float], over: float) -> int:
+        """How many updates inside backward begin before backward is ``over``.
+
+        The lane is ``free`` from then on. ``offloaded`` says by chunk when its gradient is in host memory.
+        """
+        for count, (chunk, duration) in enumerate(self._in_backward()):
+            start = free if free > offloaded[chunk] else offloaded[chunk]
+            if start >= over:
+                return count
+            free = start + duration
+        return self.n_in_backward
+
+    def _in_backward(self) -> Updates:
+        """The updates inside backward, in the order in which their gradients arrive."""
+        weights, share = self.n_weight_only, self.weight_share
+        whole = self.updates[weights : self.n_in_backward][::-1]
+        return [*whole, *((chunk, duration * share) for chunk, duration in self.updates[:weights][::-1])]
+
+
+# The simulation unpacks Work, Gradient and Fetch in its inner loop. They are plain tuples because unpacking a named
+# tuple field by field takes three times as long.
+
+# What a visit takes under one choice of block modes:
+#   milliseconds of computing;
+#   milliseconds of its swap (0: not swapped): saved activations go out after a forward, and come in before a backward;
+#   in backward, the units whose activations are fetched when the visit begins: its own, the next visit's, or both.
+Work = tuple[float, float, tuple[int, ...]]
+
+# Index, chunk, ms to flatten it, ms to offload it, the staging buffer that it is offloaded from (-1: none).
+Gradient = tuple[int, int, float, float, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One call of a unit in forward, or the backward of that call, under one number of persistent chunks."""
+
+    name: str
+    unit: int
+    chunks: tuple[int, ...]  # chunks in buffers that the visit waits for
+    gradients: tuple[Gradient, ...]  # the gradients that it yields; in forward none
+
+
+class AwaitedUpdate(NamedTuple):
+    """An update that a gradient waits for: see [Note: waiting for regions] in ``protrain.planning.simulate``."""
+
+    chunk: int
+    ms: float
+
+
+class Reduction(NamedTuple):
+    """What several ranks do with a gradient, as they reduce the gradients of a chunk together, once it has all."""
+
+    sent: int  # the staging buffer that the chunk's whole gradient is sent from
+    ms: float  # of the reduction; 0 if the chunk has not all its gradients yet
+
+
+class PlannedStep(NamedTuple):
+    """Everything that a step does. Times are in milliseconds at full rate."""
+
+    n_forward: int  # the number of visits of forward, which those of backward follow
+    visits: Sequence[Visit]
+    work: Sequence[Work]  # by visit
+    fetches: Sequence[Sequence[Fetch]]  # by visit: what is uploaded
+    gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
+    upload_ms: Sequence[float]  # by chunk
+    gather_ms: Sequence[float]  # by chunk
+    reductions: Mapping[int, Reduction]  # by gradient; none with one rank
+    swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
+    device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
+    sum_up_ms: Mapping[int, float]  # by gradient: the sum in host memory that it is added to, on its way to the device
+    host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
+    streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
+    device_kept: float  # the share of its rate that such an update keeps beside the host
+    sharing: Sharing  # what the engine chooses these chunks by
+    awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for
+
+
+# The time of a collective beyond the time of its bytes. On two H100s with NVLink, gathering 64 MiB takes 162 us and
+# gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times
+# begin at 39 us.
+COLLECTIVE_MS = 0.04
+_SUM_BYTES = 4  # a parameter in fp32
+
+
+class Steps:
+    """What steps do under every plan, for the model, layout and machine of ``memory``. Times are at full rate.
+
+    Args:
+        memory: the memory model.
+        hardware: the machine, if its host updates at another rate than that of ``memory``.
+        only_adds: the steps are a forward and backward that no updates follow, and whose gradients are only added to
+            sums.
+    """
+
+    def __init__(
+        self, memory: MemoryModel, hardware: HardwareProfile | None = None, *, only_adds: bool = False
+    ) -> None:
+        profile, layout = memory.profile, memory.layout
+        self._hardware = hardware = hardware or memory.hardware
+        times = compute_times(profile, hardware)
+        self._profile = profile
+        self._layout = layout
+        self._memory = memory
+        self._only_adds = only_adds
+        self._in_backward = memory.update_in_backward
+        element = profile.element_bytes
+        # By visit, the chunks that its unit needs, and those that units around it hold.
+        held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
+        throughout = profile.enclosing if layout.world_size > 1 else ()  # the backward, as several ranks hold them
+        held += [layout.held_by((unit, *throughout)) for unit in reversed(profile.calls)]
+        self._updated = updated_chunks(profile, layout)
+        # By chunk: the elements that a step updates on this rank, and milliseconds of what is done with the chunk.
+        self._updated_elements = [
+            layout.shard_elements(chunk) if chunk.index in self._updated else 0 for chunk in layout.chunks
+        ]
+        self._upload_ms = [
+            bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks
+        ]
+        self._gather_ms = [0.0] * len(layout.chunks)
+        if layout.world_size > 1:
+            self._gather_ms = [
+                _collective_ms(chunk.elements * element, hardware.gather_gbps) for chunk in layout.chunks
+            ]
+        device_gparams = device_update_gparams(profile, hardware)
+        self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
+        self._visits = [*profile.calls, *reversed(profile.calls)]
+        self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
+        # By unit, for one call: the copies of its saved activations, those of its inputs, and its recomputation.
+        self._swap_copies = [NO_COPIES] * len(profile.units)
+        self._input_copies = [NO_COPIES] * len(profile.units)
+        self._recompute_ms = [0.0] * len(profile.units)
+        for unit, n_calls in Counter(profile.calls).items():
+            if (block := profile.units[unit].block) is not None:
+                packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
+                self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
+                size_in = profile.blocks[block].input_bytes / n_calls
+                self._input_copies[unit] = SwapCopies(
+                    out_ms=bytes_ms(size_in, hardware.d2h_gbps), back_ms=bytes_ms(size_in, hardware.h2d_gbps)
+                )
+                self._recompute_ms[unit] = times.recompute[block] / n_calls
+        n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
+        self._fetches = Fetches(self._visits, held, layout, n_large)
+        self._held = held
+        self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
+        self._reductions = self._reduced() if layout.world_size > 1 else {}
+        self._lost_to_collectives = lost_to_collectives(hardware)
+        for at, of_visit in enumerate(self._gradients_of_visit if self._reductions else ()):
+            reduce_ms = sum(self._reductions[index].ms for index in of_visit)
+            self._backward_ms[at] += self._lost_to_collectives * reduce_ms
+        self._placed = cache(self._visits_under)
+        dtype, moment_bytes = profile.dtype, profile.moment_bytes
+        host_gparams = host_update_gparams(profile, hardware)
+        adam_bytes = moved_bytes(dtype, moment_bytes)
+        self._host_update_ms = [0.0 if only_adds else n / host_gparams / 1e6 for n in self._updated_elements]
+        # The factor on the update of a chunk whose sum is in host memory: it reads that in place of a gradient.
+        self._from_sum = 1 + (_SUM_BYTES - element) / adam_bytes if memory.accumulates else 1.0
+        streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
+        there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
+        self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
+        self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
+        self._update_gparams = host_gparams, streamed_gparams
+        # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
+        # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
+        self._weight_share = _weight_bytes_share(adam_bytes, written_bytes(dtype, moment_bytes), element)
+        if hardware.host_adam_weight_gparams is not None:
+            measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
+            counted = _weight_bytes_share(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
+            self._weight_share = min(1.0, self._weight_share * (measured / counted))
+        self.slowdowns = Slowdowns(self._rates)
+        self._device_kept = self._kept_beside(STREAM, HOST)
+        starts = list(accumulate(self._forward_ms, initial=0.0))
+        first_use = {chunk: at for at in range(len(self._held) - 1, -1, -1) for chunk in self._held[at]}
+        # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
+        used_ms = [starts[min(first_use.get(chunk, 0), len(self._forward_ms))] for chunk in range(len(self._upload_ms))]
+        fetch_ms = [upload + gather for upload, gather in zip(self._upload_ms, self._gather_ms, strict=True)]
+        # By chunk, when its fetch must begin, from the begin of forward on.
+        self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
+        self._work_for = lru_cache(_KEPT_WORK)(self._work_of)
+        self._fetched = cache(self._fetched_under)
+        self._summed = cache(self._sums_up)
+        self._streamed_ms = cache(self._streamed_from)
+        self.sharing = cache(self._sharing_under)
+        # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
+        calls, units = profile.calls, enumerate(profile.units)
+        self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
+        self._forward_work: list[Work] = [(compute_ms, 0.0, ()) for compute_ms in self._forward_ms]
+        self._backward_work: list[tuple[Work, Work]] = [
+            ((compute_ms, 0.0, ()), (compute_ms + self._recompute_ms[unit], 0.0, ()))
+            for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
+        ]
+
+    @property
+    def speculates(self) -> bool:
+        """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
+        return not self._in_backward and self._hardware.device_type != "cpu"
+
+    def _reduced(self) -> dict[int, Reduction]:
+        """By gradient, its part in the reduction of its chunk.
+
+        Chunks are sent from the usual staging buffers in rotation. Large chunks are sent from the last buffer.
+        """
+        layout, usual, found = self._layout, cycle(range(STAGING_BUFFERS)), {}
+        order = list(chain.from_iterable(self._gradients_of_visit))
+        last = {self._gradients[index][0]: index for index in order}
+        sent: dict[int, int] = {}
+        for index in order:
+            chunk = layout.chunks[self._gradients[index][0]]
+            if chunk.index not in sent:
+                sent[chunk.index] = STAGING_BUFFERS if layout.is_large(chunk) else next(usual)
+            size_bytes = chunk.elements * self._profile.element_bytes
+            reduce_ms = _collective_ms(size_bytes, self._hardware.reduce_gbps)
+            found[index] = Reduction(sent[chunk.index], reduce_ms if last[chunk.index] == index else 0.0)
+        return found
+
+    def _staging(self, n_persist: int, n_device_sum: int) -> dict[int, int]:
+        """By gradient, the staging buffer that it is offloaded from; -1 if it is not offloaded.
+
+        Gradients take the usual buffers in rotation. Those of large chunks take the last buffer. Those of persistent
+        chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks that reduce the
+        gradients of a chunk offload one shard, with the last of them.
+        """
+        stay = self._layout.summed_on_device(n_persist, n_device_sum) if self._only_adds else ()
+        usual, found = cycle(range(STAGING_BUFFERS)), {}
+        for index in chain.from_iterable(self._gradients_of_visit):
+            chunk = self._layout.chunks[self._gradients[index][0]]
+            found[index] = -1
+            stays = chunk.index < n_persist or chunk.index in stay
+            if not stays and (not self._reductions or self._reductions[index].ms):
+                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
+        return found
+
+    def _sums_up(self, n_persist: int, n_device_sum: int) -> dict[int, float]:
+        """By gradient, the time of the sum in host memory on its way up. The first batch of a step fetches none."""
+        if not self._memory.accumulates:
+            return {}
+        n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
+        share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
+        on_device, found = self._layout.summed_on_device(n_persist, n_device_sum), {}
+        for index, staging in self._staging(n_persist, n_device_sum).items():
+            chunk, _, offload_ms = self._gradients[index]
+            if staging >= 0 and chunk not in on_device:
+                up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
+                found[index] = share * up_ms * _SUM_BYTES / self._profile.element_bytes
+        return found
+
+    def _gradient(self, index: int, on_device: Container[int], staging: int) -> Gradient:
+        """The gradient ``index``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
+        chunk, flatten_ms, offload_ms = self._gradients[index]
+        if not self._memory.accumulates:
+            return index, chunk, flatten_ms, offload_ms, staging
+        element = self._profile.element_bytes  # what flattening reads, and writes
+        if self._reductions:  # their time has the additions
+            added_bytes = 0
+        elif staging >= 0 and chunk not in on_device:  # it is added when it is flattened
+            added_bytes = element + 2 * _SUM_BYTES
+            offload_ms *= _SUM_BYTES / element
+        else:  # it is flattened into the sum
+            added_bytes = 2 * _SUM_BYTES - element
+        return index, chunk, flatten_ms * (1 + added_bytes / (2 * element)), offload_ms, staging
+
+    def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
+        """The visits of forward and backward under these placements."""
+        n_visits, staging = len(self._profile.calls), self._staging(n_persist, n_device_sum)
+        on_device = self._layout.summed_on_device(n_persist, n_device_sum)
+        first = self._layout.first_buffered(n_persist)
+        return [
+            Visit(
+                name=self._profile.units[unit].name,
+                unit=unit,
+                chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
+                gradients=tuple(
+                    self._gradient(index, on_device, staging[index])
+                    for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
+                ),
+            )
+            for at, unit in enumerate(self._visits)
+        ]
+
+    def step(self, modes: Modes, counts: Counts) -> PlannedStep:
+        """What a step does under ``modes`` and ``counts``."""
+        n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
+        work, swap_in_ms = self._work_for(modes)
+        fetches, gathers = self._fetched(n_persist, counts.n_buffer)
+        if self._lost_to_collectives:
+            lost_ms = [self._lost_to_collectives * sum(self._gather_ms[chunk] for chunk, _ in each) for each in gathers]
+            work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
+        host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
+        if self._memory.accumulates:
+            on_device = self._layout.summed_on_device(n_persist, counts.n_device_sum)
+            host = [(c, t if c in on_device else t * self._from_sum) for c, t in host]
+        awaited_updates: dict[int, AwaitedUpdate] = {}
+        if self._in_backward:
+            n_regions = self._memory.n_host_regions(n_persist, self._memory.swapped_bytes(modes))
+            if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
+                updates = dict(host)
+                awaited_updates = {index: AwaitedUpdate(chunk, updates[chunk]) for index, chunk in handed_on}
+                awaited = {chunk for _, chunk in handed_on}
+                host = [pair for pair in host if pair[0] not in awaited]
+        n_in_backward = len(host) if self._in_backward else sum(chunk < last for chunk, _ in host)
+        n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
+        return PlannedStep(
+            n_forward=len(self._profile.calls),
+            visits=self._placed(n_persist, counts.n_device_sum),
+            work=work,
+            fetches=fetches,
+            gathers=gathers,
+            upload_ms=self._upload_ms,
+            gather_ms=self._gather_ms,
+            reductions=self._reductions,
+            swap_in_ms=swap_in_ms,
+            sum_up_ms=self._summed(n_persist, counts.n_device_sum),
+            device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
+            host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
+            streamed_ms=self._streamed_ms(last),
+            device_kept=self._device_kept,
+            sharing=self.sharing(n_persist),
+            awaited_updates=awaited_updates,
+        )
+
+    def _fetched_under(
+        self, n_persist: int, n_buffer: int
+    ) -> tuple[Sequence[Sequence[Fetch]], Sequence[Sequence[Fetch]]]:
+        """By visit, what is uploaded from host memory, and what ranks gather.
+
+        One rank gathers nothing. Several ranks gather every chunk that comes into a buffer. Their shards of persistent
+        chunks are copied there on the device, which is taken to take no time.
+        """
+        first = self._layout.first_buffered(n_persist)
+        fetches = self._fetches.of(first, n_buffer, after_update=not self._only_adds)
+        if self._layout.world_size == 1:
+            return fetches, [()] * len(fetches)
+        return [[fetch for fetch in of_visit if fetch[0] >= n_persist] for of_visit in fetches], fetches
+
+    def _streamed_from(self, first: int) -> dict[int, float]:
+        """By chunk that the GPU may update in host memory: how long that takes. Nothing if there is no staging.
+
+        ``first`` is the first chunk without a speculative update. The engine also lets the GPU redo a speculative
+        update. A plan does not count on that, as it is help for steps that are not as the plan foresees them.
+        """
+        if not self._memory.stream or self._only_adds or self._hardware.device_type == "cpu":
+            return {}
+        by_host, by_device = self._update_gparams
+        return {chunk: self._host_update_ms[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
+
+    def _kept_beside(self, lane: int, other: int) -> float:
+        """The share of its rate that ``lane`` keeps beside ``other`` alone."""
+        return float(self._rates[*(int(beside == other) for beside in OTHERS[lane]), lane])
+
+    def _sharing_under(self, n_persist: int) -> Sharing:
+        """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
+        before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
+        needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
+        staging = staging_bytes(self._layout.usual_shard_elements)
+        host_gparams, device_gparams = self._update_gparams
+        link_kept = self._kept_beside(UP, HOST)
+        return Sharing(
+            needed_ms=needed_ms,
+            upload_ms=tuple(ms / link_kept for ms in self._upload_ms),
+            states_ms=tuple(ms / link_kept for ms in self._states_ms),
+            host_gparams=host_gparams,
+            device_gparams=device_gparams * self._device_kept,
+            host_kept=self._kept_beside(HOST, STREAM),
+            staging_bytes=staging,
+        )
+
+    def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
+        """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
+        profile = self._profile
+        copies = [NO_COPIES] * len(profile.units)
+        recomputes = [False] * len(profile.units)
+        for unit, block in self._unit_blocks:
+            mode = modes[block]
+            if mode is BlockMode.SWAP:
+                copies[unit] = self._swap_copies[unit]
+            elif mode is not BlockMode.NONE:
+                recomputes[unit] = True
+                if mode is BlockMode.CKPT_SWAP:
+                    copies[unit] = self._input_copies[unit]
+        calls = profile.calls
+        work = self._forward_work.copy()
+        for at, unit in enumerate(calls):
+            if out_ms := copies[unit].out_ms:
+                work[at] = self._forward_ms[at] + copies[unit].pack_ms, out_ms, ()
+        fetched = -1  # the unit whose activations the visit before fetched ahead
+        for at in range(len(calls) - 1, -1, -1):
+            unit, earlier = calls[at], calls[at - 1] if at else -1
+            of_unit = self._backward_work[at][recomputes[unit]]
+            swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
+            if swap_ms or ahead:
+                swap_in = (unit,) if swap_ms and fetched != unit else ()
+                compute_ms = of_unit[0] + copies[unit].unpack_ms
+                of_unit = compute_ms, swap_ms, (*swap_in, earlier) if ahead else swap_in
+            fetched = earlier if ahead else -1
+            work.append(of_unit)
+        return work, [each.back_ms for each in copies]
+
+
+def _weight_bytes_share(adam_bytes: int, written: int, element_bytes: int) -> float:
+    """The share of an update's bytes that an update of the weight alone moves."""
+    return (adam_bytes - written + element_bytes) / adam_bytes
+
+
+def _collective_ms(size_bytes: int, gbps: float) -> float:
+    """Milliseconds of a collective on a tensor of ``size_bytes`` in all, at ``gbps`` GB/s of the whole tensor."""
+    return COLLECTIVE_MS + bytes_ms(size_bytes, gbps)
+
+
+_KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks about similar plans soon after each other
