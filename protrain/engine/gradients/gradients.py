@@ -368,9 +368,10 @@ class GradientPools:
         """Another buffer. PlanError if there is no room for it."""
         memory, elements = self._memory, self._elements[persistent]
         size_bytes = elements * memory.dtype.itemsize
-        where, needed_bytes, available_bytes = "host", whole_pages(size_bytes), memory.free_host_bytes
-        if persistent:
-            where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        if not persistent:
+            where, needed_bytes = "host", whole_pages(size_bytes)
+            available_bytes = memory.host_bytes - memory.arena.total_bytes
         if needed_bytes > available_bytes:
             raise PlanError(
                 where=where,
