@@ -160,8 +160,7 @@ def _streamer(managed: ManagedModel, sharing: Sharing) -> Streamer | None:
     idle = all(chunk.persistent for chunk in managed.chunks if chunk.trainable)
     if idle or not managed.plan.stream or not memory.arena.all_pinned:  # a kernel reads pinned memory alone
         return None
-    worker = HostWorker(threads=1, device=memory.device, name="protrain-stream-worker")
-    return Streamer(memory.streams, sharing, worker)
+    return Streamer(memory.streams, sharing, HostWorker(threads=1, device=memory.device, name="protrain-stream-worker"))
 
 
 def _ledger(managed: ManagedModel, buffers: BufferPool, *, budget_bytes: int, staging_bytes: int) -> Ledger:

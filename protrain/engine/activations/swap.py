@@ -131,8 +131,11 @@ class Offload:
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
         address = storage_address(tensor)
-        here = tensor.device.type == self._engine.memory.device.type
-        return here and address != 0 and address not in self._engine.buffers.by_address
+        return (
+            tensor.device.type == self._engine.memory.device.type
+            and address != 0
+            and address not in self._engine.buffers.by_address
+        )
 
     def add(self, tensor: Tensor) -> OffloadedTensor:
         """Offload the storage of ``tensor``. Returns what to keep in place of it."""

@@ -92,8 +92,9 @@ class Gradients:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
         self._counts = False
-        trained = (member.parameter for member in self.members if member.group >= 0)
-        self._brings = not self._ranks.several or any(map(receives_gradient, trained))
+        self._brings = not self._ranks.several or any(
+            receives_gradient(member.parameter) for member in self.members if member.group >= 0
+        )
         if not self._brings:
             self._ranks.note("a backward without gradients of parameters")
 
@@ -132,8 +133,8 @@ class Gradients:
             for index in arrived:
                 present[index] = True
             self.delivered.update(arrived)
-        found = dict.fromkeys(member.chunk for member in members)
-        complete = [chunk for chunk in found if self._last_visit.get(chunk, visit) == visit]
+        reached = dict.fromkeys(member.chunk for member in members)
+        complete = [chunk for chunk in reached if self._last_visit.get(chunk, visit) == visit]
         if self.is_last:
             for chunk in complete:
                 self.reduction.send(chunk)

@@ -189,8 +189,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     for record, kinds, copied_kinds in zip(layout.chunks, planned, copied, strict=True):
         persistent, elements = record.index < plan.n_persist, layout.shard_elements(record)
         if persistent:
-            values = {name: kinds[name] for name in _VALUES if name in kinds}
-            states = _on_device(elements, values, memory.device)
+            states = _on_device(elements, {name: kinds[name] for name in _VALUES if name in kinds}, memory.device)
         else:
             states = in_host_memory(elements, kinds)
         copies: dict[str, Any] = in_host_memory(elements, copied_kinds)

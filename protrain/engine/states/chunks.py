@@ -98,8 +98,7 @@ class Member:
         self.stop = self.offset + padded(self.numel)
         shard = self.chunk.shard
         first = max(self.offset, shard.start) - shard.start
-        stop = min(self.stop, shard.stop) - shard.start
-        self.own = slice(first, max(first, stop))
+        self.own = slice(first, max(first, min(self.stop, shard.stop) - shard.start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The part of ``flat``, a 1-d tensor laid out as the chunk, that belongs to this parameter."""
@@ -246,8 +245,7 @@ class Chunk:
             if isinstance(self.speculative, Tensor):
                 adam_weight(old, self.speculative[part], gradient[part], scalars, **how)
             else:
-                new = _part(self.speculative, part)
-                adam_out_of_place(old, new, gradient[part], scalars, **how)
+                adam_out_of_place(old, _part(self.speculative, part), gradient[part], scalars, **how)
 
     def commit(self) -> None:
         """Take over what ``step_speculatively`` wrote. If that is the weight only, ``catch_up`` comes later."""

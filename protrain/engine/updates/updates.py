@@ -179,8 +179,9 @@ class Updates:
             self._last_scale = scale = None if factor is None else self.publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
-            found = zip(self._chunks, pieces, strict=True)
-            updates = [self._update(*each, scale, self._streams.compute) for each in found]
+            updates = [
+                self._update(*each, scale, self._streams.compute) for each in zip(self._chunks, pieces, strict=True)
+            ]
             self._queue([*filter(None, updates)], norm, scale, assumed_factor)
 
     def update_inside(self, chunk: Chunk) -> None:

@@ -227,8 +227,8 @@ def _reads_no_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     at = PATTERNS.get(func)
     if at is None or at >= len(args):
         return False
-    others = (*args[:at], *args[at + 1 :], kwargs)
-    return not any(isinstance(tensor, ReleasedParameter | WeightCopy) for tensor in tensors_in(others))
+    others = tensors_in((*args[:at], *args[at + 1 :], kwargs))
+    return not any(isinstance(tensor, ReleasedParameter | WeightCopy) for tensor in others)
 
 
 class _Copies:
