@@ -312,13 +312,14 @@ class CheckpointSwapFrame(CheckpointFrame):
                 return _OffloadedInput(self.offload.add(leaf), leaf.requires_grad)
             return leaf
 
-        def offloaded_attention(tensor: Tensor) -> Any:
-            return _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
-
         self.args, self.kwargs = map_leaves(offloaded, (self.args, self.kwargs))
         self.watched = watch(tensors_in((self.args, self.kwargs)))
         if self.attention is not None:
-            self.attention.move(offloaded_attention)
+            self.attention.move(
+                lambda tensor: (
+                    _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
+                )
+            )
         if self.offload:
             self.offload.start()
         return shared
