@@ -186,8 +186,9 @@ class Gradients:
         """
         if self._ranks.several:
             requests, late = self._ranks.requests, self.members[min(self.pending)].name if self.pending else ""
-            value = (settings(), late, bytes(self.present), requests.received)
-            every = self._ranks.all_in_step(value, "the end of a backward")
+            every = self._ranks.all_in_step(
+                (settings(), late, bytes(self.present), requests.received), "the end of a backward"
+            )
             late = next((name for _, name, *_ in every if name), "")
             if late:
                 raise MisuseError(

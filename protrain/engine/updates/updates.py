@@ -167,8 +167,7 @@ class Updates:
             assumed_factor: what speculative updates took it to be.
         """
         assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
-        pieces = [self._pieces(chunk) for chunk in self._chunks]
-        self._commit(functools.partial(self._step, factor, assumed, pieces))
+        self._commit(functools.partial(self._step, factor, assumed, [*map(self._pieces, self._chunks)]))
 
     def _commit(self, work: Callable[[], None]) -> None:
         """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
