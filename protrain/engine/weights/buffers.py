@@ -127,8 +127,7 @@ class BufferPool:
 
         def allocated(elements: int) -> Tensor:
             # Each buffer is an allocation of its own, as saved views are recognised by the address of their storage.
-            whole = torch.full((elements,), start, dtype=memory.dtype, device=memory.device)
-            return streams.record_streams(whole)
+            return streams.record_streams(torch.full((elements,), start, dtype=memory.dtype, device=memory.device))
 
         usual, large = (
             [Buffer(allocated(elements), streams) for _ in range(n_buffer)]
