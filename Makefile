@@ -32,8 +32,7 @@ help:
 
 demo: $(VENV)/.hf
 	rm -rf $(DEMO_FOLDER)
-	$(RUN)/protrain train --model tiny --device cpu --device-memory 60MiB \
-		--steps $(DEMO_STEPS) --checkpoint-every 100 --folder $(DEMO_FOLDER)
+	$(RUN)/python examples/pretrain.py --device cpu --steps $(DEMO_STEPS) --folder $(DEMO_FOLDER)
 
 test: lint types unit
 

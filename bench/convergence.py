@@ -16,20 +16,18 @@ import math
 import shlex
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 import protrain
-from protrain.cli.codec import Codec
-from protrain.cli.data import Tokens, evaluation_batches, training_batch
-from protrain.cli.models import load_model
+from bench.train.task import python_sources, windows
+from protrain.cli.models import read_architecture
 from protrain.cli.options import whole, writable_folder
-from protrain.cli.sources import find_source
 from protrain.cli.summary import device_name, versions
-from protrain.cli.text import tokenize
 from protrain.common.progress import stage
 from protrain.optim.optimizer import ProTrainOptimizer
 
@@ -53,12 +51,12 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     runs: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, stage("training") as show:
-        tokens = tokenize(find_source(None).paths, Codec(), Path(folder), held_out=0.02)
+    with stage("training") as show:
+        text = python_sources()
         for seed in range(args.seeds):
             for kind in KINDS:
                 show(f"seed {seed}, {kind}")
-                runs.append({"seed": seed, "kind": kind, **train(args, tokens, kind, seed, device)})
+                runs.append({"seed": seed, "kind": kind, **train(args, text, kind, seed, device)})
             record = {  # after every seed, so that a run that is cut off leaves what it has
                 "command": f"python -m bench.convergence {shlex.join(arguments)}",
                 "device": device_name(device),
@@ -95,15 +93,18 @@ def differences(runs: list[dict[str, Any]], kind: str) -> dict[str, float | None
     return {"mean": statistics.mean(found), "standard_error": error}
 
 
-def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device: torch.device) -> dict[str, Any]:
+def train(
+    args: argparse.Namespace, text: NDArray[np.uint8], kind: str, seed: int, device: torch.device
+) -> dict[str, Any]:
     """Loss of every step, and of held-out text at the end."""
     torch.manual_seed(seed)
-    loaded = load_model(args.model)
+    loaded = read_architecture(args.model)
     model = loaded.model
     peak = args.learning_rate or loaded.learning_rate
     plain = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, args.beta2), weight_decay=0.1)
     size = {"batch": args.batch, "sequence": args.sequence}
-    first = training_batch(tokens, seed=seed, step=0, micro_batch=0, **size)["input_ids"].to(device)
+    trained, held_back = np.split(text, [len(text) * 49 // 50])
+    first = windows(trained, seed=seed, **size).to(device)
     model, optimizer = protrain.wrap(
         model,
         plain,
@@ -115,7 +116,7 @@ def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _factor(step, args.steps))
     losses = []
     for step in range(args.steps):
-        ids = training_batch(tokens, seed=seed, step=step, micro_batch=0, **size)["input_ids"].to(device)
+        ids = windows(trained, seed=seed * args.steps + step, **size).to(device)
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.clip_grad_norm_(1.0)
@@ -129,7 +130,7 @@ def train(args: argparse.Namespace, tokens: Tokens, kind: str, seed: int, device
     with torch.no_grad():
         held_out = [
             model(input_ids=ids, labels=ids).loss.item()
-            for ids in (batch["input_ids"].to(device) for batch in evaluation_batches(tokens, **size, count=_HELD_OUT))
+            for ids in (windows(held_back, seed=number, **size).to(device) for number in range(_HELD_OUT))
         ]
     return {"held_out": statistics.mean(held_out), "plan": str(optimizer.plan), "losses": losses}
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from protrain.checkpoint.manifest import list_saves
 from protrain.cli.options import writable_folder
 
-BUDGETS = ("80MiB", "48MiB", "44MiB")
+BUDGETS = ("80MiB", "60MiB", "50MiB")
 
 
 def main() -> int:
@@ -36,9 +36,9 @@ def main() -> int:
     random.seed(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
         whole, broken = Path(scratch) / "whole", Path(scratch) / "broken"
-        start(args, whole, resume=False, budget=BUDGETS[0]).wait()
+        start(args, whole, budget=BUDGETS[0]).wait()
         killed_at = []
-        process = start(args, broken, resume=False, budget=BUDGETS[0])
+        process = start(args, broken, budget=BUDGETS[0])
         for kill in range(args.kills):
             first = steps_done(broken)
             target = first + random.randint(1, max(1, (args.steps - first) // (args.kills - kill + 1)))
@@ -48,7 +48,7 @@ def main() -> int:
             process.kill()
             process.wait()
             killed_at.append(steps_done(broken))
-            process = start(args, broken, resume=True, budget=BUDGETS[(kill + 1) % len(BUDGETS)])
+            process = start(args, broken, budget=BUDGETS[(kill + 1) % len(BUDGETS)])
         status = process.wait()
         record = {
             "command": f"python bench/resume.py {' '.join(sys.argv[1:])}",
@@ -66,29 +66,24 @@ def main() -> int:
     return 0 if record["same_losses"] and record["same_states"] else 1
 
 
-def start(args: argparse.Namespace, folder: Path, *, resume: bool, budget: str) -> subprocess.Popen[bytes]:
-    """One `protrain train`."""
-    program = str(Path(sys.executable).with_name("protrain"))
-    command = [program, "train", "--folder", str(folder), "--device-memory", budget]
-    if resume and list_saves(folder / "checkpoints"):
-        command += ["--resume"]
-    else:
-        command += ["--model", "tiny", "--device", "cpu", "--batch", "2", "--sequence", "128", "--warmup", "5"]
-        command += ["--steps", str(args.steps), "--checkpoint-every", str(args.checkpoint_every)]
-        command += ["--no-model", "--sample-tokens", "0", "--evaluate-every", "0", "--threads", "2"]
+def start(args: argparse.Namespace, folder: Path, *, budget: str) -> subprocess.Popen[bytes]:
+    """One run of examples/pretrain.py, which goes on where there is a checkpoint."""
+    script = Path(__file__).parent.parent / "examples/pretrain.py"
+    command = [sys.executable, str(script), "--folder", str(folder), "--device", "cpu", "--device-memory", budget]
+    command += ["--steps", str(args.steps), "--save-every", str(args.checkpoint_every)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
 
 def steps_done(folder: Path) -> int:
-    """Lines of metrics so far."""
-    file = folder / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    """The steps of the newest checkpoint."""
+    saves = list_saves(folder / "checkpoints") if (folder / "checkpoints").exists() else []
+    return int(saves[-1].name.rpartition("-")[2]) if saves else 0
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Loss by step; of steps done twice, the later."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+def losses(folder: Path) -> list[float]:
+    """The loss of every step."""
+    found: list[float] = json.loads((folder / "losses.json").read_text())
+    return found
 
 
 def states(folder: Path) -> dict[str, int]:

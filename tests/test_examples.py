@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import runpy
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,33 @@ def run(name: str, folder: Path, *arguments: str) -> Any:
 
 def losses(trainer: Any) -> list[float]:
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_pretraining_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    """On a text of the user's own, after a training that ended at its second of three steps."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    text = tmp_path / "text"
+    text.write_text("".join(f"{number} + {number} = {2 * number}\n" for number in range(2000)))
+    options = ["--data", str(text), "--steps", "3", "--device", "cpu", "--save-every", "2"]
+    whole = run("pretrain", tmp_path / "whole", *options)
+    shutil.copytree(tmp_path / "whole/checkpoints/00001-step-2", tmp_path / "resumed/checkpoints/00001-step-2")
+    assert run("pretrain", tmp_path / "resumed", *options) == whole
+    weights = [tmp_path / name / "model/model.safetensors" for name in ("whole", "resumed")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert (tmp_path / "whole/loss.png").stat().st_size > 0
+
+
+@pytest.mark.slow
+def test_pretraining_has_the_same_bits_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    script = [str(EXAMPLES / "pretrain.py"), "--device", "cpu", "--steps", "3", "--micro-batches", "2", "--folder"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    for launcher, name in ([sys.executable], "one"), (torchrun, "two"):
+        subprocess.run([*launcher, *script, str(tmp_path / name)], check=True, timeout=200)
+    weights = [tmp_path / name / "model/model.safetensors" for name in ("one", "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def profile_of_batch(model: str, batch: int, sequence: int) -> ModelProfile:
         freeze=(),
         batch=batch,
         sequence=sequence,
-        rows=False,
+        packing=False,
         device_type="cuda",
         dtype="bfloat16",
         compile=True,

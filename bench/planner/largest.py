@@ -21,7 +21,7 @@ import torch
 
 import protrain
 from bench.planner.output import put_out
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import versions
 from protrain.cli.trained import adamw
@@ -141,7 +141,7 @@ SHAPES = ("gpt2-40b", "opt-30b", "llama2-34b", "mistral-7b")
 
 def profile_of(shape: str, layers: int, *, batch: int, sequence: int, moment_dtype: str = "float32") -> ModelProfile:
     """The profile of ``shape`` at another depth, on the meta device."""
-    loaded = load_model(shape, layers=layers)
+    loaded = read_architecture(shape, layers=layers)
     ids = torch.zeros(batch, sequence, dtype=torch.int64)
     profile = protrain.profile(
         loaded.model,

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import protrain
 from bench.planner.output import put_out
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 from protrain.common import batch as batches
@@ -168,7 +168,7 @@ def view_step(model: nn.Module, batch: dict[str, Tensor], *, recompute: bool) ->
 
 def measure(name: str, *, layers: int | None, batch: int, sequence: int, device: torch.device) -> tuple[int, list[Row]]:
     """The depth and the rows of one model."""
-    loaded = load_model(name, layers=layers)
+    loaded = read_architecture(name, layers=layers)
     with protrain.empty_parameters():  # the model has no values, only the record of how they are made
         model = loaded.model.to(_DTYPE).train()
     ids = torch.zeros(batch, sequence, dtype=torch.int64)

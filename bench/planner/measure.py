@@ -15,7 +15,7 @@ import torch
 import protrain
 from bench.planner.cases import Case
 from bench.planner.clock import durations_ms, now
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.common.errors import BudgetError
 from protrain.common.records import Record
 from protrain.distributed.joining import local_rank
@@ -52,7 +52,7 @@ class Point(Record):
 
 def build(case: Case) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """A model on the meta device, its optimizer, and a batch of random tokens."""
-    loaded = load_model(case.shape, layers=case.layers)
+    loaded = read_architecture(case.shape, layers=case.layers)
     generator = torch.Generator().manual_seed(local_rank())  # ranks train on different rows
     ids = torch.randint(loaded.config.vocab_size, (case.batch, case.sequence), generator=generator)
     optimizer = torch.optim.AdamW(loaded.model.parameters(), lr=1e-4, weight_decay=0.1)

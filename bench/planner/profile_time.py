@@ -20,7 +20,7 @@ from torch import nn
 
 import protrain
 from bench.planner.output import repeating, write_out
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.cli.summary import device_name, versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned
@@ -91,7 +91,7 @@ def profiled(asked: Asked, repeat: int) -> Row:
     """Profile ``repeat`` times in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    loaded = load_model(asked.shape)
+    loaded = read_architecture(asked.shape)
     if asked.on_host:
         _fill(loaded.model)
     ids = torch.randint(loaded.config.vocab_size, (asked.batch, asked.sequence))

@@ -22,7 +22,7 @@ import torch
 
 from bench.planner.largest import profile_of
 from bench.planner.output import put_out, repeating
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.cli.summary import versions
 from protrain.common.records import Record
 from protrain.common.tables import aligned, format_ms
@@ -56,7 +56,7 @@ class Search(Record):
 
 @cache
 def _profile(shape: str, batch: int, sequence: int) -> ModelProfile:
-    layers = load_model(shape).config.num_hidden_layers
+    layers = read_architecture(shape).config.num_hidden_layers
     return profile_of(shape, layers, batch=batch, sequence=sequence)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from bench.planner.largest import ASSUMPTIONS, MACHINES, Machine, profile_of
 from bench.planner.output import put_out
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import versions
 from protrain.common.errors import PlanError
@@ -85,7 +85,7 @@ class Table(Record):
 
 def rows_of(shape: str, batches: tuple[int, ...], machines: list[Machine]) -> Iterator[Row]:
     """The rows of one model, which is profiled once for each batch."""
-    layers = load_model(shape).config.num_hidden_layers
+    layers = read_architecture(shape).config.num_hidden_layers
     profiles = {batch: profile_of(shape, layers, batch=batch, sequence=SEQUENCE) for batch in batches}
 
     def fastest(machine: Machine) -> tuple[int, Plan | None]:
@@ -140,7 +140,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def profile_parameters(shape: str) -> int:
     """The number of parameters of ``shape``, tied ones once."""
-    return sum(parameter.numel() for parameter in load_model(shape).model.parameters())
+    return sum(parameter.numel() for parameter in read_architecture(shape).model.parameters())
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def _parser() -> Parser:
         type=lora_text,
         default=None,
         metavar="NAME=VALUE,...",
-        help="train an adapter of peft, as with `protrain train`: protrain, floor and resident (peft's own way) can",
+        help="train an adapter of peft, as with `protrain plan`: protrain, floor and resident (peft's own way) can",
     )
     parser.add_argument(
         "--quantised",

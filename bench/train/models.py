@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.train.low_precision import multiply_in_float8, quantise_later, quantised, unquantised
 from bench.train.task import Task
-from protrain.cli.models import fit_positions, load_model
+from protrain.cli.models import fit_positions, read_architecture
 from protrain.cli.trained import choose_trained
 from protrain.common.parameters import is_managed
 from protrain.common.tables import format_bytes
@@ -33,7 +33,7 @@ def build_model(task: Task) -> Any:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        loaded = load_model(task.model, layers=task.layers)
+        loaded = read_architecture(task.model, layers=task.layers)
         if task.quantised is not None:
             quantise_later(loaded.model)
         loaded = choose_trained(loaded, task.lora, ())

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import tempfile
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from bench.train.contestants import Contestant
-from protrain.cli.codec import Codec
-from protrain.cli.data import training_batch
-from protrain.cli.sources import find_source
-from protrain.cli.text import tokenize
 from protrain.common.records import Record
 
 BETAS = (0.9, 0.95)
 EPSILON = 1e-8
 WEIGHT_DECAY = 0.1
+_SKIPPED = {"site-packages", "test", "tests", "idlelib"}  # folders of Python's library
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,7 @@ class Task(Record):
     host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
     link_gbps: float | None = None  # each way, which a load on the link to the host leaves every GPU; None: no load
     gpus: int = 1  # a process each, with a batch of its own
-    lora: str | None = None  # an adapter of peft, as for `protrain train --lora`; the model itself is frozen
+    lora: str | None = None  # an adapter of peft, as for `protrain plan --lora`; the model itself is frozen
     quantised: str | None = None  # "nf4": the linear layers of the frozen blocks have 4-bit weights
     float8: bool = False  # the linear layers of the blocks multiply in float8
 
@@ -81,12 +80,21 @@ def make_tokens(task: Task, path: Path) -> None:
 
     Text and not noise or zeros, because the GPU draws less power, and so runs faster, on data with fewer bits set.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        text = tokenize(find_source(None).paths, Codec(), Path(folder), held_out=0.0)
-        size = {"batch": task.accumulation * task.batch, "sequence": task.sequence}
-        batches = [
-            training_batch(text, seed=0, step=step, micro_batch=rank, **size)["input_ids"]
-            for step in range(task.warm_up + task.steps)
-            for rank in range(task.gpus)
-        ]
+    text = python_sources()
+    size = {"batch": task.accumulation * task.batch, "sequence": task.sequence}
+    numbers = range((task.warm_up + task.steps) * task.gpus)
+    batches = [windows(text, seed=number, **size) for number in numbers]
     torch.save(torch.stack(batches).unflatten(0, (-1, task.gpus)), path)
+
+
+def python_sources() -> NDArray[np.uint8]:
+    """The bytes of Python's library without its tests, one file after another."""
+    library = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in sorted(library.rglob("*.py")) if _SKIPPED.isdisjoint(file.relative_to(library).parts)]
+    return np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
+
+
+def windows(text: NDArray[np.uint8], *, seed: int, batch: int, sequence: int) -> torch.Tensor:
+    """Stretches of ``text`` that follow from ``seed``: (batch, sequence) in int64."""
+    starts = np.random.default_rng(seed).integers(len(text) - sequence + 1, size=batch)
+    return torch.from_numpy(np.stack([text[start : start + sequence] for start in starts])).long()

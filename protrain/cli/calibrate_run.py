@@ -7,7 +7,7 @@ import argparse
 import torch
 
 import protrain
-from protrain.cli.launch import launched, together
+from protrain.cli.launch import start_ranks, together
 from protrain.cli.options import emit
 from protrain.common.cache import keeps_measurements
 from protrain.common.progress import note, stage
@@ -21,8 +21,7 @@ from protrain.hardware.profile import HardwareProfile
 
 def run(args: argparse.Namespace) -> None:
     """Run `protrain calibrate`, in as many processes as GPUs are to be measured."""
-    if launched(args):
-        return
+    start_ranks(args.gpus, args.words)
     with stop_requests() as requests, together() as rank, requests.raised():
         _calibrate(args, speaks=rank == 0)
 

@@ -10,14 +10,16 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import protrain
 from protrain.cli.bench import add_bench
-from protrain.cli.job import MAY_DIFFER, add_options
+from protrain.cli.lora import lora_text
 from protrain.cli.options import (
     Parser,
     add_gpus_option,
     add_output_options,
+    memory,
     new_folder,
     number,
     whole,
@@ -25,28 +27,11 @@ from protrain.cli.options import (
     writable_folder,
 )
 from protrain.cli.shapes import SHAPES, named
-from protrain.common.tables import wrapped
+from protrain.common.dtypes import DTYPES, MOMENT_DTYPES
 from protrain.hardware.shipped import shipped_names
 
 AddParser = Callable[..., Parser]  # makes the parser of a command of what argparse takes
 
-_TRAIN_EXAMPLE = """example, about two minutes on two CPU cores:
-  protrain train --model tiny --device cpu --device-memory 60MiB \\
-    --folder runs/tiny
-go on after Ctrl-C or a crash, to the same bits, or train longer:
-  protrain train --resume --folder runs/tiny
-  protrain train --resume --folder runs/tiny --steps 800
-on conversations, where each line of the file is
-{"messages": [{"role": "user", "content": ...}, ...]}:
-  protrain train --model path/to/model --data chat.jsonl
-a model of your own, from its config.json, with random weights:
-  protrain train --model path/to/config --from-scratch --data path/to/text
-an adapter for a model of your own, whose weights are held in 4 bits:
-  protrain train --model path/to/model --data path/to/text --lora r=16 \\
-    --load-in-4bit
-on four GPUs, each of which runs one of the four batches of a step:
-  protrain train --model llama-1b --gpus 4
-"""
 _PLAN_EXAMPLE = """example, for a machine that is elsewhere:
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --out plan.json
   protrain plan llama2-13b --hardware rtx3090 --batch 4 --picture step.png
@@ -73,13 +58,83 @@ a minute.
 Close other programs first. Training and planning on this device then use the profile, which is kept in \
 $PROTRAIN_CACHE, $XDG_CACHE_HOME/protrain or ~/.cache/protrain."""
 _EXPORT_EXAMPLE = """example:
-  protrain export runs/mine exported
   protrain export path/to/checkpoints exported --model path/to/model
 """
 _CONVERT_EXAMPLE = """example:
-  protrain convert runs/mine dcp                # its newest checkpoint
-  protrain convert dcp runs/other/checkpoints   # and back
+  protrain convert runs/mine dcp          # its newest checkpoint
+  protrain convert dcp other/checkpoints  # and back
 """
+
+
+# The options that commands share, by their field, with what argparse is told of each.
+_SHARED: dict[str, dict[str, Any]] = {
+    "batch": {"type": whole(1), "default": 8, "help": "sequences in a batch, on each GPU (default: 8)"},
+    # Each token is learnt from the tokens before it.
+    "sequence": {"type": whole(2), "metavar": "TOKENS", "help": "tokens in a sequence (default: of the model)"},
+    "packing": {
+        "action": "store_true",
+        "help": "sequences hold several examples, as those of `protrain train` do, so that attention needs a mask",
+    },
+    "accumulation": {"type": whole(1, 2**16), "default": 1, "help": "batches in a step, on each GPU (default: 1)"},
+    "dtype": {"choices": DTYPES, "help": "the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"},
+    "moment_dtype": {
+        "choices": MOMENT_DTYPES,
+        "default": "float32",
+        "help": "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
+    },
+    "lora": {
+        "type": lora_text,
+        "metavar": "NAME=VALUE,...",
+        "help": "train an adapter of peft and no weight of the model: r=16,alpha=32,targets=all-linear,dropout=0, or "
+        "part of that; other targets are names of layers, like q_proj+v_proj",
+    },
+    "load_in_4bit": {
+        "action": "store_true",
+        "help": "with --lora: hold the weights of the model in 4 bits (QLoRA: NF4 by bitsandbytes)",
+    },
+    "freeze": {
+        "action": "append",
+        "default": [],
+        "metavar": "PATTERN",
+        "help": "do not train the parameters that match, like 'model.embed_tokens.*'; may be given several times",
+    },
+    "compile": {
+        "action": argparse.BooleanOptionalAction,
+        "default": None,
+        "help": "compile the blocks, by which losses differ in their last digits (default: on a GPU)",
+    },
+    "chunked_loss": {
+        "action": argparse.BooleanOptionalAction,
+        "default": None,
+        "help": "compute the loss in pieces, so that logits never exist whole, by which losses differ in their last "
+        "digits (default: where it is known to be the same loss)",
+    },
+    "step_during_backward": {
+        "action": "store_true",
+        "help": "plan for updates inside backward, which take less host memory and exclude clipping",
+    },
+    "device": {"help": "cuda or cpu (default: cuda if there is a GPU)"},
+    "device_memory": {
+        "type": memory,
+        "metavar": "SIZE",
+        "help": "the memory of each GPU to stay within, like 24GiB (default: what is free); with --device cpu, the "
+        "memory of a simulated GPU",
+    },
+    "host_memory": {
+        "type": memory,
+        "metavar": "SIZE",
+        "help": "the host memory to stay within (default: what is free)",
+    },
+    "merge": {"action": "store_true", "help": "write the whole model with the adapter added"},
+}
+
+
+def add_options(group: argparse.ArgumentParser | argparse._ArgumentGroup, *names: str, **texts: str) -> None:
+    """Add the options for the fields ``names``, where ``texts`` have another help text for some."""
+    for name in names:
+        spellings = [f"--{name.replace('_', '-')}", *(["--seq"] if name == "sequence" else [])]
+        text = {"help": texts[name]} if name in texts else {}
+        group.add_argument(*spellings, **{"dest": name, **_SHARED[name], **text})
 
 
 def _add_calibrate(add_parser: AddParser) -> None:
@@ -112,14 +167,8 @@ def _add_plan(add_parser: AddParser) -> None:
     )
     add_options(
         parser,
-        *("batch", "sequence", "data", "packing", "accumulation", "dtype", "moment_dtype"),
+        *("batch", "sequence", "packing", "accumulation", "dtype", "moment_dtype"),
         *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
-        sequence="tokens in a sequence (default: of the model)",
-        data="the data that is to be trained on: if it is rows and no text, the plan has room for the attention mask "
-        "that packed rows need",
-        packing="whether several rows of --data share a sequence, and need that mask (default: they do)",
-        accumulation="batches in a step, on each GPU (default: 1)",
-        step_during_backward="plan for updates inside backward, which take less host memory and exclude clipping",
     )
     _add_machine_options(parser)
     shown = parser.add_argument_group("what is shown")
@@ -187,56 +236,7 @@ def _add_machine_options(parser: Parser) -> None:
 
 
 def _add_train(add_parser: AddParser) -> None:
-    parser = add_parser(
-        usage="%(prog)s --model MODEL [--data PATH] [--folder FOLDER] [OPTION ...]\n"
-        "       %(prog)s --resume --folder FOLDER [--steps N] [OPTION ...]",
-        description="Train a causal language model on text, or on rows of data such as conversations.",
-        epilog=_TRAIN_EXAMPLE,
-        argument_default=argparse.SUPPRESS,  # an option that was not given leaves no attribute
-    )
-    what = parser.add_argument_group("model and data")
-    what.add_argument(
-        "--config",
-        metavar="FILE",
-        help="a YAML file of options, like 'learning-rate: 1e-4' and 'compile: false'; options given here win",
-    )
-    add_options(what, "model", "from_scratch", "data", "column", "chat_template", "loss_on", "packing")
-    what.add_argument(
-        "--folder", type=writable_folder, metavar="FOLDER", help="where the run is kept (default: runs/MODEL-TIME)"
-    )
-    what.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue the run in --folder with its options, as --folder without --model does too. More --steps train "
-        "it longer. Of other options only those may be given that never change the weights: "
-        + ", ".join(sorted(MAY_DIFFER.values())),
-    )
-    add_options(what, "seed", "lora", "load_in_4bit", "freeze")
-
-    steps = parser.add_argument_group("training")
-    add_options(steps, "batch", "sequence", "accumulation", "steps", "learning_rate", "warmup")
-    add_options(steps, "min_learning_rate", "weight_decay", "clip")
-    add_options(steps, "dtype", "moment_dtype", "compile", "chunked_loss")
-
-    placement = parser.add_argument_group(
-        "where it runs",
-        wrapped("These change no weights, on one kind of device and with as many threads, and batches in a step.", 78),
-    )
-    add_gpus_option(placement, "train")
-    add_options(placement, "device", "device_memory", "host_memory", "plan", "step_during_backward", "threads")
-
-    keeping = parser.add_argument_group("keeping and reporting")
-    add_options(keeping, "checkpoint_every", "keep", "save_model", "merge", "held_out")
-    add_options(keeping, "evaluate_every", "evaluation_batches", "sample_tokens", "logger", "log_every")
-    keeping.add_argument(
-        "--trace",
-        type=writable_file,
-        metavar="FILE",
-        help="write a trace of two steps, measured beside predicted, for ui.perfetto.dev; needs 5 steps",
-    )
-    add_output_options(parser)
-    parser.set_defaults(folder=None, resume=False, gpus=None, trace=None, json=False, out=None)
-    parser.set_defaults(run="protrain.cli.train_run:run")
+    add_parser()  # for the help of `protrain`: main gives its words to the parser of TRL
 
 
 def _add_export(add_parser: AddParser) -> None:
@@ -244,15 +244,15 @@ def _add_export(add_parser: AddParser) -> None:
         description="Write the weights of a checkpoint as a folder for from_pretrained.",
         epilog=_EXPORT_EXAMPLE,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="the folder of a run or of checkpoints")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="a folder of checkpoints, or of a Trainer")
     parser.add_argument("folder", metavar="FOLDER", type=new_folder, help="a new or empty folder for the model")
-    parser.add_argument("--model", type=named, help="the model that was trained (default: that of the run)")
+    parser.add_argument("--model", type=named, required=True, help="the model that was trained")
     add_options(
         parser,
         *("dtype", "lora", "merge"),
-        dtype="the type of the weights (default: that of the run)",
-        lora="the --lora of the training (default: that of the run)",
-        merge="of a run with --lora: write the whole model with the adapter added",
+        dtype="the type of the weights (default: that of the checkpoint)",
+        lora="of a training with an adapter: what it was made with",
+        merge="with --lora: write the whole model with the adapter added",
     )
     parser.set_defaults(run="protrain.cli.export_run:export")
 
@@ -271,7 +271,7 @@ def _add_convert(add_parser: AddParser) -> None:
 COMMANDS = {
     "calibrate": ("measure this machine", _add_calibrate),
     "plan": ("show the plan for a model", _add_plan),
-    "train": ("train a causal language model", _add_train),
+    "train": ("fine-tune a language model by TRL: SFT, or DPO", _add_train),
     "export": ("write a checkpoint as a Hugging Face folder", _add_export),
     "convert": (
         "write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",

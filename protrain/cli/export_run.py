@@ -10,29 +10,27 @@ from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.export import export_save
 from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
-from protrain.cli.job import TrainJob
-from protrain.cli.models import read_architecture, read_codec
-from protrain.cli.run_files import JOB_FILE, saves_of
+from protrain.cli.models import read_architecture
 from protrain.cli.trained import choose_trained
 from protrain.common.hub import on_disk
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import stage
 from protrain.distributed.ranks import Ranks
 
+STATES = "protrain"  # the folder of saves in a checkpoint of the Trainer
+
 
 def export(args: argparse.Namespace) -> None:
     """Run `protrain export`."""
-    source, lora = args.checkpoint, args.lora
-    name = args.model and on_disk(args.model, weights=args.merge)
-    if (source / JOB_FILE).exists():
-        job = TrainJob.load(source / JOB_FILE)
-        name, lora = name or job.model, lora or job.lora
-    save = find_save(saves_of(source))
-    if name is None:
-        raise ValueError(f"--model: {source} is not the folder of a run, so give the model that was trained")
-    manifest, architecture = read_manifest(save), choose_trained(read_architecture(name), lora, ())
-    check_checkpoint(save, architecture.model, _base(manifest, architecture.folder, merge=args.merge))
-    tokenizer = None if architecture.folder is None else read_codec(architecture.folder).tokenizer
+    save = find_save(_saves_of(args.checkpoint))
+    architecture = choose_trained(read_architecture(on_disk(args.model, weights=args.merge)), args.lora, ())
+    folder, manifest = architecture.folder, read_manifest(save)
+    check_checkpoint(save, architecture.model, _base(manifest, folder, merge=args.merge))
+    tokenizer = None
+    if folder is not None and any(folder.glob("tokenizer*")):
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     with stage(f"writing {args.folder}"):
         export_save(
             save,
@@ -42,7 +40,7 @@ def export(args: argparse.Namespace) -> None:
             dtype=DTYPES[args.dtype or manifest["dtype"]],
             tokenizer=tokenizer,
             merge=args.merge,
-            base=architecture.folder,
+            base=folder,
         )
 
 
@@ -50,7 +48,8 @@ def _base(manifest: dict[str, Any], folder: Path | None, *, merge: bool) -> Base
     """The base whose weights the save leaves out and ``merge`` reads. The adapter alone needs none of them."""
     if "base" not in manifest or (merge and folder is None):
         return None
-    return Base.of(folder, Ranks(None)) if merge and folder else Base.from_dict(manifest["base"])
+    recorded = Base.from_dict(manifest["base"])
+    return Base.of(folder, Ranks(None)) if merge and folder and recorded.files else recorded  # a Trainer records none
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -58,5 +57,11 @@ def convert(args: argparse.Namespace) -> None:
     import protrain.checkpoint.dcp as dcp  # no other command should wait for torch's checkpoints to be imported
 
     with stage(f"converting {args.source}"):
-        written = dcp.convert(saves_of(args.source), args.target)
+        written = dcp.convert(_saves_of(args.source), args.target)
     print(written)
+
+
+def _saves_of(folder: Path) -> Path:
+    """The saves in ``folder``: its own, those of a Trainer's checkpoint, or of the newest one of a Trainer's run."""
+    newest = sorted(folder.glob(f"checkpoint-*/{STATES}"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    return next((each for each in (folder / STATES, *reversed(newest)) if each.is_dir()), folder)

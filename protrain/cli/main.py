@@ -79,6 +79,8 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     It raises an OSError if a help text cannot be written, which argparse would notice only at the exit.
     """
     words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["train"]:  # whose parser is TRL's
+        return argparse.Namespace(command="train", run="protrain.cli.train_run:run", words=words)
     try:
         return build_parser("".join(words[:1])).parse_args(words, argparse.Namespace(words=words))
     except SystemExit:

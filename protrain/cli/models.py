@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,34 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.cli.codec import Codec, TokenizerCodec
-from protrain.cli.data import Batch
 from protrain.cli.options import need
-from protrain.cli.run_files import MODEL_FOLDER
-from protrain.cli.shapes import SCRATCH_LEARNING_RATE, SHAPES, shape_config
+from protrain.cli.shapes import SHAPES, shape_config
 from protrain.common.errors import PlanError
 from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
 # The names that families of transformers have for the number of tokens that they can tell apart by position.
 _POSITIONS = ("max_position_embeddings", "max_seq_len", "max_target_positions")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "tokenizer.model", "spiece.model")
-
-# In the forward of a class of transformers: its common losses, or a shift of its own.
-_SHIFTS = re.compile(r"self\.loss_function|labels\[(\.\.\.|:), 1:|shift_labels")
-_DOCSTRING = re.compile(r'""".*?"""', re.DOTALL)  # which may show how labels are shifted
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedModel:
-    """A model whose parameters are on the meta device. Planning needs no weights and no codec, and has none."""
+    """A model whose parameters are on the meta device."""
 
     model: nn.Module
     folder: Path | None  # the folder of a Hugging Face model; None for a named shape, whose weights are random
     sequence: int  # the default length of a sequence
     learning_rate: float  # the default peak
-    weights: Path | None = None  # the folder that wrap reads; None if they are random, or in the model already
-    codec: Codec = field(default_factory=Codec)
 
     @property
     def config(self) -> Any:
@@ -62,13 +51,14 @@ class LoadedModel:
         paddings = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
         return next((padding + 1 for padding in paddings if padding is not None), 0)
 
-    def arguments(self, batch: Batch) -> dict[str, Any]:
+    def arguments(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
         """The arguments of the model for ``batch``.
 
         From the positions of packed rows most models of transformers know where rows begin, and then no token attends
         to another row. They look at them only without a cache. Other models see the rows as one text.
         """
-        taken = inspect.signature(type(self.model).forward).parameters
+        model: Any = self.model
+        taken = inspect.signature(type(getattr(model, "get_base_model", lambda: model)()).forward).parameters
         if "position_ids" in batch and {"position_ids", "use_cache"} <= taken.keys():
             return {**batch, "position_ids": batch["position_ids"] + self.first_position, "use_cache": False}
         return {name: value for name, value in batch.items() if name != "position_ids"}
@@ -90,40 +80,6 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     with empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
     return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
-
-
-def load_model(name: str, *, layers: int | None = None, from_scratch: bool = False) -> LoadedModel:
-    """The model that MODEL names, with what training also needs: weights and a tokenizer.
-
-    If it begins ``from_scratch``, the weights are random whatever a folder holds.
-
-    Raises:
-        ValueError: As ``read_architecture``; or the folder lacks weights, or its tokenizer does not fit.
-    """
-    loaded = read_architecture(name, layers=layers)
-    folder = loaded.folder
-    if folder is None:
-        return loaded
-    if from_scratch:
-        loaded = replace(loaded, learning_rate=SCRATCH_LEARNING_RATE)
-    elif not any(folder.glob("*.safetensors")):
-        raise ValueError(
-            f"{folder} holds no safetensors: save the weights with save_pretrained first, or give --from-scratch for "
-            "random ones"
-        )
-    codec = read_codec(folder)
-    codec.embeddings = loaded.config.vocab_size
-    if codec.needed > codec.embeddings:
-        raise ValueError(
-            f"{folder} has {codec.embeddings} embeddings and its tokens need {codec.needed}: "
-            + (
-                "it has no tokenizer, so text is read as bytes"
-                if codec.tokenizer is None
-                else "put the tokenizer into it that the model was saved with, or save the model anew after "
-                f"model.resize_token_embeddings({codec.vocabulary})"
-            )
-        )
-    return replace(loaded, weights=None if from_scratch else folder, codec=codec)
 
 
 def fit_positions(loaded: LoadedModel, sequence: int) -> None:
@@ -164,30 +120,12 @@ def refuse_huge_batch(
         )
 
 
-def attention_flops_per_token(config: Any, sequence: int) -> int:
-    """The flops per token of causal attention scores and of their use, forward and backward.
-
-    Each of Q K^T and A V takes 2 operations per channel and visible token, of which there are sequence / 2 on average.
-    Backward takes twice as many as forward.
-    """
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    return 3 * 2 * 2 * sum(_attention_channels(layer) for layer in layers) * sequence // 2
-
-
-def _attention_channels(layer: Any) -> int:
-    """The channels of all heads of a layer of this configuration. Recurrent models, such as Mamba, have none."""
-    heads = getattr(layer, "num_attention_heads", None) or 0
-    return heads and heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
-
-
 def _folder_of(name: str) -> Path:
     """The folder ``name``. ValueError if it holds no model, which is found without transformers and so in no time."""
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(f"there is no model {name!r}: give a folder with config.json, or one of {', '.join(SHAPES)}")
     if not (folder / "config.json").is_file():
-        if (folder / MODEL_FOLDER / "config.json").is_file():
-            raise ValueError(f"{folder} is no model but holds one: give {folder / MODEL_FOLDER}")
         if (folder / "adapter_config.json").is_file():
             raise ValueError(
                 f"{folder} is an adapter and no model: give the model that it was made for, or merge the two, as "
@@ -225,18 +163,6 @@ def _why_not(config: Any, error: Exception, transformers: Any) -> str:
     return _kind_and_message(error)
 
 
-def read_codec(folder: Path) -> Codec:
-    """The codec of the tokenizer in ``folder``, or that of bytes if it has none."""
-    transformers = _transformers()
-    if not any((folder / file).exists() for file in _TOKENIZER_FILES):
-        return Codec()
-    try:
-        read = transformers.AutoTokenizer.from_pretrained
-        return TokenizerCodec(read(folder, local_files_only=True, trust_remote_code=False))
-    except Exception as error:
-        raise ValueError(f"the tokenizer of {folder} cannot be read: {_kind_and_message(error)}") from error
-
-
 def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
     if any(getattr(part, "quantization_config", None) is not None for part in (config, *vars(config).values())):
         # This also refuses weights that are not quantized, because the trained model's config would say that they were.
@@ -260,20 +186,6 @@ def _refuse_untrainable(folder: Path, config: Any, model: nn.Module) -> None:
         raise ValueError(
             f"{folder}: by its config.json the model has no layers, as {empty[0]} is empty; put back the number of "
             "layers that it was saved with"
-        )
-
-
-def refuse_unshifted(loaded: LoadedModel) -> None:
-    """ValueError if the loss compares the output at a token with the label there, where that of the next one is due.
-
-    Decoders of models that translate, and the like, have such a loss in their own class.
-    """
-    kind = type(loaded.model)
-    forward = _DOCSTRING.sub("", inspect.getsource(kind.forward))
-    if loaded.folder is not None and not _SHIFTS.search(forward):
-        raise ValueError(
-            f"{loaded.folder}: the loss of {kind.__name__} compares each token with itself and not with the next one, "
-            "so the model would learn to copy; wrap such a model in a loop of your own, which shifts the labels"
         )
 
 

@@ -76,20 +76,12 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`.
-
-        If the parser has `--config`, options may also stand in that file.
-        """
+        """Parse ``args``. An unknown option is reported by the command's own parser, not by that of `protrain`."""
         for at, word in enumerate(args or ()):
             if not word or (word.startswith("--") and word.endswith("=")):
                 said = shlex.join(args[max(0, at - 1) : at + 1] if not word else [word])
                 self.error(f"{said}: nothing is given, as by a shell variable that is not set")
         args = None if args is None else _with_negative_sizes(args)
-        if "--config" in self._option_string_actions:
-            try:
-                args = _with_config(args, self._option_string_actions)
-            except ValueError as error:
-                self.error(str(error))
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
@@ -122,73 +114,6 @@ def _with_negative_sizes(words: Sequence[str]) -> list[str]:
         else:
             joined.append(word)
     return joined
-
-
-def _with_config(words: Sequence[str], options: dict[str, argparse.Action]) -> list[str]:
-    """The command line ``words``, with what the file of its --config says put before them as words too.
-
-    Options that ``words`` have are left out of the file, so they win. ``options`` are those of the parser, by spelling.
-
-    Raises:
-        ValueError: the file is missing or no mapping of options, or PyYAML is not installed.
-    """
-    given = {word.partition("=")[0] for word in words}
-    if "--config" not in given:
-        return list(words)
-    last = max(index for index, word in enumerate(words) if word.partition("=")[0] == "--config")
-    inline, following = words[last].partition("=")[2], words[last + 1 : last + 2]
-    path = Path(inline or (following[0] if following else ""))
-    added: list[str] = []
-    found: dict[str, tuple[str, int]] = {}  # how an option is called in the file and where, by its field
-    for key, value, line in _read_config(path):
-        option = f"--{key}"
-        if option not in options or key in ("config", "help"):
-            near = difflib.get_close_matches(str(key).replace("_", "-"), [name.lstrip("-") for name in options], n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"--config {path}: {key!r} is no option{meant}")
-        field = options[option].dest
-        if field in found:
-            other, before = found[field]
-            raise ValueError(
-                f"--config {path}: line {line} has {key}, and line {before} has {other}, which is the same option: "
-                "leave one of them out"
-            )
-        found[field] = key, line
-        if given.isdisjoint(options[option].option_strings):
-            added += _words(path, option, value, options[option])
-    return [*added, *words]
-
-
-def _read_config(path: Path) -> list[tuple[Any, Any, int]]:
-    """Every key of a YAML file with its value and its line. A key that is there twice comes twice."""
-    need("yaml", "--config", extra="hf", package="PyYAML")
-    import yaml
-
-    try:
-        loader = yaml.SafeLoader(path.read_text(encoding="utf-8-sig"))
-        mapping = loader.get_single_node()
-        if isinstance(mapping, yaml.MappingNode):
-            made = partial(loader.construct_object, deep=True)
-            return [(made(key), made(value), key.start_mark.line + 1) for key, value in mapping.value]
-    except OSError as error:
-        raise ValueError(f"--config: cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeError) as error:
-        raise ValueError(f"--config: {path} is no YAML: {error}") from None
-    raise ValueError(f"--config: {path} must have a line for each option, like 'steps: 1000'")
-
-
-def _words(path: Path, option: str, value: Any, action: argparse.Action) -> list[str]:
-    """``value`` of ``option`` as words of a command line."""
-    if action.nargs == 0:  # a switch
-        if not isinstance(value, bool):
-            raise ValueError(f"--config {path}: {option[2:]} must be true or false, not {value!r}")
-        if value:
-            return [option]
-        return [f"--no-{option[2:]}"] if f"--no-{option[2:]}" in action.option_strings else []
-    values = value if isinstance(value, list) and isinstance(action, argparse._AppendAction) else [value]
-    if any(isinstance(each, dict | list | bool | None) for each in values):
-        raise ValueError(f"--config {path}: {option[2:]} must be a number or text, not {value!r}")
-    return [f"{option}={each}" for each in values]
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:
@@ -275,7 +200,7 @@ def _writable(path: Path) -> Path:
 
 
 def add_gpus_option(parser: Parser | argparse._ArgumentGroup, what: str) -> None:
-    """Add --gpus to the parser of a command that does ``what`` on one GPU, for ``protrain.cli.launch.launched``."""
+    """Add --gpus to the parser of a command that does ``what`` on one GPU, for ``protrain.cli.launch.start_ranks``."""
     parser.add_argument(
         "--gpus",
         type=whole(1),

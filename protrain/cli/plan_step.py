@@ -9,7 +9,6 @@ from typing import Any, Self
 from protrain.cli.defaults import choose_compile
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
-from protrain.cli.sources import find_source
 from protrain.common.dtypes import default_dtype
 from protrain.common.hub import on_disk
 
@@ -25,7 +24,7 @@ class ProfiledStep:
     freeze: tuple[str, ...]
     batch: int
     sequence: int | None  # tokens; None means the model's default
-    rows: bool  # whether sequences are packed of rows of data, so that attention needs a mask
+    packing: bool  # whether sequences hold several examples, so that attention needs a mask
     device_type: str  # "cuda" or "cpu"
     dtype: str  # of the weights
     compile: bool
@@ -36,8 +35,8 @@ class ProfiledStep:
         """The step that ``args`` ask for on a device of ``device_type``, of MODEL or of MODEL with so many ``layers``.
 
         Raises:
-            ValueError: the weights are quantised and there is no adapter to train, --data cannot be read, or the Hub
-                does not give the model.
+            ValueError: the weights are quantised and there is no adapter to train, or the Hub does not give the
+                model.
         """
         refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
         return cls(
@@ -48,7 +47,7 @@ class ProfiledStep:
             freeze=tuple(args.freeze),
             batch=args.batch,
             sequence=args.sequence,
-            rows=args.packing and args.data is not None and find_source(args.data).kind == "rows",
+            packing=args.packing,
             device_type=device_type,
             dtype=args.dtype or default_dtype(device_type),
             compile=choose_compile(args.compile, device_type),

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.cli.data import example_batch, stand_in
 from protrain.cli.models import LoadedModel, fit_positions, read_architecture, refuse_huge_batch
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
@@ -73,7 +72,11 @@ def _prepared(
         device_type=step.device_type,
         device_bytes=device_bytes,
     )
-    example = example_batch(stand_in(sequence, rows=step.rows), seed=0, batch=step.batch, sequence=sequence)
+    ids = torch.zeros(step.batch, sequence, dtype=torch.long, device="cpu")
+    example = {"input_ids": ids, "labels": ids}
+    if step.packing:  # two examples a sequence
+        half = sequence // 2
+        example["position_ids"] = torch.cat([torch.arange(half), torch.arange(sequence - half)]).expand_as(ids)
     batch = loaded.arguments(example)
     change_forwards(loaded.model, batch, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)
     optimizer = adamw(loaded.model, loaded.learning_rate, weight_decay=0.0)

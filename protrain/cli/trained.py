@@ -20,11 +20,7 @@ from protrain.cli.lora import Lora, parse_lora
 from protrain.cli.models import LoadedModel
 from protrain.cli.options import need
 from protrain.common.adapters import adapted_layers
-from protrain.common.parameters import is_managed, unmanaged_memory
-from protrain.common.tables import format_bytes
 from protrain.engine.states.empty import empty_parameters
-
-_LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps than weights that were trained before
 
 
 def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str]) -> LoadedModel:
@@ -33,10 +29,6 @@ def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str])
     Raises:
         ValueError: peft is not installed, there is nothing to adapt or to freeze, or nothing is left to train.
     """
-    if lora is not None:
-        _add_adapter(loaded, parse_lora(lora))
-        rate = loaded.learning_rate if loaded.folder is None else _LEARNING_RATE
-        loaded = replace(loaded, learning_rate=rate)
     named = dict(loaded.model.named_parameters(remove_duplicate=False))
     for pattern in freeze:
         matching = [name for name in named if fnmatchcase(name, pattern)]
@@ -47,7 +39,9 @@ def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str])
             raise ValueError(f"--freeze {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
         for name in matching:
             named[name].requires_grad_(False)
-    if not any(parameter.requires_grad for parameter in named.values()):
+    if lora is not None:
+        loaded = replace(loaded, model=_with_adapter(loaded, parse_lora(lora)))
+    if not any(parameter.requires_grad for parameter in loaded.model.parameters()):
         raise ValueError("--freeze leaves nothing to train: freeze less")
     return loaded
 
@@ -61,7 +55,7 @@ def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=(0.9, 0.95))
 
 
-def _add_adapter(loaded: LoadedModel, lora: Lora) -> None:
+def _with_adapter(loaded: LoadedModel, lora: Lora) -> Any:
     need("peft", "--lora", extra="peft")
     import peft
     from transformers.pytorch_utils import Conv1D
@@ -78,14 +72,15 @@ def _add_adapter(loaded: LoadedModel, lora: Lora) -> None:
     )
     try:
         with empty_parameters():
-            peft.inject_adapter_in_model(config, model)
+            adapted = peft.get_peft_model(model, config)
     except ValueError as error:
         layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
         raise ValueError(
             f"--lora: targets={lora.targets} fits no layer of the model, whose linear layers are {names}: {error}"
         ) from None
-    _refuse_other_than_linear(model)
+    _refuse_other_than_linear(adapted)
+    return adapted
 
 
 def _refuse_other_than_linear(model: nn.Module) -> None:
@@ -124,29 +119,6 @@ def shape_in_4bit(model: Any) -> None:
             )
 
 
-def loaded_in_4bit(loaded: LoadedModel, device: torch.device, dtype: torch.dtype) -> LoadedModel:
-    """``loaded``, whose model has 4-bit shapes, with the weights of its folder on ``device`` and without an adapter.
-
-    Weights that are not quantised are in ``dtype``, in which 4-bit layers also compute.
-
-    Raises:
-        ValueError: the weights do not fit the free memory of the GPU.
-    """
-    import transformers
-    from bitsandbytes.nn import Linear4bit
-
-    _refuse_too_large(loaded, device, dtype)
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        loaded.folder, quantization_config=_config(dtype), device_map={"": device}, dtype=dtype, local_files_only=True
-    )
-    for layer in model.modules():
-        if isinstance(layer, Linear4bit):
-            # Otherwise an evaluation on some CPUs packs the weights for good, so that no training could follow it.
-            layer.support_avx512bf16_for_cpu = False
-    return replace(loaded, model=model)
-
-
 def _config(dtype: torch.dtype) -> Any:
     """What transformers is to do, with layers that compute in ``dtype``."""
     for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
@@ -156,18 +128,3 @@ def _config(dtype: torch.dtype) -> Any:
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
-
-
-def _refuse_too_large(loaded: LoadedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise a ValueError if the weights cannot be on the GPU at once, as they are while they are loaded."""
-    if device.type != "cuda":
-        return
-    others = {id(p): p.numel() for p in loaded.model.parameters() if is_managed(p) and not p.requires_grad}
-    needed_bytes = sum(tensor.nbytes for tensor in unmanaged_memory(loaded.model))
-    needed_bytes += sum(others.values()) * dtype.itemsize
-    free_bytes = torch.cuda.mem_get_info(device)[0]
-    if needed_bytes > free_bytes:
-        raise ValueError(
-            f"--load-in-4bit: the weights of {loaded.folder} take {format_bytes(needed_bytes)} on the GPU, which has "
-            f"{format_bytes(free_bytes)} free: leave the option out, and the weights wait in host memory in 16 bits"
-        )

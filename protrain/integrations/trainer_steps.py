@@ -14,6 +14,7 @@ here, and ProTrain takes the sum.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import DataLoaderShard
+from transformers import Trainer
 
 from protrain.forward.module_state import seed_of
 
@@ -34,8 +36,23 @@ _Base: Any = object  # the type checker is not to ask for what the mixin uses of
 class TrainerSteps(_Base):
     """The part of ProTrainMixin that makes steps independent of the number of ranks."""
 
+    _model_computes_loss = False  # in place of what TRL's SFTTrainer computes of the head's weight
     _micro_batch = 0  # the number that the next one has in its step on this rank
     _random_state: torch.Tensor | None = None  # of before the batch that is being made
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # SFTTrainer would multiply with the head up to four times and wait for the GPU three times in each micro-batch.
+        is_sft = type(self).compute_loss.__module__ == "trl.trainer.sft_trainer"
+        if is_sft and self.args.loss_type == "nll" and not getattr(self, "aux_loss_enabled", False):
+            own = self.compute_loss_func or self.label_smoother
+            self._model_computes_loss = not own and _shifts_labels(self.model)
+        if self._model_computes_loss:
+            self.__dict__["compute_loss"] = self._loss_of_model  # before that of the class
+
+    def _loss_of_model(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The mean over counted tokens, as SFTTrainer has it, without its metrics. It is called as ``compute_loss``."""
+        return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Order rows by ``seed`` if there is no ``data_seed``. Accelerate would take torch's seed of that moment."""
@@ -104,6 +121,12 @@ class TrainerSteps(_Base):
         if self._random_state is not None:
             torch.set_rng_state(self._random_state)
             self._random_state = None
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the loss of ``model`` is transformers' usual one, which compares each output with the next label."""
+    forward = type(getattr(model, "get_base_model", lambda: model)()).forward
+    return "self.loss_function(" in inspect.getsource(forward)  # BartForCausalLM compares with the label at its place
 
 
 class KeyedBatches:

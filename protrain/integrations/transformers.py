@@ -103,7 +103,8 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
                 "progress": not self.args.disable_tqdm,
             }
             # Another loss reads logits in each step, or takes the labels away, so that the model has no loss.
-            if type(self).compute_loss is not Trainer.compute_loss or self.label_smoother or self.compute_loss_func:
+            usual = type(self).compute_loss is Trainer.compute_loss or self._model_computes_loss
+            if not usual or self.label_smoother or self.compute_loss_func:
                 found["chunked_loss"] = False
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)

@@ -11,8 +11,7 @@ import torch
 
 import protrain
 from bench import convergence
-from protrain.cli.models import load_model
-from protrain.cli.sources import find_source
+from protrain.cli.models import read_architecture
 from tests.engine import residual
 from tests.engine.harness import Loop, adamw
 
@@ -23,10 +22,7 @@ OPTIONS = ["--steps", "2", "--batch", "1", "--sequence", "16", "--seeds", "2"]
 def test_the_record_has_every_run_and_says_how_far_kinds_are_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 100)
-    monkeypatch.setattr(convergence, "find_source", lambda _: find_source(text))
-    monkeypatch.setattr(convergence, "load_model", partial(load_model, layers=1))
+    monkeypatch.setattr(convergence, "read_architecture", partial(read_architecture, layers=1))
     monkeypatch.setattr(convergence, "_HELD_OUT", 2)
     assert convergence.main([*OPTIONS, "--out", str(tmp_path)]) == 0
     record = json.loads((tmp_path / "convergence.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.planner import profile_time as command
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 
 
 @pytest.mark.slow
@@ -22,7 +22,7 @@ def test_a_profile_is_timed_and_kept_when_the_rest_fails(tmp_path: Path) -> None
     table = command.Table.load(tmp_path / command.FILE)
     [row] = table.profiled
     assert row.asked == command.SMOKE[0]
-    assert row.parameters == sum(parameter.numel() for parameter in load_model("tiny").model.parameters())
+    assert row.parameters == sum(parameter.numel() for parameter in read_architecture("tiny").model.parameters())
     assert len(row.profile_s) == 2
     assert min(row.profile_s) > 0
     assert "tiny   0.00 B      2 x 64  0 GiB on the host" in table.table()
@@ -31,7 +31,7 @@ def test_a_profile_is_timed_and_kept_when_the_rest_fails(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_weights_on_the_host_are_filled_and_stay_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_PIECE_ELEMENTS", 1000)
-    model: Any = load_model("gpt2", layers=1).model
+    model: Any = read_architecture("gpt2", layers=1).model
     tied = model.lm_head.weight is model.transformer.wte.weight
     command._fill(model)
     assert tied

@@ -9,7 +9,7 @@ import pytest
 
 from bench.planner import servers as command
 from bench.planner.largest import MACHINES
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine
 from protrain.planning import search
@@ -25,7 +25,7 @@ def test_each_model_has_its_fastest_batch(tmp_path: Path, capsys: pytest.Capture
     assert command.main(["--shapes", "tiny", "--batches", "1", "4", "--out", str(tmp_path)]) == 0
     result = command.Table.load(tmp_path / command.FILE)
     assert [row.machine for row in result.rows_found] == [machine for machine in MACHINES if machine.gpus == 4]
-    layers = load_model("tiny").config.num_hidden_layers
+    layers = read_architecture("tiny").config.num_hidden_layers
     for row in result.rows_found:
         assert row.plan is not None
         assert row.alone is not None

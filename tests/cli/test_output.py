@@ -25,7 +25,7 @@ def test_output_that_nobody_reads_ends_quietly(
     assert "Broken pipe" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["train", "--help"]])
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["plan", "--help"]])
 def test_help_that_nobody_reads_ends_quietly(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from protrain.cli.commands import build_parser
 from protrain.cli.main import main
-from protrain.cli.models import load_model
+from protrain.cli.models import read_architecture
 from protrain.cli.plan_text import summary_text
 from protrain.hardware.shipped import load
 from protrain.planning import Answer, BlockMode, Frontier, Largest, Plan
@@ -246,10 +246,9 @@ def test_logits_that_a_model_scales_stay_whole(here: bool, tmp_path: Path, capsy
 
 
 def test_a_sequence_has_two_spellings() -> None:
-    for command in (["plan", "tiny"], ["train", "--model", "tiny"]):
-        found = [build_parser(command[0]).parse_args([*command, option, "48"]) for option in ("--seq", "--sequence")]
-        assert found[0] == found[1]
-        assert found[0].sequence == 48
+    found = [build_parser("plan").parse_args(["plan", "tiny", option, "48"]) for option in ("--seq", "--sequence")]
+    assert found[0] == found[1]
+    assert found[0].sequence == 48
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
@@ -330,7 +329,9 @@ def test_the_largest_model_is_found(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "no plan fits the" in text
     assert "--host-memory of at least " in " ".join(text.split())
     assert not re.search("(device|host)_memory", text), "what the library calls the options"
-    parameters = sum(parameter.numel() for parameter in load_model("tiny", layers=found.layers).model.parameters())
+    parameters = sum(
+        parameter.numel() for parameter in read_architecture("tiny", layers=found.layers).model.parameters()
+    )
     assert found.parameters == parameters
 
 

@@ -80,7 +80,7 @@ def test_a_repeated_plan_imports_no_torch(
     monkeypatch.setenv("PROTRAIN_CACHE", "cache")
     monkeypatch.chdir(tmp_path)
     load("rtx3090").save("machine.json")
-    step = ["tiny", "--batch", "2", "--sequence", "32", "--data", __file__, "--no-compile"]
+    step = ["tiny", "--batch", "2", "--sequence", "32", "--no-compile"]
     plans = [[*step, *way] for way in ways]
     first = "".join(plan(capsys, *words) for words in plans)
     assert len([*Path("cache", "profiles").iterdir()]) == 1

@@ -1,17 +1,12 @@
-"""Rows in one sequence: in which models they see each other, and whether the command says so."""
+"""Examples in one sequence: in which models they see each other."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench.families.decoders import families
-from protrain.cli.main import main
 from protrain.cli.models import LoadedModel
 from protrain.cli.rows_apart import what_joins_rows
 
@@ -39,19 +34,4 @@ def test_what_is_said_of_a_family_is_what_it_does(name: str) -> None:
     difference = (says_of_second(first) - says_of_second(other)).abs().max()
     model.to("meta")
     sees_first = difference.item() > 1e-5  # experts add in an order that differs
-    assert (what_joins_rows(loaded, sequence=2 * LENGTH) is not None) == sees_first
-
-
-@pytest.mark.parametrize(("name", "packing"), [("opt", True), ("opt", False), ("llama", True)])
-def test_train_warns_of_it(name: str, packing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (family,) = [each for each in families() if each.name == name]
-    config: Any = family.make().config
-    config.update({"vocab_size": 256, "bos_token_id": None})
-    config.save_pretrained(tmp_path / "model")
-    row = json.dumps({"prompt": "say ", "completion": "a few words"})
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 20)
-    command = ["train", "--model", str(tmp_path / "model"), "--from-scratch", "--device", "cpu", "--steps", "1"]
-    command += ["--data", str(tmp_path / "rows.jsonl"), "--folder", str(tmp_path / "run"), "--no-model"]
-    assert main([*command, *([] if packing else ["--no-packing"])]) == 0
-    said = "OPTForCausalLM sees the rows of a sequence as one text, as it makes no mask of their positions"
-    assert (said in capsys.readouterr().err) == (name == "opt" and packing)
+    assert (what_joins_rows(model) is not None) == sees_first

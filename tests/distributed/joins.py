@@ -5,9 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 import protrain
-from protrain.cli.main import main
 from protrain.distributed import watch
 from tests.distributed import out_of_step
 from tests.distributed.async_saves import held
@@ -79,13 +77,6 @@ def join_without_the_last(rank: int, size: int) -> None:
     if rank == size - 2:
         before(GROUPS[0], wait_and_die)
     out_of_step.wrapped(rank, "cpu")
-
-
-def train_and_die(words: Sequence[str]) -> None:
-    """Run the command. The process of GPU 1 dies while it finds the other."""
-    if os.environ["RANK"] == "1":
-        before(GROUPS[1], die)
-    sys.exit(main(words))
 
 
 def save_end_the_group_and_die(rank: int, size: int, odd: int, folder: str) -> None:

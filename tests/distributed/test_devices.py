@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +137,7 @@ def test_a_gpu_that_does_not_exist(use: Callable[[str], object]) -> None:
         use("cuda:1")
 
 
-@pytest.mark.parametrize("command", [["calibrate"], ["train", "--model", "tiny", "--folder", "run"], ["plan", "tiny"]])
+@pytest.mark.parametrize("command", [["calibrate"], ["plan", "tiny"]])
 def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,26 +196,6 @@ def test_more_processes_than_gpus_are_refused(use: str) -> None:
     )
     assert other.startswith(f"MisuseError: rank 1 has raised an exception in {use}, while rank 0 went on to ")
     assert other.endswith(mine)
-
-
-def train_on_one_gpu(rank: int, folder: str) -> tuple[object, str]:
-    """The status of `protrain train` on a rank that sees the one GPU of all, and what it says."""
-    said = io.StringIO()
-    status: object
-    with redirect_stderr(said), machine(visible=1, uuids=["a"]):
-        try:
-            status = main(["train", "--model", "tiny", "--folder", folder])
-        except SystemExit as end:  # on the rank that leaves the word to the other
-            status = end.code
-    return status, said.getvalue()
-
-
-def test_the_command_line_refuses_a_shared_gpu_once(tmp_path: Path) -> None:
-    answers = on_ranks(2, train_on_one_gpu, str(tmp_path / "run"))
-    assert {status for status, _ in answers} == {1, 2}
-    (said,) = [said for _, said in answers if said]
-    assert said.startswith("protrain train: ranks 0 and 1 are on the same GPU, GPU-a of ")
-    assert "pass --device cuda, or call" in said
 
 
 def refused(rank: int, hosts: Sequence[str], uuids: Sequence[str], device: str) -> bool:

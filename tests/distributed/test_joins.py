@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import protrain.cli.main
-from protrain.cli.job import TrainJob
 from protrain.distributed import joining
 from tests.distributed.apart import Ending, Group
 from tests.distributed.joins import (
@@ -24,9 +20,7 @@ from tests.distributed.joins import (
     join,
     join_without_the_last,
     save_end_the_group_and_die,
-    train_and_die,
 )
-from tests.distributed.train_runs import LaunchedRanks
 
 WITHIN_S = 10.0
 ERROR = "protrain.common.errors.MisuseError: "
@@ -83,22 +77,6 @@ def test_a_busy_rank_is_waited_for(tmp_path: Path, place: str) -> None:
         assert ending.status == 0, ending.text
         assert "\ntrained\n" in ending.text
     assert re.search(r"UserWarning: rank 0 has waited \d s for (rank 1|other ranks) in the start of ", endings[0].text)
-
-
-@pytest.mark.slow
-def test_the_command_ends_when_a_process_is_killed(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks = LaunchedRanks(train_and_die, tmp_path)
-    monkeypatch.setattr("protrain.cli.launch.subprocess", ranks)
-    TrainJob(model="tiny", device="cpu").save(tmp_path / "job.json")
-    with pytest.raises(SystemExit) as end:
-        protrain.cli.main.main(["train", "--resume", "--folder", str(tmp_path), "--gpus", "2"])
-    died_at_s = float(re.findall(r"dies at (\S+)", "\n".join(ranks.said()))[0])
-    assert time.time() - died_at_s < WITHIN_S
-    assert end.value.code == 128 + signal.SIGKILL
-    assert "the process of GPU 1 was ended by SIGKILL" in capfd.readouterr().err
-    assert ranks.are_gone()
 
 
 @pytest.mark.slow

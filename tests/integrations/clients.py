@@ -240,8 +240,8 @@ def sentences(arguments: dict[str, Any], ours: dict[str, Any]) -> Any:
 # By client: how its trainer is made, and a device memory in which not all of its states fit, for one rank and for two.
 CLIENTS: dict[str, tuple[Callable[..., Any], str, str]] = {
     "Trainer": (causal, "0.45MiB", "1MiB"),
-    "SFT": (sft, "5.4MiB", "6MiB"),
-    "SFT with LoRA": (lambda *args: sft(*args, adapters=True), "5.1MiB", "6MiB"),
+    "SFT": (sft, "0.6MiB", "1MiB"),
+    "SFT with LoRA": (lambda *args: sft(*args, adapters=True), "0.5MiB", "1MiB"),
     "DPO": (dpo, "11.5MiB", "13MiB"),
     "DPO with LoRA": (lambda *args: dpo(*args, adapters=True), "11.1MiB", "13MiB"),
     "GRPO": (grpo, "5MiB", "5.4MiB"),

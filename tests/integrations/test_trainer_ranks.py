@@ -14,7 +14,7 @@ from tests.integrations.clients import is_before, make, prepare
 from tests.integrations.rank_runs import Trained, Training
 
 # Device memory in which there is a plan for any number of ranks.
-MEMORY = {"Trainer": "1.5MiB", "SFT": "8MiB", "SFT with LoRA": "8MiB", "DPO": "18MiB"}
+MEMORY = {"Trainer": "1.5MiB", "SFT": "1.5MiB", "SFT with LoRA": "1.5MiB", "DPO": "18MiB"}
 CLIENTS = ["Trainer", *(pytest.param(each, marks=pytest.mark.slow) for each in MEMORY if each != "Trainer")]
 pytestmark = pytest.mark.filterwarnings("ignore:gradient checkpointing of:UserWarning", "ignore::FutureWarning")
 

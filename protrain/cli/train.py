@@ -1,0 +1,432 @@
+"""`protrain train`: TRL's SFTTrainer or DPOTrainer on ProTrain, with their options, for data that `datasets` reads.
+
+What the trainers do is theirs: tokens, chat templates, packing, schedules, evaluation, logs. This module chooses
+defaults, builds the model without memory for its weights, reads the data, and refuses before the training what would
+end it later or train on something else than is meant.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+import trl
+from filelock import FileLock, Timeout
+from trl.chat_template_utils import get_training_chat_template
+
+import protrain
+from protrain.cli.models import read_architecture
+from protrain.cli.rows_apart import what_joins_rows
+from protrain.common.errors import warn_user
+from protrain.common.hub import on_disk
+from protrain.common.progress import note
+from protrain.common.signals import end_at_once
+from protrain.integrations.transformers import ProTrainMixin
+
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
+_LORA_LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps
+_TEXT = (".txt", ".md")
+_BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
+_BUILDERS |= {".parquet": "parquet", ".arrow": "arrow", **dict.fromkeys(_TEXT, "text")}
+_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_EXAMPLE = """`protrain train dpo` trains on chosen and rejected answers, with the options of DPOConfig in place of
+those of SFTConfig. Example: protrain train --model org/model --data chat.jsonl --use_peft true --gpus 4"""
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class SFT(ProTrainMixin, trl.SFTTrainer):
+    """SFTTrainer on ProTrain."""
+
+
+class DPO(ProTrainMixin, trl.DPOTrainer):
+    """DPOTrainer on ProTrain."""
+
+
+@dataclass
+class ModelOptions(trl.ModelConfig):
+    """The model, and the adapter that is trained in its place."""
+
+    model_name_or_path: str | None = field(
+        default=None, metadata={"aliases": ["--model"], "help": "A folder that save_pretrained wrote, or a Hub name."}
+    )
+    from_scratch: bool = field(default=False, metadata={"help": "Begin with random weights; the folder needs none."})
+
+
+@dataclass
+class DataOptions(trl.ScriptArguments):
+    """The data, and how often a run is started."""
+
+    dataset_name: str | None = field(
+        default=None,
+        metadata={
+            "aliases": ["--data"],
+            "help": "A file (JSON lines, JSON, CSV, Parquet, Arrow, text), a folder of such or of save_to_disk, "
+            "or a Hub name. Rows have messages, conversations, prompt and completion, instruction and output, or text; "
+            "for dpo, chosen and rejected.",
+        },
+    )
+    eval_data: str | None = field(
+        default=None,
+        metadata={"help": "Data to evaluate on, named like --data. The default is the --dataset_test_split of --data."},
+    )
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "End after so many evaluations that are no better than the best one."}
+    )
+    resume: bool = field(
+        default=False, metadata={"help": "Go on from the newest checkpoint in --output_dir, with the same options."}
+    )
+    gpus: int | None = field(default=None, metadata={"help": "GPUs of this machine, for which torchrun is started."})
+
+
+@dataclass
+class WrapOptions:
+    """Arguments of ``protrain.wrap``."""
+
+    device_memory: str | None = field(default=None, metadata={"help": "The memory of each GPU to stay within: 24GiB."})
+    host_memory: str | None = field(default=None, metadata={"help": "The host memory to stay within."})
+    plan: str | None = field(default=None, metadata={"help": "The file of a plan, in place of the search for one."})
+    step_during_backward: bool | None = field(
+        default=None, metadata={"help": "Update inside backward, for less host memory. Needs --max_grad_norm 0."}
+    )
+    moment_dtype: str | None = field(
+        default=None,
+        metadata={"help": "The type of Adam's moments: float32, or bfloat16 for 4 bytes less a parameter."},
+    )
+    chunked_loss: bool | None = field(
+        default=None, metadata={"help": "Compute the loss in pieces. The default is where it is the same loss."}
+    )
+
+
+@dataclass
+class Options:
+    """What a command line says. ``training`` is an SFTConfig or a DPOConfig."""
+
+    training: Any
+    model: ModelOptions
+    data: DataOptions
+    wrap: WrapOptions
+
+
+def parse(words: Sequence[str]) -> Options:
+    """The options in ``words``, which may begin with sft or dpo, and in the YAML file of --config.
+
+    Raises:
+        ValueError: an option is missing, or is none that ProTrain can carry out.
+        SystemExit: there is no such option.
+    """
+    task = words[0] if words[:1] in (["sft"], ["dpo"]) else None
+    kind = trl.DPOConfig if task == "dpo" else trl.SFTConfig
+    parser = trl.TrlParser(
+        (ModelOptions, DataOptions, WrapOptions, kind),
+        prog=f"protrain train {task or ''}".strip(),
+        usage="%(prog)s --model MODEL --data DATA [--config FILE.yaml] [OPTION ...]",
+        epilog=_EXAMPLE,
+        allow_abbrev=False,
+    )
+    on_gpu = torch.cuda.is_available()
+    # The plan decides what is recomputed. A tenth of the run is the most that a crash costs.
+    parser.set_defaults(bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, report_to="none")
+    parser.set_defaults(save_strategy="steps", save_steps=0.1, save_total_limit=2)
+    if task == "dpo":
+        parser.set_defaults(precompute_ref_log_probs=None)
+    else:  # None: not said, and chosen once model and data are known
+        parser.set_defaults(packing=None, assistant_only_loss=None, packing_strategy="bfd_split")
+    parser.set_defaults(output_dir=None, learning_rate=None, lora_target_modules=["all-linear"], lora_dropout=0.0)
+    model, data, wrap, training = parser.parse_args_and_config(list(words[1:] if task else words))
+    options = Options(training=training, model=model, data=data, wrap=wrap)
+    if model.model_name_or_path is None:
+        raise ValueError("--model is missing: give a folder that save_pretrained wrote, or a name on the Hub")
+    if data.dataset_name is None:
+        raise ValueError("--data is missing: give a file, a folder or a name on the Hub, such as chat.jsonl")
+    if model.model_revision != "main" or data.dataset_streaming:
+        raise ValueError(
+            "`protrain train` takes no --model_revision or --dataset_streaming: give a folder of that revision, or "
+            "data that fits the disk"
+        )
+    if training.optim not in _OPTIMIZERS:
+        raise ValueError(
+            f"--optim {training.optim}: ProTrain has an AdamW of its own, whose states may lie in host memory: leave "
+            "the option out; --moment_dtype bfloat16 halves Adam's moments"
+        )
+    if training.fp16 or model.dtype == "float16":
+        raise ValueError(
+            "float16 needs its loss scaled, which ProTrain's trainers do not do: leave --fp16 and --dtype out, and the "
+            "model is trained in bfloat16, whatever type its files have; or give --bf16 false for float32"
+        )
+    if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
+        raise ValueError("--load_in_4bit freezes the weights of the model: add an adapter to train, by --use_peft true")
+    if task == "dpo" and training.precompute_ref_log_probs is None:  # so that there is no second model in memory
+        training.precompute_ref_log_probs = not model.use_peft
+    if training.learning_rate is None:
+        usual = kind.__dataclass_fields__["learning_rate"].default
+        training.learning_rate = _LORA_LEARNING_RATE if model.use_peft and task != "dpo" else usual
+    if training.output_dir in (None, "trainer_output"):
+        training.output_dir = f"runs/{Path(model.model_name_or_path).name}"
+    return options
+
+
+def train(options: Options) -> None:
+    """Train in this process, which may be one of several.
+
+    Raises:
+        ValueError: model, data or folder do not fit the options.
+        KeyboardInterrupt: Ctrl-C has ended the training, which is saved.
+        SystemExit: another signal has.
+    """
+    training = options.training
+    first = training.process_index == 0
+    folder = Path(training.output_dir)
+    resume = training.resume_from_checkpoint or options.data.resume
+    if not resume and any(folder.glob("checkpoint-*")):
+        raise ValueError(f"{folder} holds a run: go on with it by --resume true, or give another --output_dir")
+    with training.main_process_first(local=False):
+        name = on_disk(str(options.model.model_name_or_path), weights=not options.model.from_scratch)
+        architecture = read_architecture(name)
+        if architecture.folder is None:
+            raise ValueError(
+                f"--model {name}: a shape has no tokenizer, so give a folder or a name on the Hub; "
+                "examples/pretrain.py trains a shape on bytes"
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        rows, evaluation = _data(options, tokenizer)
+    with _locked(folder) if first else nullcontext():
+        transformers.utils.logging.disable_progress_bar()  # of each save; those of the training are the Trainer's
+        transformers.set_seed(training.seed)  # that of an adapter's start values
+        try:
+            trainer = _trainer(options, name, architecture.model, tokenizer, rows, evaluation)
+        except RuntimeError as error:
+            if "no assistant tokens" not in str(error):
+                raise
+            raise ValueError(f"--data {options.data.dataset_name}: {error}") from None
+        if first:
+            _describe(trainer, str(options.data.dataset_name), rows)
+        if signal.getsignal(signal.SIGINT) is end_at_once:  # until here nothing had to be saved
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.save_model()
+        note(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other trainings out of ``folder``. The lock of a killed process ends by itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            yield
+    except Timeout:
+        raise ValueError(f"another process trains in {folder}: wait for it, or give another --output_dir") from None
+
+
+def _data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
+    """The rows to train on and those to evaluate on, or None, with the columns that TRL reads."""
+    data, training = options.data, options.training
+    template = getattr(training, "chat_template_path", None)
+    if template is not None and Path(template).is_file():
+        tokenizer.chat_template, training.chat_template_path = Path(template).read_text(encoding="utf-8-sig"), None
+    rows = _in_columns_of_trl(load(str(data.dataset_name), data.dataset_config, data.dataset_train_split), tokenizer)
+    columns = set(rows.column_names)
+    pairs = isinstance(training, trl.DPOConfig)
+    if pairs != ({"chosen", "rejected"} <= columns) or not (
+        pairs or {"messages", "text", "prompt", "input_ids", getattr(training, "dataset_text_field", "")} & columns
+    ):
+        raise ValueError(
+            f"--data {data.dataset_name}: the columns are {', '.join(sorted(columns))}; `protrain train` reads "
+            "messages, conversations, prompt and completion, instruction and output, or text (--dataset_text_field "
+            "names another column), and `protrain train dpo` reads chosen and rejected"
+        )
+    talks = any(isinstance(rows[0].get(column), list) for column in ("messages", "prompt", "chosen"))
+    if talks and tokenizer.chat_template is None:
+        raise ValueError(
+            "the rows are conversations, and the tokenizer of --model has no chat template: give --chat_template_path "
+            "FILE.jinja"
+        )
+    if not pairs and training.assistant_only_loss is None:
+        training.assistant_only_loss = "messages" in columns
+    if not pairs and training.assistant_only_loss and not _MARKS.search(tokenizer.chat_template):
+        try:
+            get_training_chat_template(tokenizer)
+        except ValueError:
+            raise ValueError(
+                "the chat template of --model does not say which words are the assistant's: give --chat_template_path "
+                "FILE.jinja with {% generation %} and {% endgeneration %} around them (TRL has such files in its "
+                "folder chat_templates), or --assistant_only_loss false to train on all words, those of the user too"
+            ) from None
+    if training.eval_strategy == "no":
+        return rows, None
+    name = str(data.eval_data or data.dataset_name)
+    split = data.dataset_train_split if data.eval_data else data.dataset_test_split
+    return rows, _in_columns_of_trl(load(name, data.dataset_config, split), tokenizer)
+
+
+def load(name: str, config: str | None = None, split: str = "train") -> Any:
+    """The rows of ``split`` in the file, the folder or the dataset on the Hub with that ``name``.
+
+    Raises:
+        ValueError: there are none, or they cannot be read. A broken line of JSON is named.
+    """
+    path = Path(name)
+    inside = [each for each in path.rglob("*") if each.is_file() and not each.name.startswith(".")]
+    files = [path] if path.is_file() else sorted(inside)
+    try:
+        if any((path / each).exists() for each in ("dataset_info.json", "dataset_dict.json")):
+            found = datasets.load_from_disk(name)
+            return found[split] if isinstance(found, datasets.DatasetDict) else found
+        text = [str(each) for each in files if each.suffix in _TEXT]
+        if text and len(text) == len(files):
+            return datasets.load_dataset("text", data_files=text, sample_by="document", split="train")
+        if path.is_file() or path.suffix in _BUILDERS:
+            if path.suffix not in _BUILDERS:
+                raise ValueError(f"its name ends in none of {', '.join(_BUILDERS)}")
+            how = {"sep": "\t"} if path.suffix == ".tsv" else {}
+            return datasets.load_dataset(_BUILDERS[path.suffix], data_files=name, split="train", **how)
+        return datasets.load_dataset(name, config, split=split)
+    except (ValueError, KeyError, OSError, datasets.exceptions.DatasetsError) as error:
+        broken = next(filter(None, map(_broken_line, files)), None)
+        raise ValueError(f"the data {name} cannot be read: {broken or error.__cause__ or error}") from error
+
+
+def _broken_line(file: Path) -> str | None:
+    """Where JSON lines are broken, which `datasets` says without the line."""
+    if file.suffix in (".jsonl", ".ndjson"):
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    json.loads(line or "0")
+                except ValueError as error:
+                    if line.strip():
+                        return f"{file}, line {number}, is no JSON: {error}"
+    return None
+
+
+def _in_columns_of_trl(rows: Any, tokenizer: Any) -> Any:
+    """``rows`` with messages in place of ShareGPT's conversations, and prompt and completion in place of Alpaca's."""
+    columns = set(rows.column_names)
+    if "conversations" in columns:
+
+        def messages(row: dict[str, Any]) -> dict[str, Any]:
+            said = [
+                (each.get("from") or each["role"], each.get("value") or each["content"])
+                for each in row["conversations"]
+            ]
+            return {"messages": [{"role": _ROLES.get(role, role), "content": content} for role, content in said]}
+
+        return rows.map(messages, remove_columns="conversations")
+    if {"instruction", "output"} <= columns:
+        talks = tokenizer.chat_template is not None
+
+        def completion(row: dict[str, Any]) -> dict[str, Any]:
+            question = "\n\n".join(
+                str(row[name]) for name in ("instruction", "input") if row.get(name) not in (None, "")
+            )
+            answer = str(row["output"])
+            if not talks:
+                return {"prompt": f"{question}\n\n", "completion": answer}
+            return {
+                "prompt": [{"role": "user", "content": question}],
+                "completion": [{"role": "assistant", "content": answer}],
+            }
+
+        return rows.map(completion, remove_columns=rows.column_names)
+    return rows
+
+
+def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any, evaluation: Any) -> Any:
+    """The trainer of a model like the empty ``model``, with weights that are read when it is wrapped."""
+    training, model_options = options.training, options.model
+    pairs = isinstance(training, trl.DPOConfig)
+    in_bf16 = training.bf16 or model_options.dtype == "bfloat16"
+    model_options.dtype = "bfloat16" if in_bf16 else "float32"  # in which 4-bit layers compute
+    dtype = getattr(torch, model_options.dtype)
+    apart = None if pairs else what_joins_rows(model)
+    arguments = {key: value for key, value in vars(options.wrap).items() if value is not None}
+    attention = {"attn_implementation": model_options.attn_implementation}
+    quantised = trl.get_quantization_config(model_options)
+    # TRL computes a checksum of the weights of a model without a reference, and takes a reference from the files.
+    empty = quantised is None and not (pairs and not model_options.use_peft)
+    if empty:
+        with protrain.empty_parameters():
+            model = transformers.AutoModelForCausalLM.from_config(model.config, dtype=dtype, **attention)
+        if not model_options.from_scratch:
+            arguments["weights"] = name
+    else:
+        device = {} if quantised is None else {"device_map": {"": training.device}, "quantization_config": quantised}
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention, **device)
+    if (Path(name) / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(name)
+    flat = False
+    if not pairs:
+        if training.packing is None:
+            training.packing = apart is None
+        if training.packing and apart is not None:
+            warn_user(f"--packing true: examples of one sequence see each other in this model, as {apart}")
+        flat = transformers.utils.is_flash_attn_2_available() and in_bf16 and model._supports_flash_attn
+        if flat and training.packing and model_options.attn_implementation is None:
+            model.set_attn_implementation("flash_attention_2")
+        flat = "flash" in (model.config._attn_implementation or "")
+    patience = options.data.early_stopping_patience
+    kind: Callable[..., Any] = DPO if pairs else SFT
+    with protrain.empty_parameters() if empty else nullcontext():
+        trainer = kind(
+            model=model,
+            args=training,
+            train_dataset=rows,
+            eval_dataset=evaluation,
+            processing_class=tokenizer,
+            peft_config=trl.get_peft_config(model_options),
+            callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
+            protrain=arguments,
+        )
+    if not pairs and training.packing and not flat:
+        trainer.data_collator = PackedRows(tokenizer.pad_token_id)
+    return trainer
+
+
+class PackedRows:
+    """Collates packed rows for attention that makes its mask of positions, which begin anew with each example.
+
+    Where no attention of variable lengths is installed, TRL's collator would join all rows of a batch to one, of which
+    the mask would be as many times as large as there are rows.
+
+    Args:
+        padding: the token at the end of rows that are not full.
+    """
+
+    def __init__(self, padding: int) -> None:
+        self._padding = padding
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """``input_ids``, ``labels`` and ``position_ids`` of ``rows``, each (rows, tokens of the longest one)."""
+        length = max(len(row["input_ids"]) for row in rows)
+        batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
+        for row in rows:
+            rest = length - len(row["input_ids"])
+            parts = [*row.get("seq_lengths", [len(row["input_ids"])]), rest]
+            positions = [position for part in parts for position in range(part)]
+            labels = [*row["labels"], *[-100] * rest]
+            batch["input_ids"].append([*row["input_ids"], *[self._padding] * rest])
+            batch["labels"].append([label if at else -100 for label, at in zip(labels, positions, strict=True)])
+            batch["position_ids"].append(positions)
+        return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def _describe(trainer: Any, name: str, rows: Any) -> None:
+    """Say what is trained on: rows, tokens and passes."""
+    import pyarrow.compute as compute
+
+    columns = [each for each in trainer.train_dataset.column_names if each.endswith("_ids")]
+    tables = trainer.train_dataset.select_columns(columns).with_format("arrow").iter(1000)
+    lengths = (compute.list_value_length(table[each]) for table in tables for each in columns)
+    tokens = sum(compute.sum(length).as_py() or 0 for length in lengths)
+    steps = trainer.args.max_steps
+    passes = f"{steps} steps" if steps > 0 else f"{trainer.args.num_train_epochs:g} passes"
+    note(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {passes}")
