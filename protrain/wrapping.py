@@ -241,8 +241,10 @@ def _begin_training(
         why = why_not_cached(target)
         note(_NOT_CALIBRATED if why is None else f"{_NOT_CALIBRATED}; {why}")
     with ExitStack() as changes:
-        model_profile = _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes)
-        model_profile = largest_of_all(ranks, model_profile)
+        model_profile = largest_of_all(
+            ranks,
+            _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes),
+        )
         model_profile = replace(model_profile, accumulation=options.accumulation, moment_dtype=options.moment_dtype)
         with stage("planning"), naming(options.plan_file):
             chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))

@@ -9,15 +9,14 @@ from protrain_kernels.adam_types import MASTER_DTYPES, AdamScalars, AdamStates, 
 from protrain_kernels.checks import PADDING, TILE, padded, tiles
 from protrain_kernels.flatten import flatten, unflatten
 from protrain_kernels.flatten_kernels import flatten_reference, unflatten_reference
-from protrain_kernels.fold import fold
-from protrain_kernels.fold_kernels import fold_reference
+from protrain_kernels.fold import fold, fold_reference
 from protrain_kernels.from_host import from_host
 from protrain_kernels.linear_cross_entropy import linear_cross_entropy
-from protrain_kernels.pack import Packed, pack, unpack
+from protrain_kernels.pack import Packed, PackedView, pack, unpack
+from protrain_kernels.rounding import sum_of_squares_reference
 from protrain_kernels.slices import Slice, in_parts
 from protrain_kernels.split_master import join, split
 from protrain_kernels.streamed_adam import AdamStaging, streamed_adam
-from protrain_kernels.sum_of_squares import sum_of_squares_reference
 
 __all__ = [
     "MASTER_DTYPES",
@@ -27,6 +26,7 @@ __all__ = [
     "AdamStaging",
     "AdamStates",
     "Packed",
+    "PackedView",
     "Slice",
     "adam",
     "adam_reference",

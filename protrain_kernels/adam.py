@@ -233,15 +233,9 @@ def check_adam(
     if (master is None) != (master_dtype is None):
         needed = "None: the weight is its own" if master_dtype is None else f"a {master_dtype} tensor"
         raise ValueError(f"the master of a {weight.dtype} weight must be {needed}")
-    check_aligned("weight", weight)
-    others: list[tuple[str, torch.Tensor, tuple[torch.dtype, ...]]] = [
-        ("exp_avg", exp_avg, MOMENT_DTYPES),
-        ("exp_avg_sq", exp_avg_sq, (exp_avg.dtype,)),
-        ("grad", grad, tuple(dict.fromkeys((weight.dtype, torch.float32)))),
-    ]
-    if master is not None and master_dtype is not None:
-        others.append(("master", master, (master_dtype,)))
-    for name, tensor, dtypes in others:
+    grad_dtypes = dict.fromkeys((weight.dtype, torch.float32))
+    allowed: tuple[Any, ...] = MASTER_DTYPES, MOMENT_DTYPES, (exp_avg.dtype,), grad_dtypes, (master_dtype,)
+    for name, tensor, dtypes in zip(_NAMES, tensors, allowed, strict=False):
         device = tensor.device if anywhere else weight.device
         check_vector(name, tensor, dtypes=dtypes, device=device, numel=numel)
         check_aligned(name, tensor)
@@ -257,13 +251,13 @@ def _checked_output(
     for name, state, tensor in zip(AdamStates._fields, states, new, strict=True):
         if state is None:
             continue
-        apart[name] = state
+        apart[name], new_name = state, f"out.{name}"
         if tensor is not None:
-            check_vector(f"out.{name}", tensor, dtypes=(state.dtype,), device=state.device, numel=state.numel())
-            check_aligned(f"out.{name}", tensor)
-            apart[f"out.{name}"] = tensor
+            check_vector(new_name, tensor, dtypes=(state.dtype,), device=state.device, numel=state.numel())
+            check_aligned(new_name, tensor)
+            apart[new_name] = tensor
         elif new is out:
-            raise ValueError(f"out.{name} must be {state.dtype}, not None")
+            raise ValueError(f"{new_name} must be {state.dtype}, not None")
     check_apart(apart)
     return new
 

@@ -8,7 +8,7 @@ squares.
     chunk[offset : offset + n] = value                  rounded to nearest, ties to even; the tensor's own bits where
                                                         neither a cast nor an addition changes them
     chunk[offset + n : next multiple of 128] = 0
-    partials[start : start + tiles(n)] = sums of squares of what the chunk now holds (see sum_of_squares.py)
+    partials[start : start + tiles(n)] = sums of squares of what the chunk now holds (see rounding.py)
 
 An fp32 chunk holds sums as they are. Its squares are of the values rounded to the weight's type (see rounding), because
 this is the gradient that the update sees.

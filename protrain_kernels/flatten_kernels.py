@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 
 from protrain_kernels.checks import padded, tiles
-from protrain_kernels.rounding import narrow, rounded
+from protrain_kernels.rounding import lane_tree, narrow, rounded, sum_of_squares_reference
 from protrain_kernels.split_master import widen
-from protrain_kernels.sum_of_squares import lane_tree, sum_of_squares_reference
 
 
 def flatten_reference(

@@ -22,11 +22,14 @@ from protrain_kernels.flatten import flatten
 _WORD = torch.bfloat16  # of which flatten copies the bits
 
 
+PackedView = tuple[torch.Size, tuple[int, ...], torch.dtype, int]  # shape, strides, type, and first byte in the buffer
+
+
 class Packed(NamedTuple):
     """Tensors in one buffer, and how to get them out of it. A copy of the buffer may take its place."""
 
     buffer: torch.Tensor  # [bytes] uint8
-    views: tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, int], ...]  # of each: shape, strides, type, first byte
+    views: tuple[PackedView, ...]  # one for each tensor; those that are not wanted may be left out
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> Packed:
@@ -66,22 +69,20 @@ def pack(tensors: Sequence[torch.Tensor]) -> Packed:
     return Packed(buffer, tuple(views))
 
 
-def unpack(packed: Packed, only: Sequence[int] | None = None, *, copies: bool = False) -> list[torch.Tensor]:
+def unpack(packed: Packed, *, copies: bool = False) -> list[torch.Tensor]:
     """The tensors that ``pack`` packed, as views of the buffer.
 
     Args:
-        packed: what ``pack`` returned, or the same with a copy of its buffer on any device.
-        only: which of them, by their indices; None for all.
+        packed: what ``pack`` returned, or the same with a copy of its buffer on any device, or with some of its views.
         copies: give each memory of its own, without which it would keep the whole buffer. Addresses modulo 256 stay.
 
     Raises:
         ValueError: the buffer has another type or layout, or starts at no multiple of 256 bytes in its storage.
     """
-    buffer, views = packed
+    buffer, found = packed.buffer, []
     check_vector("buffer", buffer, dtypes=(torch.uint8,), device=buffer.device)
     check_aligned("buffer", buffer)
-    found = []
-    for shape, stride, dtype, first in views if only is None else [views[index] for index in only]:
+    for shape, stride, dtype, first in packed.views:
         memory, place = buffer, first
         if copies:
             span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

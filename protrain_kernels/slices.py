@@ -81,6 +81,11 @@ class Slice:
         end = tiles(self.stop) if self.stop == self.parameter_numel else self.stop // TILE
         return range(begin, max(begin, end))
 
+    @property
+    def partial_stop(self) -> int:
+        """Where the partials of its whole tiles end among all partials; 0 without such tiles."""
+        return self.partial_offset + self.whole_tiles.stop if self.whole_tiles else 0
+
 
 class RowTable:
     """Slices in a range, as a kernel reads them. See [Note: row tables].
@@ -104,7 +109,7 @@ class RowTable:
                 )
             end = max(end, part.offset + part.padded)
         self._elements = end
-        self._partials = max((self._last_partial(part) for part in slices), default=0)
+        self._partials = max((part.partial_stop for part in slices), default=0)
         rows: list[list[int]] = []
         slice_of: list[int] = []
         for index, part in enumerate(slices):
@@ -118,10 +123,6 @@ class RowTable:
         self.programs = len(slice_of)
         self.device_index = self.rows.get_device()
 
-    @staticmethod
-    def _last_partial(part: Slice) -> int:
-        return part.partial_offset + part.whole_tiles.stop if part.whole_tiles else 0
-
     def check_room(self, elements: int, partials: torch.Tensor | None) -> None:
         """ValueError unless a range of ``elements`` holds all slices, and ``partials`` those of their whole tiles."""
         for index, part in enumerate(self.slices if self._elements > elements else ()):
@@ -134,9 +135,9 @@ class RowTable:
             return
         check_vector("partials", partials, dtypes=(torch.float32,), device=self.device)
         for index, part in enumerate(self.slices if self._partials > partials.numel() else ()):
-            if self._last_partial(part) > partials.numel():
+            if part.partial_stop > partials.numel():
                 raise ValueError(
-                    f"piece {index} writes partials up to {self._last_partial(part)} of {partials.numel()}: make "
+                    f"piece {index} writes partials up to {part.partial_stop} of {partials.numel()}: make "
                     "partials longer"
                 )
 

@@ -24,8 +24,7 @@ from protrain_kernels.cross_entropy import LANES as CROSS_ENTROPY_LANES
 from protrain_kernels.cross_entropy import OPTIONS as CROSS_ENTROPY_OPTIONS
 from protrain_kernels.cross_entropy import cross_entropy_kernel
 from protrain_kernels.flatten_kernels import flatten_kernel, unflatten_kernel
-from protrain_kernels.fold import MOST_RANKS, rows_together
-from protrain_kernels.fold_kernels import fold_kernel
+from protrain_kernels.fold import MOST_RANKS, fold_kernel, rows_together
 from protrain_kernels.from_host import BLOCK as FROM_HOST_BLOCK
 from protrain_kernels.from_host import from_host_kernel
 from protrain_kernels.rounding import BF16, FP16, FP32

@@ -1,25 +1,15 @@
-"""Pictures of plans: the timeline of one step, also as text, and throughput against device memory.
-
-As text a step has a lane a line, in columns of equal time, darker where the lane works more.
-"""
+"""Pictures of plans: the timeline of one step, and throughput against device memory."""
 
 from __future__ import annotations
 
-import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 from protrain.cli.options import need
-from protrain.common.tables import WIDTH, format_ms
 from protrain.planning.sweeps import Frontier
 from protrain.planning.timeline import Timeline
 
 GIB = 1024**3
-_LEAST_COLUMNS = 20
-_SHADES = " ░▒▓█"
-_PLAIN_SHADES = " .:+#"
-_PHASES = ("forward", "backward", "after")
 _COLORS = {
     "forward": "tab:blue",
     "backward": "tab:purple",
@@ -107,57 +97,3 @@ def _save(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise ValueError(f"--picture: cannot write {path}: {error.strerror}") from None
-
-
-def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
-    """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 80.
-
-    Args:
-        timeline: one step.
-        plain: ASCII alone; default: when standard output cannot show block characters.
-    """
-    if plain is None:
-        plain = not _shows_blocks()
-    shades = _PLAIN_SHADES if plain else _SHADES
-    width = max(map(len, timeline.lanes.values()))
-    screen = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
-    columns = max(_LEAST_COLUMNS, min(WIDTH, screen) - width - len("    100%"))
-    lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
-    for lane, name in timeline.lanes.items():
-        shares = busy_shares(timeline, lane, columns)
-        cells = "".join(shades[min(len(shades) - 1, int(share * (len(shades) - 1) + 0.75))] for share in shares)
-        lines.append(f"{name:<{width}}  {cells}  {sum(shares) / columns:4.0%}")
-    lines.append(f"{'':<{width}}  {_phase_line(timeline, columns)}")
-    return "\n".join(lines)
-
-
-def busy_shares(timeline: Timeline, lane: int, columns: int) -> list[float]:
-    """Per column the part of its time that ``lane`` works, from 0 to 1."""
-    column_ms = timeline.step_ms / columns
-    busy = [0.0] * columns
-    for operation in timeline.operations:
-        if operation.lane != lane:
-            continue
-        start, end = max(operation.start_ms, 0.0), min(operation.end_ms, timeline.step_ms)
-        for column in range(int(start / column_ms), min(columns, int(end / column_ms) + 1)):
-            busy[column] += max(0.0, min(end, (column + 1) * column_ms) - max(start, column * column_ms))
-    return [min(1.0, time_ms / column_ms) for time_ms in busy]
-
-
-def _phase_line(timeline: Timeline, columns: int) -> str:
-    """Where phases begin and, where there is room, what they are called."""
-    ends = [timeline.forward_end_ms, timeline.backward_end_ms, timeline.step_ms]
-    stops = [round(end / timeline.step_ms * columns) for end in ends]
-    line = ""
-    for name, stop in zip(_PHASES, stops, strict=True):
-        room = stop - len(line)
-        line += f"|{name}"[:room].ljust(room) if room > len(name) else "|"[:room].ljust(room)
-    return line.rstrip()
-
-
-def _shows_blocks() -> bool:
-    try:
-        _SHADES.encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -14,8 +14,9 @@ from dataclasses import replace
 from protrain.cli.imports import importing
 from protrain.cli.options import emit, in_options, print_result, write_record
 from protrain.cli.plan_machine import machine_of, machines_of
-from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline, timeline_text
+from protrain.cli.plan_picture import check_picture, draw_frontier, draw_timeline
 from protrain.cli.plan_step import ProfiledStep
+from protrain.cli.plan_text import summary_text, timeline_text
 from protrain.cli.shapes import SHAPES
 from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, note, stage
@@ -68,7 +69,7 @@ def _text(
 ) -> str:
     """The verdict and one step; with --explain what would change it, and the machine."""
     title = wrapped(f"{answer.verdict}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-    sections = [f"{title}\n{answer.summary()}", f"ONE STEP\n{timeline_text(timeline)}"]
+    sections = [f"{title}\n{summary_text(answer)}", f"ONE STEP\n{timeline_text(timeline)}"]
     if not args.explain:
         sections += ["--explain says what would change it, and what is assumed of the machine."]
     else:

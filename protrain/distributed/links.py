@@ -131,8 +131,9 @@ class Links:
         except ConnectionError:
             raise MisuseError(DIED.format(rank)) from None
         except OSError as error:
-            reason = f"rank {self._rank} cannot connect to rank {rank} at {address}, port {port}: {error}"
-            raise MisuseError(reason) from None
+            raise MisuseError(
+                f"rank {self._rank} cannot connect to rank {rank} at {address}, port {port}: {error}"
+            ) from None
 
     def _add(self, called: socket.socket) -> Connection:
         called.settimeout(None)

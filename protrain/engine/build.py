@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from protrain.common.parameters import DTYPES, moved, unmanaged_memory
+from protrain.common.parameters import DTYPES, is_managed, moved, unmanaged_memory
 from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
 from protrain.engine.activations.swap import HostSlots
@@ -101,21 +101,18 @@ def build_engine(
     ranks.received_bytes = ranks.sent_bytes = 0  # what was timed before is no part of the training
     show(f"{format_bytes(plan.host_bytes)} of host memory", 0.0)
     chunks = make_chunks(layout, plan, memory)
-    named = dict(model.named_parameters())
-    parameters = [named[record.name] for record in profile.parameters]
-    members = make_members(profile, layout, chunks, parameters)
+    members = make_members(profile, layout, chunks, dict(model.named_parameters()))
     fill(members, model, weights=weights, device=device, show=show)
-    _move_the_rest(model, {id(parameter) for parameter in parameters}, device)
+    _move_the_rest(model, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # memory that initialising took
     complete_chunks(chunks, layout, plan, memory)
     for chunk in chunks:  # an upload of a shard on the device waits until its values are written
         memory.streams.compute.place(chunk.updated)
-    _, n_large = most_held(profile, layout)[plan.n_persist]
     buffers = BufferPool(
         memory,
         resident=[chunk for chunk in chunks if chunk.resident],
-        n_buffers=(plan.n_buffer, n_large),
+        n_buffers=(plan.n_buffer, most_held(profile, layout)[plan.n_persist][1]),  # usual, and large
         buffer_elements=layout.buffer_elements(plan.n_persist),
     )
     managed = ManagedModel(
@@ -132,7 +129,6 @@ def build_engine(
     staging_bytes = 0 if streamer is None else sharing.staging_bytes
     ledger = _ledger(managed, buffers, budget_bytes=device_bytes, staging_bytes=staging_bytes)
     memory.arena.reserve(_activation_bytes(profile, plan))
-    bindings = Bindings(managed, buffers)
     updates = Updates(
         managed,
         groups=groups,
@@ -148,7 +144,7 @@ def build_engine(
         gradients=gradients,
         updates=updates,
         buffers=buffers,
-        bindings=bindings,
+        bindings=Bindings(managed, buffers),
         swap_slots=HostSlots(memory.arena, memory.streams, limit_bytes=max(host_bytes, memory.arena.total_bytes)),
         ledger=ledger,
         step_during_backward=step_during_backward,
@@ -164,8 +160,7 @@ def _streamer(managed: ManagedModel, sharing: Sharing) -> Streamer | None:
     idle = all(chunk.persistent for chunk in managed.chunks if chunk.trainable)
     if idle or not managed.plan.stream or not memory.arena.all_pinned:  # a kernel reads pinned memory alone
         return None
-    worker = HostWorker(threads=1, device=memory.device, name="protrain-stream-worker")
-    return Streamer(memory.streams, sharing, worker)
+    return Streamer(memory.streams, sharing, HostWorker(threads=1, device=memory.device, name="protrain-stream-worker"))
 
 
 def _ledger(managed: ManagedModel, buffers: BufferPool, *, budget_bytes: int, staging_bytes: int) -> Ledger:
@@ -201,7 +196,7 @@ def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
     return swapped + inputs + whole_pages(1) * (len(profile.calls) + 1)
 
 
-def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) -> None:
+def _move_the_rest(model: nn.Module, device: torch.device) -> None:
     """Move buffers, and parameters that are not managed, to the device. Their dtype and class do not change."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -209,7 +204,7 @@ def _move_the_rest(model: nn.Module, managed: set[int], device: torch.device) ->
                 f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
                 "model under `with protrain.empty_parameters():`, which keeps buffers that follow from no parameter"
             )
-    others = (parameter for parameter in model.parameters() if id(parameter) not in managed)
+    others = (parameter for parameter in model.parameters() if not is_managed(parameter))
     there = {id(parameter): _on_device(parameter, device) for parameter in others if parameter.device != device}
     for module in model.modules():
         for name, tensor in module._buffers.items():

@@ -83,8 +83,11 @@ def _is_plain(tensor: Tensor) -> bool:
     """Whether ``tensor`` lies in host memory and consists of its bytes alone, without a graph or a transformation."""
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
         return False
-    transformed = torch._C._functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0
-    return not tensor.requires_grad and not transformed
+    return not (
+        tensor.requires_grad
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        or forward_ad._current_level >= 0
+    )
 
 
 _REMEDY = "pass an example_batch to protrain.wrap that is as long in every dimension as any batch of the training"

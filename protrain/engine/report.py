@@ -57,7 +57,8 @@ class Report(Record):
             on_host = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
             if self.predicted_host_gparams:
                 on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
-            if self._waits_for_a_slow_host:
+            slow = self.host_gparams < _SLOW_HOST * self.predicted_host_gparams
+            if slow and self.step_ms > _LATE_STEP * self.predicted_step_ms:
                 on_host += "; `protrain calibrate`, while the machine is as busy as now, for plans that leave it less"
         between = []
         if self.received_bytes or self.sent_bytes:
@@ -81,11 +82,6 @@ class Report(Record):
             ("streamed updates", f"{self.streamed_updates:,}"),
             ("AdamW on the host", on_host),
         ]
-
-    @property
-    def _waits_for_a_slow_host(self) -> bool:
-        slow = self.host_gparams < _SLOW_HOST * self.predicted_host_gparams
-        return slow and self.step_ms > _LATE_STEP * self.predicted_step_ms
 
     def __str__(self) -> str:
         return self.table()

@@ -79,7 +79,7 @@ def compile_blocks(blocks: Sequence[nn.Module], *, on_meta: bool = False) -> Cal
 
     _leave_alone("protrain")
     _leave_alone("protrain_kernels")
-    backend = _saving_little(graphs_alone() if on_meta else lookup_backend("inductor"))
+    backend = graphs_alone() if on_meta else _saving_little(lookup_backend("inductor"))
 
     @functools.cache  # torch.compile takes milliseconds, and blocks of one class have one function
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def _saving_little(backend: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def graphs_alone() -> Any:
-    """A backend for torch.compile that splits a block's graph as the default backend does, and compiles nothing."""
+    """A backend for torch.compile that splits a block's graph as it is split elsewhere, and compiles nothing."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
@@ -119,7 +119,7 @@ def graphs_alone() -> Any:
         cast_in_graph(graph)
         return split(graph, inputs)
 
-    return run
+    return _saving_little(run)
 
 
 def inside_graph() -> bool:

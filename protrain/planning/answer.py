@@ -16,7 +16,7 @@ from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.fits import check
 from protrain.planning.layout import updated_chunks
-from protrain.planning.plan import BlockMode, Plan, layout_of
+from protrain.planning.plan import Plan, layout_of
 from protrain.planning.predict import Models, predict
 from protrain.planning.ranges import Change, changes_of
 from protrain.planning.rates import host_update_gparams, slower_share
@@ -26,18 +26,22 @@ from protrain.profiler.model_profile import ModelProfile
 
 MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # how much more memory is tried, as shares of what there is
 _SHOWN = 0.0005  # the smallest share that is printed as 0.1%
-_SHORT = 0.02  # of a step: what limits a phase of less is of no interest
 _SAME = 0.005  # times within this share count as the same, since the search has other criteria for plans so close
 
 
 @dataclass(frozen=True, kw_only=True)
 class Better(Record):
-    """The fastest plan of a machine with more memory."""
+    """A faster plan, of a machine with more memory or of the machine as it is."""
 
-    memory: str  # "device" or "host"
-    more_bytes: int  # what the plan needs beyond what there is
+    memory: str  # of which there is more: "device", "host" or ""
+    more_bytes: int  # what the plan needs beyond what there is; 0 if it fits
     step_ms: float
     plan: Plan
+
+    @property
+    def where(self) -> str:
+        """On which machine it is faster, as text."""
+        return f"with {format_bytes(self.more_bytes)} more {self.memory} memory" if self.memory else "as it is"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +119,7 @@ class Answer(Record):
     large_buffers: int = 0  # beside the plan's n_buffer, for chunks of large parameters
     phases: tuple[Phase, ...] = ()  # of the step's last batch
     changes: tuple[Change, ...] = ()
-    here: Plan | None = None  # a faster plan that the search finds on this machine
-    better: tuple[Better, ...] | None = None  # None: plans for more memory were not searched
+    better: tuple[Better, ...] | None = None  # None: they were not searched
 
     @classmethod
     def refused(cls, why: PlanError, hardware: HardwareProfile, profile: ModelProfile | None = None) -> Self:
@@ -146,46 +149,8 @@ class Answer(Record):
             found[phase.limit] = found.get(phase.limit, 0.0) + phase.length_ms / whole_ms
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def summary(self) -> str:
-        """What a reader who stops after ten lines should know."""
-        plan, slower, n_gpus = self.fitting, self.on_slower_host(), self.machine.gpus
-        device = "GPU" if self.machine.device_type == "cuda" else "device"
-        basis = "estimated from counted operations, not measured" if self.estimated else "predicted"
-        used = [format_bytes(size) for size in (plan.device_bytes, plan.host_bytes)]
-        rows = [
-            ["step", f"{self.speed} ({basis}){slower and '; '}{slower}"],
-            [f"{device} memory", f"{used[0]} of {format_bytes(self.machine.device_bytes)}"],
-            [per_gpu("host memory", n_gpus), f"{used[1]} of {format_bytes(self.machine.host_bytes)}"],
-            ["collectives", ", ".join(f"{what} {rate}" for what, rate in self.machine.collectives.items())],
-            ["model states", _states(plan, self.large_buffers, device)],
-            ["updates", _updates(plan, device, self.updates_in_backward)],
-            ["activations", _activations(plan)],
-            ["limited by", self._limited_by(device)],
-            ["step time", self._gains()],
-            ["plan", str(plan)],
-        ]
-        return aligned([row for row in rows if row[1]], WIDTH)
-
-    def _limited_by(self, device: str) -> str:
-        whole_ms = sum(phase.length_ms for phase in self.phases)
-        long = [phase for phase in self.phases if phase.length_ms > _SHORT * whole_ms]
-        shares = [f"{phase.name} ({phase.length_ms / whole_ms:.0%}) by {phase.limit}" for phase in long]
-        by = long[0].limit if len({phase.limit for phase in long}) == 1 else ", ".join(shares)
-        computing = sum(phase.compute_ms for phase in self.phases) / whole_ms
-        return f"{by}; the {device} computes {computing:.0%} of the step"
-
-    def _gains(self) -> str:
-        """The fastest plan with up to twice the memory of either kind; "" where it was not searched."""
-        if self.better is None:
-            return ""
-        found = [f"{self._change(self.here)} as it is"] if self.here is not None else []
-        for memory in ("device", "host"):
-            of_kind = [better for better in self.better if better.memory == memory]
-            for better in of_kind[:1] + of_kind[1:][-1:]:  # the least that helps, and what helps most
-                found.append(f"{self._change(better.plan)} with {format_bytes(better.more_bytes)} more {memory} memory")
-        return ", ".join(found) or "no faster plan with up to twice of either"
-
-    def _change(self, faster: Plan) -> str:
+    def change(self, faster: Better) -> str:
+        """By how much ``faster`` is, as text: "-4.1%"."""
         return format_change(faster.step_ms, self.fitting.step_ms)
 
     def table(self) -> str:
@@ -281,18 +246,11 @@ class Answer(Record):
         """The faster plans that more memory would allow; "" if they were not searched."""
         if self.better is None:
             return ""
-        lines = [f"as it is: {self._compared(self.here)}"] if self.here is not None else []
-        for found in self.better:
-            lines.append(
-                f"with {format_bytes(found.more_bytes)} more {found.memory} memory: {self._compared(found.plan)}"
-            )
+        lines = [f"{each.where}: {format_ms(each.step_ms)} ({self.change(each)}), {each.plan}" for each in self.better]
         for memory in ("device", "host"):
             if not any(found.memory == memory for found in self.better):
                 lines.append(f"up to twice the {memory} memory: no faster plan")
         return wrapped("\n".join(lines), indent="  ")
-
-    def _compared(self, plan: Plan) -> str:
-        return f"{format_ms(plan.step_ms)} ({self._change(plan)}), {plan}"
 
 
 def explain(
@@ -315,7 +273,6 @@ def explain(
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     modes, counts = plan.block_modes, plan.counts
     machine, parts = Machine.of(hardware), phases(models.runtime.timeline(modes, counts))
-    here, better = _with_more(plan, profile, hardware, step_during_backward) if more_memory else (None, None)
     return Answer(
         fits=True,
         verdict=f"fits on {machine}",
@@ -336,8 +293,7 @@ def explain(
         large_buffers=models.memory.large_buffers(plan.n_persist),
         phases=parts,
         changes=tuple(changes_of(plan, profile, models)),
-        here=here,
-        better=better,
+        better=_faster(plan, profile, hardware, step_during_backward) if more_memory else None,
     )
 
 
@@ -353,61 +309,9 @@ def _model(profile: ModelProfile | None, hardware: HardwareProfile) -> dict[str,
     }
 
 
-def _states(plan: Plan, n_large: int, device: str) -> str:
-    """Where the states are, of several GPUs their shards, and through what the other weights pass."""
-    away = plan.n_chunks - plan.n_persist
-    chunks, buffers = _counted(plan.n_chunks, "chunk"), _buffers(plan, n_large)
-    here = f"{plan.n_persist} of {chunks}" if away else f"all {chunks}"
-    if plan.world_size > 1:
-        others = f", those of the other{f' {away}' * (away > 1)} in host memory" if away else ""
-        whole = "stay in" if plan.n_buffer + n_large >= plan.n_chunks else "pass through"
-        return f"shards of {here} on each {device}{others}; whole weights {whole} {buffers} of each"
-    if not away:
-        return f"{here} on the {device}"
-    others = f"the weights of the other {away} pass" if away > 1 else "the weight of the other passes"
-    return f"{here} on the {device}; {others} from host memory through {buffers}"
-
-
-def _buffers(plan: Plan, n_large: int) -> str:
-    buffers = [_counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
-    buffers += [_counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
-    return " and ".join(buffers)
-
-
-def _updates(plan: Plan, device: str, in_backward: bool) -> str:
-    parts = ["inside backward"] if in_backward else []
-    if plan.n_speculate:
-        alone = ""
-        if plan.n_weight_only:
-            some = plan.n_weight_only < plan.n_speculate
-            alone = f", of {plan.n_weight_only} of them the weights alone" if some else ", of the weights alone"
-        parts.append(f"the host does {_counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
-    if plan.stream and plan.n_persist + plan.n_speculate < plan.n_chunks:
-        parts.append(f"the {device} helps when the host is late")
-    return "; ".join(parts)
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _activations(plan: Plan) -> str:
-    modes = plan.block_modes
-    kept = sum(mode is BlockMode.NONE for mode in modes)
-    moved = sum(mode is BlockMode.SWAP for mode in modes)
-    parts = [f"{kept} keep theirs"] if kept else []
-    if moved:
-        parts.append(f"{moved} move them to host memory")
-    if plan.n_ckpt:
-        more = [f"{plan.n_ckpt_swap} of these from inputs in host memory"] if plan.n_ckpt_swap else []
-        more += ["what attention put out is kept"] if plan.keep_attention else []
-        parts.append(f"{plan.n_ckpt} recompute them" + (f" ({', '.join(more)})" if more else ""))
-    return f"of {len(modes)} blocks {', '.join(parts)}" if parts else ""
-
-
-def _with_more(
+def _faster(
     plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
-) -> tuple[Plan | None, tuple[Better, ...]]:
+) -> tuple[Better, ...]:
     """A faster plan for the memory there is, and the fastest plans with more and more memory, if they are faster."""
 
     @cache
@@ -417,8 +321,9 @@ def _with_more(
         return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
 
     here = fastest()
-    best_ms = min(here.step_ms, plan.step_ms)
-    found = []
+    best_ms, found = min(here.step_ms, plan.step_ms), []
+    if here.step_ms < plan.step_ms * (1 - _SAME):
+        found.append(Better(memory="", more_bytes=0, step_ms=here.step_ms, plan=here))
     for memory in ("device", "host"):
         size = f"{memory}_bytes"
         known_ms, most_ms = best_ms, fastest(size, MORE[-1]).step_ms
@@ -430,7 +335,7 @@ def _with_more(
                 known_ms = better.step_ms
                 needed = getattr(better, size) - getattr(hardware, size)
                 found.append(Better(memory=memory, more_bytes=needed, step_ms=known_ms, plan=better))
-    return here if here.step_ms < plan.step_ms * (1 - _SAME) else None, tuple(found)
+    return tuple(found)
 
 
 def _signed(size: int) -> str:

@@ -120,35 +120,33 @@ def _does_not_fit(
     """
     hardware, activations = memory.hardware, memory.activations(modes)
     device, host = memory.device_bytes(counts, activations), memory.host_bytes(counts, activations)
-    said = [
-        f"{what}: needed {format_bytes(needed)}, available {format_bytes(available)}."
-        for what, needed, available in (
-            ("Device memory", device, hardware.device_bytes),
-            (per_gpu("Host memory", hardware.world_size), host, hardware.host_bytes),
-        )
-    ]
     remedies, smaller, shared = [_SEARCH] if given else [], 0, ""
     if device > hardware.device_bytes:
         where, needed, available = "GPU" if hardware.device_type == "cuda" else "device", device, hardware.device_bytes
-        parts, other = memory.device_parts(counts, modes), said[1]
+        parts = memory.device_parts(counts, modes)
+        other = per_gpu("Host memory", hardware.world_size), host, hardware.host_bytes
         batch = next((shape[0] for shape in memory.profile.batch_shapes.values() if shape), 0)
         if not given and host <= hardware.host_bytes:
             static = memory.static_bytes(counts.n_persist, counts.n_buffer, counts.n_device_sum)
-            smaller = _smaller_batch(batch, (available - static) / max(1, needed - static))
+            share = (available - static) / max(1, needed - static)  # of the activations that there is room for
+            smaller = max(0, min(batch - 1, int(batch * share)))
         if smaller:
             remedies.append(f"a batch of {smaller} instead of {batch} fits")
         both = f" with {_host_memory(memory, host)}" if host > hardware.host_bytes else ""
         remedies.append(f"device_memory of at least {_at_least(needed)}{both} fits {'it' if given else 'this batch'}")
     else:
         where, needed, available = "host", host, hardware.host_bytes
-        parts, other = memory.host_parts(counts, modes), said[0]
+        parts, other = memory.host_parts(counts, modes), ("Device memory", device, hardware.device_bytes)
         remedies.append(f"{_host_memory(memory, needed)} fits{' it' if given else ''}")
         if fitting_device_bytes:
             enough = _at_least(fitting_device_bytes)
             remedies.append(f"so does about {enough} of device_memory, with more of the model states there")
         if hardware.world_size > 1:
             shared = f"This is for one of {hardware.world_size} ranks, with its share. "
-    if not given and _fits_with_narrow_moments(memory):
+    narrow = replace(memory.profile, moment_dtype="bfloat16")
+    if not given and some_plan_fits(
+        MemoryModel(narrow, hardware, memory.layout, update_in_backward=memory.update_in_backward)
+    ):
         remedies.append("so does moment_dtype=bfloat16, with Adam's moments in 16 bits")
     largest = max(list(parts)[:-1], key=parts.__getitem__)  # the last is the margin, which nobody can change
     return PlanError(
@@ -156,7 +154,8 @@ def _does_not_fit(
         needed_bytes=needed,
         available_bytes=available,
         largest_part=f"{largest} ({format_bytes(parts[largest])})",
-        remedy=f"{shared}To fit: {'; '.join(remedies)}. {other}",
+        remedy=f"{shared}To fit: {'; '.join(remedies)}. {other[0]}: needed {format_bytes(other[1])}, "
+        f"available {format_bytes(other[2])}.",
         given=given,
         fitting_batch=smaller,
     )
@@ -193,21 +192,6 @@ def nothing_fits(memory: MemoryModel) -> PlanError:
     enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
     modes, fitting_device_bytes = block_modes(n_blocks, 0, n_blocks, n_ckpt_swap), int(min(enough, default=0))
     return _does_not_fit(memory, counts, modes, given=False, fitting_device_bytes=fitting_device_bytes)
-
-
-def _fits_with_narrow_moments(memory: MemoryModel) -> bool:
-    """Whether moments are not in bf16, and a plan would fit if they were."""
-    if memory.profile.moment_dtype == "bfloat16":
-        return False
-    profile = replace(memory.profile, moment_dtype="bfloat16")
-    return some_plan_fits(
-        MemoryModel(profile, memory.hardware, memory.layout, update_in_backward=memory.update_in_backward)
-    )
-
-
-def _smaller_batch(batch: int, share: float) -> int:
-    """The batch whose activations take at most ``share`` of those of ``batch``, 0 if there is none."""
-    return min(batch - 1, int(batch * share)) if batch > 1 and share > 0 else 0
 
 
 def _host_memory(memory: MemoryModel, needed_bytes: int) -> str:

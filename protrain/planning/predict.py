@@ -44,7 +44,7 @@ def predict(
         step_ms=fresh.step_ms,
         device_bytes=fresh.device_bytes,
         host_bytes=fresh.host_bytes,
-        timeline=models.timeline(fresh),
+        timeline=models.runtime.timeline(plan.block_modes, plan.counts),
     )
 
 
@@ -184,7 +184,3 @@ class Models:
             step_ms=self.runtime.step_ms(modes, counts),
             transient_bytes=activations.peak_bytes - activations.held_bytes,
         )
-
-    def timeline(self, plan: Plan) -> Timeline:
-        """What runs where and when in one step of ``plan``."""
-        return self.runtime.timeline(plan.block_modes, plan.counts)

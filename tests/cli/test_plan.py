@@ -17,6 +17,7 @@ import pytest
 from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import read_architecture
+from protrain.cli.plan_text import summary_text
 from protrain.hardware.shipped import load
 from protrain.planning import Answer, BlockMode, Frontier, Largest, Plan
 from protrain.planning.answer import Better, Machine
@@ -186,7 +187,7 @@ def test_a_plan_is_put_in_words(
         better=tuple(better),
         slower_share=0.9,
     )
-    text = " ".join(why.summary().split())
+    text = " ".join(summary_text(why).split())
     for line in (
         *words,
         "step 10 ms, 800 tokens/s (predicted); 11 ms should the host update 10% more slowly",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protrain.cli.plan_picture import busy_shares, draw_timeline, timeline_text
+from protrain.cli.plan_picture import draw_timeline
+from protrain.cli.plan_text import busy_shares, timeline_text
 from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
 
 COLUMNS = 80 - len("host to device") - len("    100%")  # of a step

@@ -255,7 +255,6 @@ def test_impossible_knobs_say_why() -> None:
 def test_more_memory_buys_what_the_search_finds_with_it() -> None:
     traced, hardware = make_profile(), machine(1400, 2048, **SLOW_HOST)
     why = explain(search(traced, hardware), traced, hardware)
-    assert why.here is None
     device = [better for better in why.better or () if better.memory == "device"]
     assert device
     assert "more device memory: " in str(why)
@@ -284,15 +283,17 @@ def test_host_memory_is_named_where_it_is_what_lacks() -> None:
 def test_with_all_there_is_to_have_nothing_is_better() -> None:
     traced, hardware = make_profile(), machine(65536)
     why = explain(search(traced, hardware), traced, hardware)
-    assert (why.here, why.better) == (None, ())
+    assert why.better == ()
     assert "up to twice the device memory: no faster plan" in why.table()
 
 
 def test_a_plan_by_hand_learns_of_the_better_one() -> None:
     traced, hardware = make_profile(), machine(8192, **SLOW_HOST)
     why = explain(hand_made(traced, hardware), traced, hardware)
-    assert why.here == search(traced, hardware, chunk_elements=N)
-    assert why.here.step_ms < why.fitting.step_ms
+    assert why.better is not None
+    assert why.better[0].plan == search(traced, hardware, chunk_elements=N)
+    assert why.better[0].step_ms < why.fitting.step_ms
+    assert why.better_table().startswith("as it is: ")
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

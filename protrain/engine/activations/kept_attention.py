@@ -71,8 +71,7 @@ class KeptAttention:
         outputs = _with_tensors(detached, result) if keeps and isinstance(result, tuple) else ()
         call = _Call(operator, _shapes(args, kwargs), outputs, RandomState(self._device))
         self._calls.append(call)
-        addresses = map(storage_address, tensors_in(outputs))
-        self._with_output.update((address, call) for address in addresses if address)
+        self._with_output.update({at: call for at in map(storage_address, tensors_in(outputs)) if at})
         return result
 
     def note_saved(self, tensor: Tensor) -> None:

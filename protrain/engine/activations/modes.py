@@ -21,7 +21,7 @@ from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached
 from protrain.planning.plan import BlockMode
-from protrain_kernels import Packed, pack, unpack
+from protrain_kernels import Packed, PackedView, pack, unpack
 
 
 @dataclass(eq=False)
@@ -38,7 +38,7 @@ class PackedOffload(Offload):
     def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self._buffer = Storage(0, None)
-        self._packed: Packed | None = None
+        self._views: tuple[PackedView, ...] = ()
 
     @override
     def _placeholder(self, tensor: Tensor, watch: Tensor) -> OffloadedTensor:
@@ -50,9 +50,7 @@ class PackedOffload(Offload):
     @override
     def start(self) -> None:
         tensors = [tensor for tensor in self._tensors.values() if isinstance(tensor, _PackedTensor)]
-        self._packed = pack([tensor.original for tensor in tensors if tensor.original is not None])
-        buffer = self._packed.buffer
-        self._packed = self._packed._replace(buffer=self._empty)
+        buffer, self._views = pack([tensor.original for tensor in tensors if tensor.original is not None])
         self._engine.ledger.hold(buffer)
         self._buffer.size_bytes, self._buffer.device = buffer.numel(), buffer
         self._storages[0] = self._buffer
@@ -65,10 +63,9 @@ class PackedOffload(Offload):
         assert isinstance(offloaded, _PackedTensor)
         if offloaded.original is not None:  # not packed yet: the block computes gradients itself
             return offloaded.form.flipped(offloaded.original)
-        assert self._packed is not None
-        packed = self._packed._replace(buffer=self._for_one_user(self._buffer))
+        packed = Packed(self._for_one_user(self._buffer), (self._views[offloaded.index],))
         # A graph of gradients holds some of the tensors, and must not hold the whole buffer.
-        (tensor,) = unpack(packed, [offloaded.index], copies=torch.is_grad_enabled())
+        (tensor,) = unpack(packed, copies=torch.is_grad_enabled())
         self._engine.ledger.hold(tensor)
         return offloaded.form.flipped(tensor)
 

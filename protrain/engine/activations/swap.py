@@ -131,8 +131,11 @@ class Offload:
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
         address = storage_address(tensor)
-        here = tensor.device.type == self._engine.memory.device.type
-        return here and address != 0 and address not in self._engine.buffers.by_address
+        return (
+            tensor.device.type == self._engine.memory.device.type
+            and address != 0
+            and address not in self._engine.buffers.by_address
+        )
 
     def add(self, tensor: Tensor) -> OffloadedTensor:
         """Offload the storage of ``tensor``. Returns what to keep in place of it."""
@@ -309,13 +312,14 @@ class CheckpointSwapFrame(CheckpointFrame):
                 return _OffloadedInput(self.offload.add(leaf), leaf.requires_grad)
             return leaf
 
-        def offloaded_attention(tensor: Tensor) -> Any:
-            return _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
-
         self.args, self.kwargs = map_leaves(offloaded, (self.args, self.kwargs))
         self.watched = watch(tensors_in((self.args, self.kwargs)))
         if self.attention is not None:
-            self.attention.move(offloaded_attention)
+            self.attention.move(
+                lambda tensor: (
+                    _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
+                )
+            )
         if self.offload:
             self.offload.start()
         return shared

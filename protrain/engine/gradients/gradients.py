@@ -92,8 +92,9 @@ class Gradients:
         """A backward begins, which may bring gradients. This is called inside it."""
         self.delivered.clear()
         self._counts = False
-        trained = (member.parameter for member in self.members if member.group >= 0)
-        self._brings = not self._ranks.several or any(map(receives_gradient, trained))
+        self._brings = not self._ranks.several or any(
+            receives_gradient(member.parameter) for member in self.members if member.group >= 0
+        )
         if not self._brings:
             self._ranks.note("a backward without gradients of parameters")
 
@@ -132,8 +133,8 @@ class Gradients:
             for index in arrived:
                 present[index] = True
             self.delivered.update(arrived)
-        found = dict.fromkeys(member.chunk for member in members)
-        complete = [chunk for chunk in found if self._last_visit.get(chunk, visit) == visit]
+        reached = dict.fromkeys(member.chunk for member in members)
+        complete = [chunk for chunk in reached if self._last_visit.get(chunk, visit) == visit]
         if self.is_last:
             for chunk in complete:
                 self.reduction.send(chunk)
@@ -185,8 +186,9 @@ class Gradients:
         """
         if self._ranks.several:
             requests, late = self._ranks.requests, self.members[min(self.pending)].name if self.pending else ""
-            value = (settings(), late, bytes(self.present), requests.received)
-            every = self._ranks.all_in_step(value, "the end of a backward")
+            every = self._ranks.all_in_step(
+                (settings(), late, bytes(self.present), requests.received), "the end of a backward"
+            )
             late = next((name for _, name, *_ in every if name), "")
             if late:
                 raise MisuseError(
@@ -368,9 +370,10 @@ class GradientPools:
         """Another buffer. PlanError if there is no room for it."""
         memory, elements = self._memory, self._elements[persistent]
         size_bytes = elements * memory.dtype.itemsize
-        where, needed_bytes, available_bytes = "host", whole_pages(size_bytes), memory.free_host_bytes
-        if persistent:
-            where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        where, needed_bytes, available_bytes = "device", size_bytes, memory.free_device_bytes
+        if not persistent:
+            where, needed_bytes = "host", whole_pages(size_bytes)
+            available_bytes = memory.host_bytes - memory.arena.total_bytes
         if needed_bytes > available_bytes:
             raise PlanError(
                 where=where,

@@ -161,8 +161,11 @@ class Reduction:
         present = [member for member in members if member.index in gradients]
         if len(present) < len(members):
             sent.fill_(ABSENT)
-        values = [gradients.pop(member.index).contiguous() for member in present]
-        flatten(values, lane.sent, [member.offset for member in present])
+        flatten(
+            [gradients.pop(member.index).contiguous() for member in present],
+            lane.sent,
+            [member.offset for member in present],
+        )
         self._streams.compute.place(self._filled)
         pieces = sent[None]  # [ranks, elements of ``run.own``], in the order of ranks
         if self._ranks.several:

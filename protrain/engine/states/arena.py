@@ -125,11 +125,6 @@ class EngineMemory:
     poison: bool = False  # fill released device memory with NaN, so that a use of it shows (PROTRAIN_DEBUG=1)
     zeros_bytes: int = field(default=0, init=False)  # of all that ``zeros`` has made
 
-    @property
-    def free_host_bytes(self) -> int:
-        """What the arena leaves of the limit of host memory."""
-        return max(0, self.host_bytes - self.arena.total_bytes)
-
     def zeros(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Device memory that lives as long as the engine, recorded for all streams. By default it has its ``dtype``."""
         made = torch.zeros(shape, dtype=dtype or self.dtype, device=self.device)
@@ -194,8 +189,7 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
     for record, kinds, copied_kinds in zip(layout.chunks, planned, copied, strict=True):
         persistent, elements = record.index < plan.n_persist, layout.shard_elements(record)
         if persistent:
-            values = {name: kinds[name] for name in _VALUES if name in kinds}
-            states = _on_device(elements, values, memory.device)
+            states = _on_device(elements, {name: kinds[name] for name in _VALUES if name in kinds}, memory.device)
         else:
             states = in_host_memory(elements, kinds)
         copies: dict[str, Any] = in_host_memory(elements, copied_kinds)
@@ -264,21 +258,24 @@ def _on_device(elements: int, kinds: Mapping[str, torch.dtype], device: torch.de
 
 
 def make_members(
-    profile: ModelProfile, layout: Layout, chunks: list[Chunk], parameters: list[nn.Parameter]
+    profile: ModelProfile, layout: Layout, chunks: list[Chunk], parameters: Mapping[str, nn.Parameter]
 ) -> list[Member]:
-    """One member for each parameter of the profile, in definition order. Chunks list theirs in the order of offsets."""
+    """One member for each parameter of the profile, in definition order. Chunks list theirs in the order of offsets.
+
+    ``parameters`` are those of the model by name.
+    """
     members = [
         Member(
             index=slot.parameter,
             name=record.name,
-            parameter=parameter,
+            parameter=parameters[record.name],
             shape=torch.Size(record.shape),
             numel=slot.numel,
             group=record.group,
             chunk=chunks[slot.chunk],
             offset=slot.offset,
         )
-        for slot, record, parameter in zip(layout.slots, profile.parameters, parameters, strict=True)
+        for slot, record in zip(layout.slots, profile.parameters, strict=True)
     ]
     for member in sorted(members, key=lambda member: member.offset):
         member.chunk.parameters[member.index] = member.name

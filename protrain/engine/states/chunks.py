@@ -96,8 +96,7 @@ class Member:
         self.stop = self.offset + padded(self.numel)
         shard = self.chunk.shard
         first = max(self.offset, shard.start) - shard.start
-        stop = min(self.stop, shard.stop) - shard.start
-        self.own = slice(first, max(first, stop))
+        self.own = slice(first, max(first, min(self.stop, shard.stop) - shard.start))
 
     def view(self, flat: Tensor) -> Tensor:
         """The part of ``flat``, a 1-d tensor laid out as the chunk, that belongs to this parameter."""

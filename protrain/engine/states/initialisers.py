@@ -98,8 +98,7 @@ def note_write(start: Start, *, whole: bool) -> None:
     """
     call = _call_in_progress()
     if call is None:
-        stack = walk_stack(sys._getframe())
-        places = (frame for frame, _ in stack if not frame.f_code.co_filename.startswith(_FOLDERS))
+        places = (f for f, _ in walk_stack(sys._getframe()) if not f.f_code.co_filename.startswith(_FOLDERS))
         frame = next(places, sys._getframe())
         start.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
         return

@@ -149,7 +149,6 @@ def _drop(member: Member) -> None:
     parameter, weight = member.parameter, member.chunk.weight
     with torch.no_grad():
         if parameter.is_meta:  # a tensor cannot leave the meta device by assigning its data
-            fresh = nn.Parameter(weight.new_empty(0), requires_grad=parameter.requires_grad)
-            exchange(parameter, fresh)
+            exchange(parameter, nn.Parameter(weight.new_empty(0), requires_grad=parameter.requires_grad))
         mark_moved(parameter)
         parameter.data = weight.new_empty(()).expand(member.shape)

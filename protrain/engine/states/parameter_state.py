@@ -107,8 +107,7 @@ def write_weight(member: Member, value: Tensor, elements: slice | None = None) -
         rounded = split(flat.float())[0] if weight.dtype is torch.bfloat16 else flat.to(weight.dtype)
         master = _master_of(weight, chunk.master[target])
         # Bits are compared, as 0 and -0 are equal and NaN is not equal to itself.
-        unchanged = rounded.view(torch.int16) == weight.view(torch.int16)
-        flat = torch.where(unchanged, master, flat.float())
+        flat = torch.where(rounded.view(torch.int16) == weight.view(torch.int16), master, flat.float())
     _write_own_master(chunk, target, flat)
 
 

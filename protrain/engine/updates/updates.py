@@ -167,8 +167,7 @@ class Updates:
             assumed_factor: what speculative updates took it to be.
         """
         assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
-        pieces = [self._pieces(chunk) for chunk in self._chunks]
-        self._commit(functools.partial(self._step, factor, assumed, pieces))
+        self._commit(functools.partial(self._step, factor, assumed, [*map(self._pieces, self._chunks)]))
 
     def _commit(self, work: Callable[[], None]) -> None:
         """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
@@ -179,8 +178,9 @@ class Updates:
             self._last_scale = scale = None if factor is None else self.publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
-            found = zip(self._chunks, pieces, strict=True)
-            updates = [self._update(*each, scale, self._streams.compute) for each in found]
+            updates = [
+                self._update(*each, scale, self._streams.compute) for each in zip(self._chunks, pieces, strict=True)
+            ]
             self._queue([*filter(None, updates)], norm, scale, assumed_factor)
 
     def update_inside(self, chunk: Chunk) -> None:

@@ -127,8 +127,7 @@ class BufferPool:
 
         def allocated(elements: int) -> Tensor:
             # Each buffer is an allocation of its own, as saved views are recognised by the address of their storage.
-            whole = torch.full((elements,), start, dtype=memory.dtype, device=memory.device)
-            return streams.record_streams(whole)
+            return streams.record_streams(torch.full((elements,), start, dtype=memory.dtype, device=memory.device))
 
         usual, large = (
             [Buffer(allocated(elements), streams) for _ in range(n_buffer)]
@@ -238,11 +237,11 @@ class BufferPool:
 
     def _assign(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """Assign a buffer to ``chunk``, and evict what is in it: see ``claim``. None if there is no buffer for it."""
-        unused: dict[int, Buffer] = {}
-        for buffer in self._large if chunk.large else self._usual:
-            if buffer.users == 0:
-                content = EMPTY if buffer.chunk is None or buffer.state is Residency.EMPTY else buffer.chunk.index
-                unused.setdefault(content, buffer)
+        unused = {  # by content; of empty buffers it is the first
+            EMPTY if buffer.chunk is None or buffer.state is Residency.EMPTY else buffer.chunk.index: buffer
+            for buffer in reversed(self._large if chunk.large else self._usual)
+            if not buffer.users
+        }
         claimed = claim(unused, schedule.next_use, needed_in)
         if claimed is None:
             return None

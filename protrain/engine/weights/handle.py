@@ -67,15 +67,13 @@ _PATTERNS = {
     1: """expand_as view_as reshape_as type_as to""",
 }
 _LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like"
-
-
-def _metadata() -> frozenset[Any]:
-    found = [getattr(torch.Tensor, name).__get__ for name in _GETTERS.split() if hasattr(torch.Tensor, name)]
-    found += [getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)]
-    return frozenset([*found, torch.is_floating_point, torch.numel, torch.is_complex])
-
-
-METADATA = _metadata()
+METADATA: frozenset[Any] = frozenset(
+    (
+        *(getattr(torch.Tensor, name).__get__ for name in _GETTERS.split() if hasattr(torch.Tensor, name)),
+        *(getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)),
+        *(torch.is_floating_point, torch.numel, torch.is_complex),
+    )
+)
 # Attributes that describe a parameter's place in a graph, wherever its values are.
 _AUTOGRAD = "requires_grad is_leaf grad_fn retains_grad output_nr _version _backward_hooks _post_accumulate_grad_hooks"
 AUTOGRAD = frozenset([getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD.split()])

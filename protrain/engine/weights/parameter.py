@@ -30,6 +30,9 @@ _MOVED = "protrain_moved"  # name of an attribute
 _RAW_DATA: Any = torch.Tensor.data
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+# What may be asked of a parameter before its values are loaded, or done to it: see [Note: awaited values].
+_OF_TRAINING = _RAW_GRAD.__get__, _RAW_GRAD.__set__, _RAW_REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_
+_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, *_OF_TRAINING])
 
 
 def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
@@ -232,12 +235,6 @@ def edit_error(name: str, how: str) -> MisuseError:
         "inside it, which takes one parameter in place of the model, too, between steps, and never in a forward. Where "
         f"the model itself does so: {NO_WRITES}"
     )
-
-
-_GRADIENT: Any = torch.Tensor.grad
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-_OF_TRAINING = _GRADIENT.__get__, _GRADIENT.__set__, _REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_
-_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, *_OF_TRAINING])
 
 
 def _describe(parameter: Any, **_: Any) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,19 +78,6 @@ class ReleasedParameter(PresentParameter):
         return _read(func, args, kwargs)
 
 
-class _FullView(NamedTuple):
-    """What all operations on a full parameter are given, if the model is on a GPU.
-
-    Backward runs them on the CPU while another thread runs the GPU's operations. So their gradients are added up first,
-    as autograd does for one view. If each of them were added to the GPU's gradient when it is there, the sum would have
-    other bits whenever the other thread is faster.
-    """
-
-    full: Tensor
-    weights_version: int  # of the weights that it shows
-    view: Tensor
-
-
 def _set_full_data(parameter: FullParameter, data: Tensor) -> None:
     parameter.protrain_full = data.detach()
 
@@ -101,10 +88,15 @@ class FullParameter(PresentParameter):
     The copy is an attribute and not the data of the parameter, because autograd forgets where to accumulate a gradient
     when the data of a parameter changes to another device. A graph that is made inside has views of the copy, and its
     gradient is moved to the device of the parameter.
+
+    If the model is on a GPU, all operations are given one view of the copy. Backward runs them on the CPU while another
+    thread runs the GPU's operations. So their gradients are added up first, as autograd does for one view. If each of
+    them were added to the GPU's gradient when it is there, the sum would have other bits whenever the other thread is
+    faster.
     """
 
     protrain_full: Tensor
-    protrain_view: _FullView | None = None
+    protrain_view: tuple[Tensor, int, Tensor] | None = None  # the copy, the version of the weights, and the view of it
     data: Any = property(lambda parameter: parameter.protrain_full.detach(), _set_full_data)
 
     @classmethod
@@ -210,11 +202,11 @@ def _viewed(leaf: Any) -> Any:
         return leaf.protrain_full.detach()
     full, source = leaf.protrain_full, _Source.now(leaf.protrain_handle)
     known = leaf.protrain_view
-    if known is not None and known.full is full and known.weights_version == source.weights_version:
-        return known.view
+    if known is not None and known[0] is full and known[1] == source.weights_version:
+        return known[2]
     view = _Copied.apply(leaf, source, full.detach)
     if source.handle.engine.memory.device.type != "cpu":
-        leaf.protrain_view = _FullView(full, source.weights_version, view)
+        leaf.protrain_view = full, source.weights_version, view
     return view
 
 
@@ -235,8 +227,8 @@ def _reads_no_values(func: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     at = PATTERNS.get(func)
     if at is None or at >= len(args):
         return False
-    others = (*args[:at], *args[at + 1 :], kwargs)
-    return not any(isinstance(tensor, ReleasedParameter | WeightCopy) for tensor in tensors_in(others))
+    others = tensors_in((*args[:at], *args[at + 1 :], kwargs))
+    return not any(isinstance(tensor, ReleasedParameter | WeightCopy) for tensor in others)
 
 
 class _Copies:

@@ -29,8 +29,6 @@ from protrain.engine.states.parameter_state import read_weight, read_weights, wr
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
-_SAVING = "state_dict()"
-
 
 class _Exported(ReleasedParameter):
     """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads."""
@@ -85,8 +83,8 @@ class StateHooks:
     def _begin(self, members: list[Member], module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self._open_module(module):
             self._copies.clear()
-            if not keep_vars:
-                self._meet(module, _SAVING)
+            if not keep_vars and not self.engine.bindings.kept:  # inside first_rank_saves one rank calls it alone
+                self._meet(module, "state_dict()")
         if members and not keep_vars:
             self._enter(members)
 
@@ -100,8 +98,6 @@ class StateHooks:
 
     def _meet(self, module: nn.Module, what: str) -> None:
         """All ranks must have called ``what`` of ``module``, if that has weights of which each has a part."""
-        if self.engine.bindings.kept and what == _SAVING:
-            return
         if any(isinstance(parameter, PresentParameter) for parameter in module.parameters()):
             self.engine.memory.ranks.meet(what)
 
