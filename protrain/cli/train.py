@@ -211,7 +211,7 @@ def train(options: Options) -> None:
             _describe(trainer, str(options.data.dataset_name), rows)
         if signal.getsignal(signal.SIGINT) is end_at_once:  # until here nothing had to be saved
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        trainer.train(resume_from_checkpoint=resume or None)
+        trainer.train(resume_from_checkpoint=resume)
         trainer.save_model()
         note(f"the trained {'adapter' if options.model.use_peft else 'model'} is in {folder}")
 
@@ -275,8 +275,7 @@ def load(name: str, config: str | None = None, split: str = "train") -> Any:
         ValueError: there are none, or they cannot be read. A broken line of JSON is named.
     """
     path = Path(name)
-    inside = [each for each in path.rglob("*") if each.is_file() and not each.name.startswith(".")]
-    files = [path] if path.is_file() else sorted(inside)
+    files = [each for each in sorted([path, *path.rglob("*")]) if each.is_file() and not each.name.startswith(".")]
     try:
         if any((path / each).exists() for each in ("dataset_info.json", "dataset_dict.json")):
             found = datasets.load_from_disk(name)
@@ -287,8 +286,8 @@ def load(name: str, config: str | None = None, split: str = "train") -> Any:
         if path.is_file() or path.suffix in _BUILDERS:
             if path.suffix not in _BUILDERS:
                 raise ValueError(f"its name ends in none of {', '.join(_BUILDERS)}")
-            how = {"sep": "\t"} if path.suffix == ".tsv" else {}
-            return datasets.load_dataset(_BUILDERS[path.suffix], data_files=name, split="train", **how)
+            separator = {"sep": "\t"} if path.suffix == ".tsv" else {}
+            return datasets.load_dataset(_BUILDERS[path.suffix], data_files=name, split="train", **separator)
         return datasets.load_dataset(name, config, split=split)
     except (ValueError, KeyError, OSError, datasets.exceptions.DatasetsError) as error:
         broken = next(filter(None, map(_broken_line, files)), None)
@@ -301,10 +300,9 @@ def _broken_line(file: Path) -> str | None:
         with file.open(encoding="utf-8", errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 try:
-                    json.loads(line or "0")
+                    json.loads(line.strip() or "0")
                 except ValueError as error:
-                    if line.strip():
-                        return f"{file}, line {number}, is no JSON: {error}"
+                    return f"{file}, line {number}, is no JSON: {error}"
     return None
 
 
@@ -361,18 +359,20 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     else:
         device = {} if quantised is None else {"device_map": {"": training.device}, "quantization_config": quantised}
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention, **device)
+        for layer in model.modules():
+            # Otherwise an evaluation on some CPUs packs 4-bit weights for good, so that no training could follow it.
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False
     if (Path(name) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(name)
-    flat = False
-    if not pairs:
-        if training.packing is None:
-            training.packing = apart is None
-        if training.packing and apart is not None:
-            warn_user(f"--packing true: examples of one sequence see each other in this model, as {apart}")
-        flat = transformers.utils.is_flash_attn_2_available() and in_bf16 and model._supports_flash_attn
-        if flat and training.packing and model_options.attn_implementation is None:
-            model.set_attn_implementation("flash_attention_2")
-        flat = "flash" in (model.config._attn_implementation or "")
+    if not pairs and training.packing is None:
+        training.packing = apart is None
+    packing = not pairs and training.packing
+    if packing and apart is not None:
+        warn_user(f"--packing true: examples of one sequence see each other in this model, as {apart}")
+    has_flash = transformers.utils.is_flash_attn_2_available() and in_bf16 and model._supports_flash_attn
+    if packing and has_flash and model_options.attn_implementation is None:
+        model.set_attn_implementation("flash_attention_2")
     patience = options.data.early_stopping_patience
     kind: Callable[..., Any] = DPO if pairs else SFT
     with protrain.empty_parameters() if empty else nullcontext():
@@ -386,7 +386,7 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
             callbacks=[transformers.EarlyStoppingCallback(patience)] if patience else None,
             protrain=arguments,
         )
-    if not pairs and training.packing and not flat:
+    if packing and "flash" not in (model.config._attn_implementation or ""):
         trainer.data_collator = PackedRows(tokenizer.pad_token_id)
     return trainer
 

@@ -190,7 +190,9 @@ def test_adapter_by_options_of_a_file(workplace: Path, tmp_path: Path) -> None:
 def test_adapter_of_a_model_in_4_bits(workplace: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     pytest.importorskip("bitsandbytes")
-    assert run(workplace, tmp_path, use_peft=True, load_in_4bit=True, device_memory="20MiB") == 0
+    evaluating = {"eval_data": workplace / "chats.jsonl", "eval_strategy": "steps", "eval_steps": 1}
+    options: dict[str, Any] = {"use_peft": True, "load_in_4bit": True, "bf16": True, "device_memory": "20MiB"}
+    assert run(workplace, tmp_path, **options, **evaluating) == 0  # evaluates between steps, too
     assert (tmp_path / "adapter_model.safetensors").exists()
     assert not (tmp_path / "model.safetensors").exists()
 
