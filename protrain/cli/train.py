@@ -7,6 +7,7 @@ end it later or train on something else than is meant.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import signal
@@ -141,7 +142,11 @@ def parse(words: Sequence[str]) -> Options:
     else:  # None: not said, and chosen once model and data are known
         parser.set_defaults(packing=None, assistant_only_loss=None, packing_strategy="bfd_split")
     parser.set_defaults(output_dir=None, learning_rate=None, lora_target_modules=["all-linear"], lora_dropout=0.0)
-    model, data, wrap, training = parser.parse_args_and_config(list(words[1:] if task else words))
+    said = list(words[1:] if task else words)
+    model, data, wrap, training, unknown = parser.parse_args_and_config(said, return_remaining_strings=True)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
+        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
     options = Options(training=training, model=model, data=data, wrap=wrap)
     if model.model_name_or_path is None:
         raise ValueError("--model is missing: give a folder that save_pretrained wrote, or a name on the Hub")
@@ -154,8 +159,8 @@ def parse(words: Sequence[str]) -> Options:
         )
     if training.optim not in _OPTIMIZERS:
         raise ValueError(
-            f"--optim {training.optim}: ProTrain has an AdamW of its own, whose states may lie in host memory: leave "
-            "the option out; --moment_dtype bfloat16 halves Adam's moments"
+            f"--optim {training.optim.value}: ProTrain has an AdamW of its own, whose states may lie in host memory: "
+            "leave the option out; --moment_dtype bfloat16 halves Adam's moments"
         )
     if training.fp16 or model.dtype == "float16":
         raise ValueError(

@@ -220,7 +220,8 @@ def test_evaluation_picks_the_best_model_and_ends_early(workplace: Path, tmp_pat
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optim": "paged_adamw_8bit"}, "--moment_dtype bfloat16"),
+        ({"optim": "paged_adamw_8bit"}, "--optim paged_adamw_8bit: ProTrain has an AdamW of its own"),
+        ({"per_device_batch_size": 3}, "did you mean --per_device_"),
         ({"fp16": True, "bf16": False}, "--bf16 false for float32"),
         ({"dtype": "float16"}, "trained in bfloat16"),
         ({"load_in_4bit": True}, "--use_peft true"),
