@@ -21,11 +21,10 @@ from bench.loaders import Loaders, enough_loaders
 from protrain.common.records import Record
 from protrain.hardware.calibration.rates import AdamChunk
 
-GIB, MIB = 1024**3, 1024**2
+MIB = 1024**2
 _ARRAY_BYTES = 256 * MIB
 _PIECES = 16  # of an array, which a loader copies one at a time
 _MOST_LOADERS = 8
-HOST_BYTES = 8 * GIB  # that all loaders and the chunk that is measured take, and more
 _MEASURED_S = 1.5
 
 

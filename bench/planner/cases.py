@@ -5,11 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from bench.dram_load import HOST_BYTES
 from protrain.common.records import Record
-from protrain.hardware.profile import HardwareProfile
-
-GIB, MIB = 1024**3, 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +35,6 @@ class Case(Record):
     def with_host_memory(self, host_memory: str) -> Case:
         """This case with a limit of host memory."""
         return replace(self, host_memory=host_memory)
-
-    def beside_load(self, hardware: HardwareProfile) -> Case:
-        """This case with fixed limits, so that every plan of it is made and run under the same ones.
-
-        The host's leaves room for a load on its DRAM; the device's for what else may be there when a plan is made.
-        """
-        if hardware.device_type == "cpu":
-            return self
-        device_memory = self.device_memory or f"{(hardware.device_bytes - GIB) // MIB}MiB"
-        host_memory = f"{(hardware.host_bytes - HOST_BYTES) // MIB}MiB"
-        return replace(self, device_memory=device_memory, host_memory=host_memory)
 
 
 def _tuned(shape: str, layers: int, batch: int, sequence: int, n_plans: int = 4) -> Case:

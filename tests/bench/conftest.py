@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,14 +23,6 @@ def environment() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a benchmark spawns for each case are forked from one that has imported what they need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["bench.planner.computing", "bench.planner.profile_time"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda _: context)
-
-
 @pytest.fixture(scope="module")
 def profiled_once() -> Iterator[None]:
     """A model is profiled once on the CPU, and not again for each plan under which it is trained."""
@@ -45,7 +36,7 @@ def profiled_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("protrain.wrapping", "bench.planner.measure", "bench.swap.training"):
+        for module in ("protrain.wrapping", "bench.planner.measure"):
             patch.setattr(f"{module}.cached_profile", kept)
         yield
 

@@ -157,7 +157,7 @@ def test_pytest_refuses_such_a_folder_too(tmp_path: Path) -> None:
     assert (status, "is a file: give a folder" in printed) == (pytest.ExitCode.USAGE_ERROR, True)
 
 
-@pytest.mark.parametrize("module", ["planner", "planner.largest", "train", "swap", "families"])
+@pytest.mark.parametrize("module", ["planner", "train", "families"])
 def test_no_benchmark_runs_for_results_that_cannot_be_written(
     module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
