@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.families.family import (
+from tests.engine.families.family import (
     GPT,
     GROUPED,
     HEADS,

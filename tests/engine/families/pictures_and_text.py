@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.families.family import (
+from tests.engine.families.family import (
     GROUPED,
     IDS,
     SIZES,
@@ -21,7 +21,7 @@ from bench.families.family import (
     pictures,
     transformers_family,
 )
-from bench.families.vision import PICTURE
+from tests.engine.families.vision import PICTURE
 
 _IMAGE = 3  # the token that stands for a part of a picture
 

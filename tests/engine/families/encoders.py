@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.families.family import (
+from tests.engine.families.family import (
     GPT,
     IDS,
     SEQUENCES,

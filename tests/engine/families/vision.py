@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.families.family import (
+from tests.engine.families.family import (
     BOTH_SIDES,
     SIZES,
     Batch,

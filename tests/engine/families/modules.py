@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.families.family import VOCABULARY, Batch, Draw, Family, ids
+from tests.engine.families.family import VOCABULARY, Batch, Draw, Family, ids
 
 
 class Translator(nn.Module):
