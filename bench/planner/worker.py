@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from bench.allocator import forbid_more
 from bench.planner.cases import Case
 from bench.planner.descent import again, descend
 from bench.planner.draw import draw
@@ -40,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kind", choices=("accuracy", "accumulated", "regret", "limits"), default="accuracy")
+    parser.add_argument("--kind", choices=("accuracy", "accumulated", "regret"), default="accuracy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--traces", type=Path, help="folder for a trace of every plan")
@@ -53,8 +52,6 @@ def main() -> None:
         torch.cuda.set_device(device)
     ranks = join(None)
     ranks.use(device)
-    if args.kind == "limits":
-        forbid_more(case.device_memory, device)
     profile = largest_of_all(ranks, profiled(case, device))
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
     hardware = of_all(ranks, hardware, device)
@@ -77,10 +74,7 @@ def main() -> None:
                 result.save(args.out)
                 print(f"{case.name}  {result.row(point)}", file=sys.stderr, flush=True)
     except PlanError as error:
-        if args.kind != "limits":
-            sys.exit(f"{case.name}: {error}")
-        result.save(args.out)
-        print(f"{case.name}  nothing fits, and nothing was tried: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(f"{case.name}: {error}")
 
 
 def _of_all(points: Sequence[Point]) -> Point:
@@ -120,11 +114,10 @@ def _points(
         yield from again(points, run, in_time)
         return
     yield run(None)
-    if args.kind != "limits":
-        seed = args.seed + case.accumulation - 1  # other plans for other steps of one model
-        for plan in draw(profile, hardware, case.n_plans, seed=seed, step_during_backward=step_during_backward):
-            if in_time():
-                yield run(plan)
+    seed = args.seed + case.accumulation - 1  # other plans for other steps of one model
+    for plan in draw(profile, hardware, case.n_plans, seed=seed, step_during_backward=step_during_backward):
+        if in_time():
+            yield run(plan)
 
 
 if __name__ == "__main__":
