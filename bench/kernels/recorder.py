@@ -13,7 +13,7 @@ import torch
 
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
-from bench.kernels.rows import Row
+from bench.kernels.rows import OURS, Row
 from bench.kernels.timing import ColdCache, best_threads, device_timer, host_timer
 from protrain.hardware.calibration.timing import quintiles_of
 
@@ -49,9 +49,9 @@ class Recorder:
         *,
         operator: str,
         shape: str,
-        dtype: str,
+        dtype: str = "bfloat16",
         implementation: str,
-        version: str = "",
+        version: str | None = None,
         roof: str,
         bytes_moved: int,
         flops: int = 0,
@@ -69,7 +69,7 @@ class Recorder:
             shape: named after a model.
             dtype: of the data.
             implementation: who computes it.
-            version: of the package that brings it.
+            version: of the package that brings it; None: none for ours, else torch's.
             roof: what limits the operator, a name of ``roofs``, or the name of ``limit``.
             bytes_moved: what the operator has to read and write, the same for every implementation.
             flops: floating-point operations of one call.
@@ -81,6 +81,8 @@ class Recorder:
                 clock of a device that multiplies matrices depends on what it does, and makes the roof of the row.
             note: what else there is to say.
         """
+        if version is None:
+            version = "" if implementation.startswith(OURS) else torch.__version__
         row: dict[str, Any] = {
             **{"operator": operator, "shape": shape, "dtype": dtype, "implementation": implementation},
             **{"version": version, "bytes": bytes_moved, "flops": flops, "roof": roof, "note": note},

@@ -72,7 +72,7 @@ class Row(Record):
         return _percent(self.gbps, self.datasheet_gbps)
 
     def flat(self) -> dict[str, str | int | float | None]:
-        """All fields and what follows from them, the machine's among them, for JSON and CSV."""
+        """All fields and what follows from them, the machine's among them, for JSON."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "machine"}
         rates = {name: getattr(self, name) for name in ("gbps", "percent_of_roof", "percent_of_datasheet")}
         return {**own, **rates, **self.machine.to_dict()}

@@ -6,13 +6,14 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from bench.kernels import adam_states
-from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
+from bench.kernels.adam_states import BYTES, NARROW_BYTES, SCALARS, OptimizerStep, States
 from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import ON_HOST, Recorder
 from bench.kernels.roofs import DRAM, NO_ROOF
@@ -28,6 +29,7 @@ FUSED = "torch.optim fused AdamW"
 FUSED_FP32 = "torch.optim fused AdamW, fp32 without casts"
 DEEPSPEED = "DeepSpeed CPUAdam"
 NOTHING = "nothing beside"
+_ON_HOST: dict[str, Any] = {"roof": DRAM, "on_host": True, "tune_threads": True}
 _LAUNCHES = 2000
 _LEAST = 2.0**-149  # that fp32 has beside zero
 _END_OF_MOMENTUM, _END_OF_VARIANCE = 4 * _LEAST, 9 * _LEAST  # times BETA1 and BETA2 they round to themselves
@@ -48,15 +50,15 @@ def test_host_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
     elements = chunk_elements(shape, whole=recorder.timed)
     states, fp32_grad = host_states(recorder, elements, split_master=True, moment_dtype=torch.bfloat16)
     run, _ = _implementation(recorder, states, fp32_grad, OURS)
-    adam_states.measure_narrow(
+    adam_states.measure(
         recorder,
         states,
         run,
         operator="host adam, bf16 moments",
         shape=f"{shape} block",
-        roof=DRAM,
-        on_host=True,
-        tune_threads=True,
+        implementation=OURS,
+        bytes_each=BYTES[torch.bfloat16] - NARROW_BYTES,
+        **_ON_HOST,
     )
 
 
@@ -92,31 +94,17 @@ def _measure(
 ) -> None:
     """A row of one implementation; ``after`` checks more of the states when they took a step."""
     run, version = _implementation(recorder, states, fp32_grad, implementation)
-    elements = states.weight.numel()
-
-    def check() -> str:
-        if isinstance(run, OptimizerStep):
-            run.start()
-        before = [states.part(place) for place in states.places()]
-        run()
-        after()
-        if implementation == OURS:
-            return adam_states.expect_bits(states, before)
-        return adam_states.expect_close(states, before, weight=implementation != FUSED_FP32)
-
-    recorder.measure(
+    adam_states.measure(
+        recorder,
+        states,
+        run,
         operator=operator,
         shape=f"{shape} block",
-        dtype="bfloat16",
         implementation=implementation,
         version=version,
-        roof=DRAM,
-        bytes_moved=BYTES[torch.bfloat16] * elements,
-        flops=FLOPS * elements,
-        on_host=True,
-        tune_threads=True,
-        run=run,
-        check=check,
+        writes_weight=implementation != FUSED_FP32,
+        after=after,
+        **_ON_HOST,
     )
 
 
@@ -173,7 +161,6 @@ def test_launches_beside_host_adam(recorder: Recorder, implementation: str) -> N
         recorder.measure(
             operator=f"{_LAUNCHES} kernel launches beside host adam",
             shape=f"{shape} block",
-            dtype="bfloat16",
             implementation=implementation,
             roof=NO_ROOF,
             bytes_moved=0,

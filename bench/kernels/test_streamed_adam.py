@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.kernels import adam_states
-from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
+from bench.kernels.adam_states import SCALARS, OptimizerStep, States
 from bench.kernels.recorder import ON_HOST, Recorder
 from bench.kernels.roofs import DRAM, PCIE_BOTH
 from bench.kernels.rows import EAGER, OURS
@@ -94,26 +94,17 @@ def test_streamed_adam(recorder: Recorder, shape: str, implementation: str) -> N
     states = streamed.states
     run = streamed.step if ours else CopiedStep(states, recorder.device, fused=implementation == FUSED)
 
-    def check() -> str:
-        if isinstance(run, CopiedStep):
-            run.start()
-        before = [states.part(place) for place in states.places()]
-        run()
-        host_timer()
-        return (adam_states.expect_bits if ours else adam_states.expect_close)(states, before)
-
-    recorder.measure(
+    adam_states.measure(
+        recorder,
+        states,
+        run,
         operator="streamed adam",
         shape=f"{shape} block",
-        dtype="bfloat16",
         implementation=implementation,
-        version="" if ours else torch.__version__,
         roof=PCIE_BOTH,
-        bytes_moved=LINK_BYTES * elements,
-        flops=FLOPS * elements,
+        bytes_each=LINK_BYTES,
         on_host=True,
-        run=run,
-        check=check,
+        after=host_timer,
     )
 
 
@@ -168,22 +159,15 @@ def test_host_and_streamed_adam(recorder: Recorder, shape: str, implementation: 
     both = Both(recorder, elements)
     both.choose(_SHARES if implementation == OURS else [0.0])
 
-    def check() -> str:
-        before = [both.states.part(place) for place in both.states.places()]
-        both()
-        return adam_states.expect_bits(both.states, before)
-
     share = f"{both.share:.0%} of the parameters by the GPU, " if both.share else ""
-    recorder.measure(
+    adam_states.measure(
+        recorder,
+        both.states,
+        both,
         operator="host and streamed adam at once",
         shape=f"{shape} block",
-        dtype="bfloat16",
         implementation=implementation,
         roof=DRAM,
-        bytes_moved=BYTES[torch.bfloat16] * elements,
-        flops=FLOPS * elements,
         on_host=True,
-        run=both,
-        check=check,
         note=f"{share}{both.threads} host threads",
     )

@@ -42,7 +42,6 @@ from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, d
 from bench.train.launch import take_part
 from bench.train.models import build_model, refuse_too_large, replace_loss
 from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
-from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
@@ -83,11 +82,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LoadError as error:
         parser.error(str(error))
     print(comparison.table())
-    if args.out is not None:
-        try:
-            draw_bars(comparison, args.out / f"compare-{task.label}.png")
-        except ImportError:
-            print("no picture: pip install matplotlib", file=sys.stderr)
     return 1 if any(one.error for one in comparison.outcomes if one.contestant.kind == "protrain") else 0
 
 

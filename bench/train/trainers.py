@@ -109,19 +109,15 @@ def _reached(report: Report) -> dict[str, Any]:
 
 
 def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
-    """The floor under the ProTrain row's plan."""
+    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
+
+    Blocks are checkpointed where the plan of the ProTrain row checkpoints them. A swapped block is one that is kept
+    here: it computes the same.
+    """
     assert job.planned_by is not None
     plan = Outcome.load(Path(job.planned_by)).plan
     assert plan is not None
-    return floor_under(plan, job.task, device, compile=job.contestant.compile)
-
-
-def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) -> Trainer:
-    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
-
-    Blocks are checkpointed where ``plan`` checkpoints them. A swapped block is one that is kept here: it computes the
-    same.
-    """
+    task, compile = job.task, job.contestant.compile
     model = build_model(task)
     parameters = count(model)
     replace_loss(model, task)
