@@ -340,7 +340,4 @@ _MODELS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
 
 def families() -> list[Family]:
     """All of them."""
-    return [
-        transformers_family(name, "pictures and text", head, draw, **config)
-        for name, (head, draw, config) in _MODELS.items()
-    ]
+    return [transformers_family(name, head, draw, **config) for name, (head, draw, config) in _MODELS.items()]
