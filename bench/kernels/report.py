@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bench.kernels.roofs import NO_ROOF
 from bench.kernels.rows import Row
 from protrain.common.tables import format_bytes
 
@@ -36,7 +35,7 @@ def table(rows: Sequence[Row]) -> str:
     for row, texts in zip(rows, zip(*columns.values(), strict=True), strict=True):
         if row.group != group:
             group = row.group
-            size = f"{format_bytes(row.bytes)} to move, limited by {row.roof}" if row.bytes else NO_ROOF
+            size = f"{format_bytes(row.bytes)} to move, limited by {row.roof}"
             lines += ["", f"{row.operator}: {row.shape}, {row.dtype}; {size}"]
             lines.append("  " + _joined(list(columns), widths))
         lines.append("  " + _joined(texts, widths))

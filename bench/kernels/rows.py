@@ -59,7 +59,7 @@ class Row(Record):
     @property
     def gbps(self) -> float | None:
         """Rate in GB/s."""
-        return None if self.median_ms is None or not self.bytes else self.bytes / self.median_ms / 1e6
+        return None if self.median_ms is None else self.bytes / self.median_ms / 1e6
 
     @property
     def percent_of_roof(self) -> float | None:
