@@ -82,7 +82,7 @@ class Recorder:
             note: what else there is to say.
         """
         if version is None:
-            version = "" if implementation.startswith(OURS) else torch.__version__
+            version = "" if implementation == OURS else torch.__version__
         row: dict[str, Any] = {
             **{"operator": operator, "shape": shape, "dtype": dtype, "implementation": implementation},
             **{"version": version, "bytes": bytes_moved, "flops": flops, "roof": roof, "note": note},

@@ -11,7 +11,6 @@ from protrain.common.records import Record
 OURS = "protrain"
 EAGER = "eager torch"
 COMPILED = "torch.compile"
-_ANOTHER_WAY = f"{OURS}, "  # starts the names of further ways of ours, which are no peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +85,7 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
 def _with_speedups(row: Row, group: Sequence[Row]) -> Row:
     if row.implementation != OURS or row.median_ms is None:
         return row
-    peers = {
-        peer.implementation: peer
-        for peer in group
-        if peer.median_ms is not None and peer is not row and not peer.implementation.startswith(_ANOTHER_WAY)
-    }
+    peers = {peer.implementation: peer for peer in group if peer.median_ms is not None and peer is not row}
 
     def over(peer: Row | None) -> float | None:
         return None if peer is None or peer.median_ms is None else peer.median_ms / (row.median_ms or 1.0)
