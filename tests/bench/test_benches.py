@@ -7,7 +7,8 @@ import json
 import multiprocessing
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from bench.exactness.__main__ import main as run_exactness
 from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
 from bench.kernels.rows import COMPILED, EAGER, OURS, Row, with_speedups
+from bench.link_load import Rates, beside_copies
 from bench.loaders import LoadError, Loaders, Probes, enough_loaders
 from bench.planner.__main__ import main as run_planner
 from bench.planner.accuracy import errors_of, regret, regret_table
@@ -265,6 +267,38 @@ def test_a_load_works_only_while_it_runs_and_its_probes_answer(tmp_path: Path) -
     assert not multiprocessing.active_children()
     with pytest.raises(LoadError, match="a process that makes a load ended with exit status 1"):
         Loaders(functools.partial, 1, each=[("nothing to call",)])
+
+
+def test_the_load_on_a_link_leaves_the_wanted_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link of 48 GB/s, of which loaders and the probe have equal shares."""
+    load, events = [0.0], list[str]()
+
+    class EqualShares:
+        def __init__(self, *_: object, **__: object) -> None: ...
+
+        @contextmanager
+        def running(self, loaders: float) -> Iterator[None]:
+            load[0] = loaders
+            yield
+            load[0] = 0.0
+
+        def measure(self) -> list[Rates]:
+            return [Rates(48 / (1 + load[0]), 700.0)]
+
+        def close(self, *, beyond: float = 0.0) -> None:
+            events.append(f"closed beyond {beyond:.1f}")
+
+    monkeypatch.setattr("bench.link_load.Loaders", EqualShares)
+    monkeypatch.setattr("bench.link_load.Probes", EqualShares)
+    with beside_copies(16.0, 1) as found:
+        assert found is not None
+        assert (found.wanted_gbps, found.alone_gbps) == (16.0, 48.0)
+        assert found.loaded_gbps == pytest.approx(16.0, abs=0.3)
+        assert load[0] == found.loaders == pytest.approx(2.0, abs=0.05)
+    assert events == ["closed beyond 0.0", "closed beyond 2.0", "closed beyond 0.0"]
+    for wanted_gbps, said in ((60.0, "the link has 48.0 GB/s each way without any load"), (2.0, "no load leaves that")):
+        with pytest.raises(LoadError, match=f"--link-rate {wanted_gbps:g}: {said}"), beside_copies(wanted_gbps, 1):
+            pass
 
 
 @pytest.mark.parametrize(
