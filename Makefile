@@ -55,8 +55,7 @@ slow: $(VENV)/.dev
 	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m slow
 
 float8: $(VENV)/.dev $(VENV)/.float8
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) tests/engine/test_low_precision.py \
-		tests/engine/test_quantised.py tests/bench/test_train_models.py
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) tests/engine/test_low_precision.py tests/engine/test_quantised.py
 
 clients: $(VENV)/.dev
 	$(RUN)/python -m pip list | grep -E '^($(CLIENTS)|torch) '

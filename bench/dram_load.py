@@ -7,25 +7,25 @@ share of the rate that it has alone.
 
 from __future__ import annotations
 
-import functools
 import itertools
+import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from bench.calibrated import host_adam_threads
 from bench.loaders import Loaders, enough_loaders
 from protrain.common.records import Record
 from protrain.hardware.calibration.rates import AdamChunk
 
-GIB, MIB = 1024**3, 1024**2
+MIB = 1024**2
 _ARRAY_BYTES = 256 * MIB
 _PIECES = 16  # of an array, which a loader copies one at a time
 _MOST_LOADERS = 8
-HOST_BYTES = 8 * GIB  # that all loaders and the chunk that is measured take, and more
 _MEASURED_S = 1.5
 
 
@@ -45,47 +45,37 @@ class Load(Record):
         )
 
 
-class DramLoad:
-    """Loaders, of which some run while ``running`` is active.
+@contextmanager
+def beside_dram_load(share: float) -> Iterator[Load | None]:
+    """A load that leaves the host's AdamW ``share`` of its rate, for as long as the context lasts; 1: none.
 
-    Args:
-        threads: of the host's AdamW.
+    The loaders are the same for the whole context, so that all that runs in it has one and the same load.
     """
+    if share == 1.0:
+        yield None
+        return
+    chunk, threads = AdamChunk.on(torch.device("cpu"), 64 * MIB), host_adam_threads()
+    loaders = Loaders(_copying, _MOST_LOADERS)
 
-    def __init__(self, *, threads: int) -> None:
-        self._chunk, self._threads = AdamChunk.on(torch.device("cpu"), 64 * MIB), threads
-        self._loaders = Loaders(_copying, _MOST_LOADERS)
-
-    def leaving(self, share: float, *, loaders: float = 0.0) -> Load:
-        """The load beside which the host's AdamW keeps ``share`` of its rate.
-
-        With ``loaders``, which were found before on this machine, only their effect is measured.
-        """
-        alone = self._alone_gparams
-        loaders = loaders or enough_loaders(self._rate, share * alone, most=_MOST_LOADERS)
-        return Load(share=share, loaders=loaders, alone_gparams=alone, loaded_gparams=self._rate(loaders))
-
-    def running(self, loaders: float) -> AbstractContextManager[None]:
-        """So many loaders, for as long as the context lasts."""
-        return self._loaders.running(loaders)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._loaders.close()
-
-    @functools.cached_property
-    def _alone_gparams(self) -> float:
-        return self._rate(0.0)
-
-    def _rate(self, loaders: float) -> float:
+    def gparams(count: float) -> float:
         """Giga-parameters a second of the host's AdamW beside so many loaders."""
-        with self.running(loaders):
-            self._chunk.update(self._threads)
+        with loaders.running(count):
+            chunk.update(threads)
             begin, updates = time.perf_counter(), 0
             while time.perf_counter() - begin < _MEASURED_S:
-                self._chunk.update(self._threads)
+                chunk.update(threads)
                 updates += 1
-            return updates * self._chunk.elements / (time.perf_counter() - begin) / 1e9
+            return updates * chunk.elements / (time.perf_counter() - begin) / 1e9
+
+    try:
+        alone = gparams(0.0)
+        count = enough_loaders(gparams, share * alone, most=_MOST_LOADERS)
+        found = Load(share=share, loaders=count, alone_gparams=alone, loaded_gparams=gparams(count))
+        print(found, file=sys.stderr, flush=True)
+        with loaders.running(count):
+            yield found
+    finally:
+        loaders.close()
 
 
 def _copying() -> Callable[[], None]:

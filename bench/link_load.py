@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,7 +46,7 @@ _MOST_LOADERS = 6  # on a GPU; where all get equal shares of the link, they leav
 _MEASURED_S = 1.0
 _MATRIX = 8192  # rows and columns
 _PRODUCTS_S = 0.3
-TOLERANCE = 0.15  # a load that misses the wanted rate by more is refused
+_TOLERANCE = 0.15  # a load that misses the wanted rate by more is refused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,62 +87,47 @@ def beside_copies(gbps: float | None, gpus: int) -> Iterator[SlowLink | None]:
     if gbps is None:
         yield None
         return
-    load = LinkLoad(gpus=gpus)
+    loaders = Loaders(_copying, _MOST_LOADERS, each=[(gpu, up) for gpu in range(gpus) for up in (True, False)])
     try:
-        found = load.leaving(gbps)
+        found = _load_leaving(gbps, gpus, loaders)
         print(found, file=sys.stderr, flush=True)
-        with load.running(found.loaders), apart():
+        loaders.close(beyond=found.loaders)
+        with loaders.running(found.loaders), apart():
             yield found
     finally:
-        load.close()
+        loaders.close()
 
 
-class LinkLoad:
-    """Loaders on the first ``gpus`` GPUs, of which some run while ``running`` is active. This process uses no GPU."""
+def _load_leaving(gbps: float, gpus: int, loaders: Loaders) -> SlowLink:
+    """The load beside which copies keep ``gbps`` each way.
 
-    def __init__(self, *, gpus: int) -> None:
-        self._gpus = range(gpus)
-        self._loaders = Loaders(_copying, _MOST_LOADERS, each=[(gpu, up) for gpu in self._gpus for up in (True, False)])
+    LoadError when the link is not faster than that, or cannot be made so slow.
+    """
+    probes = Probes(_measuring, [(gpu,) for gpu in range(gpus)])
+    try:
+        alone = probes.measure()
+        alone_gbps = min(gpu.gbps for gpu in alone)
+        if alone_gbps <= gbps:
+            raise LoadError(f"--link-rate {gbps:g}: the link has {alone_gbps:.1f} GB/s each way without any load")
 
-    def leaving(self, gbps: float) -> SlowLink:
-        """The load beside which copies keep ``gbps`` each way. Loaders that it does not need are ended.
+        def beside(count: float) -> list[Rates]:
+            with loaders.running(count):
+                return probes.measure()
 
-        LoadError when the link is not faster than that, or cannot be made so slow.
-        """
-        probes = Probes(_measuring, [(gpu,) for gpu in self._gpus])
-        try:
-            alone = probes.measure()
-            alone_gbps = min(gpu.gbps for gpu in alone)
-            if alone_gbps <= gbps:
-                raise LoadError(f"--link-rate {gbps:g}: the link has {alone_gbps:.1f} GB/s each way without any load")
-
-            def beside(loaders: float) -> list[Rates]:
-                with self.running(loaders):
-                    return probes.measure()
-
-            loaders = enough_loaders(lambda n: min(gpu.gbps for gpu in beside(n)), gbps, most=_MOST_LOADERS)
-            loaded = beside(loaders)
-            found = SlowLink(
-                wanted_gbps=gbps,
-                loaders=loaders,
-                alone_gbps=alone_gbps,
-                loaded_gbps=min(gpu.gbps for gpu in loaded),
-                compute_share=min(gpu.tflops / own.tflops for gpu, own in zip(loaded, alone, strict=True)),
-            )
-        finally:
-            probes.close()
-        if abs(found.loaded_gbps / gbps - 1) > TOLERANCE:
-            raise LoadError(f"--link-rate {gbps:g}: no load leaves that. {found}")
-        self._loaders.close(beyond=loaders)
-        return found
-
-    def running(self, loaders: float) -> AbstractContextManager[None]:
-        """So many loaders on each GPU, for as long as the context lasts."""
-        return self._loaders.running(loaders)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._loaders.close()
+        count = enough_loaders(lambda n: min(gpu.gbps for gpu in beside(n)), gbps, most=_MOST_LOADERS)
+        loaded = beside(count)
+    finally:
+        probes.close()
+    found = SlowLink(
+        wanted_gbps=gbps,
+        loaders=count,
+        alone_gbps=alone_gbps,
+        loaded_gbps=min(gpu.gbps for gpu in loaded),
+        compute_share=min(gpu.tflops / own.tflops for gpu, own in zip(loaded, alone, strict=True)),
+    )
+    if abs(found.loaded_gbps / gbps - 1) > _TOLERANCE:
+        raise LoadError(f"--link-rate {gbps:g}: no load leaves that. {found}")
+    return found
 
 
 class Rates(NamedTuple):

@@ -17,18 +17,12 @@ def trainer(run: Run) -> None:
     """The Trainer of transformers."""
     import transformers
 
-    from protrain.integrations.transformers import ProTrainTrainer
-
-    rows: Any = [{"input_ids": row, "labels": row} for row in run.rows.tolist()]
-    kind: Any = ProTrainTrainer if run.on_protrain else transformers.Trainer
     _train(
         run,
-        kind(
-            model=run.model(),
-            args=transformers.TrainingArguments(**_arguments(run)),
-            train_dataset=rows,
-            **_ours(run),
-        ),
+        transformers.Trainer,
+        model=run.model(),
+        args=transformers.TrainingArguments(**_arguments(run)),
+        train_dataset=[{"input_ids": row, "labels": row} for row in run.rows.tolist()],
     )
 
 
@@ -37,20 +31,13 @@ def sft(run: Run) -> None:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    from protrain.integrations.transformers import ProTrainMixin
-
-    class SFT(ProTrainMixin, SFTTrainer): ...
-
-    kind: Any = SFT if run.on_protrain else SFTTrainer
     _train(
         run,
-        kind(
-            model=run.model(),
-            args=SFTConfig(max_length=run.task.sequence, **_arguments(run)),
-            train_dataset=Dataset.from_dict({"input_ids": run.rows.tolist()}),
-            processing_class=_tokenizer(run),
-            **_ours(run),
-        ),
+        SFTTrainer,
+        model=run.model(),
+        args=SFTConfig(max_length=run.task.sequence, **_arguments(run)),
+        train_dataset=Dataset.from_dict({"input_ids": run.rows.tolist()}),
+        processing_class=_tokenizer(run),
     )
 
 
@@ -59,25 +46,18 @@ def dpo(run: Run) -> None:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    from protrain.integrations.transformers import ProTrainMixin
-
-    class DPO(ProTrainMixin, DPOTrainer): ...
-
     half = run.task.sequence // 2
     prompts, chosen = _texts(run.rows[:, :half]), _texts(run.rows[:, half:-1])  # the trainer adds </s>
     answers = {"chosen": [f" {text}" for text in chosen], "rejected": [f" {text}" for text in chosen[1:] + chosen[:1]]}
-    kind: Any = DPO if run.on_protrain else DPOTrainer
     reference = run.model().to(run.device).requires_grad_(False)
     _train(
         run,
-        kind(
-            model=run.model(),
-            ref_model=reference,
-            args=DPOConfig(max_length=run.task.sequence, **_arguments(run)),
-            train_dataset=Dataset.from_dict({"prompt": prompts, **answers}),
-            processing_class=_tokenizer(run),
-            **_ours(run),
-        ),
+        DPOTrainer,
+        model=run.model(),
+        ref_model=reference,
+        args=DPOConfig(max_length=run.task.sequence, **_arguments(run)),
+        train_dataset=Dataset.from_dict({"prompt": prompts, **answers}),
+        processing_class=_tokenizer(run),
     )
 
 
@@ -86,10 +66,6 @@ def sentences(run: Run) -> None:
     import sentence_transformers as st
     from datasets import Dataset
     from sentence_transformers.sentence_transformer import losses, modules
-
-    from protrain.integrations.transformers import ProTrainMixin
-
-    class Sentences(ProTrainMixin, st.SentenceTransformerTrainer): ...
 
     decoder = run.model().base_model
     folder = run.folder / f"decoder-{run.rank}"  # a decoder of one layer, which ours replaces
@@ -104,16 +80,13 @@ def sentences(run: Run) -> None:
         device="cpu" if run.on_protrain else str(run.device),
     )
     texts = _texts(run.rows)
-    kind: Any = Sentences if run.on_protrain else st.SentenceTransformerTrainer
     _train(
         run,
-        kind(
-            model=model,
-            args=st.SentenceTransformerTrainingArguments(**_arguments(run)),
-            train_dataset=Dataset.from_dict({"anchor": texts, "positive": texts[1:] + texts[:1]}),
-            loss=losses.MultipleNegativesRankingLoss(model),
-            **_ours(run),
-        ),
+        st.SentenceTransformerTrainer,
+        model=model,
+        args=st.SentenceTransformerTrainingArguments(**_arguments(run)),
+        train_dataset=Dataset.from_dict({"anchor": texts, "positive": texts[1:] + texts[:1]}),
+        loss=losses.MultipleNegativesRankingLoss(model),
     )
 
 
@@ -144,12 +117,17 @@ def _arguments(run: Run) -> dict[str, Any]:
     }
 
 
-def _ours(run: Run) -> dict[str, Any]:
-    return {"protrain": run.options} if run.on_protrain else {}
+def _train(run: Run, kind: Any, **arguments: Any) -> None:
+    """Train with a trainer of this kind, on ProTrain or as it is.
 
+    The loss of each step is kept as it is on the device: to log it would wait for the device.
+    """
+    from protrain.integrations.transformers import ProTrainMixin
 
-def _train(run: Run, trainer: Any) -> None:
-    """Train, and keep the loss of each step as it is on the device: to log it would wait for the device."""
+    if run.on_protrain:
+        kind = type(kind.__name__, (ProTrainMixin, kind), {})
+        arguments["protrain"] = run.options
+    trainer = kind(**arguments)
     step = trainer.training_step
 
     def kept(*args: Any, **kwargs: Any) -> Tensor:

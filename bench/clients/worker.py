@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bench.allocator import forbid_more
 from bench.clients.loops import LOOPS
 from bench.clients.run import ClientJob, Run
 from bench.clients.trainers import TRAINERS
@@ -25,7 +24,7 @@ from bench.train.models import build_model
 from bench.train.results import Outcome
 from bench.train.task import Task
 from bench.train.trainers import count
-from bench.train.worker import finish, peaks, work
+from bench.train.worker import finish, forbid_more, peaks, work
 from protrain.cli.summary import device_name
 from protrain.distributed.joining import local_rank
 from protrain.hardware.allocator import use_expandable_segments

@@ -66,10 +66,6 @@ class States:
         """In the order of ``protrain_kernels.adam``."""
         return self.weight, self.master, self.exp_avg, self.exp_avg_sq, self.grad
 
-    def at(self, place: slice) -> States:
-        """Views of a part."""
-        return self._each(lambda tensor: tensor[place])
-
     def part(self, place: slice) -> States:
         """Copies of a part, the gradient where the weight is."""
         return self._each(lambda tensor: tensor[place].to(self.weight.device, copy=True))
@@ -96,19 +92,43 @@ class States:
         return [slice(0, _SLICE), slice(middle, middle + _SLICE), slice(elements - _SLICE, elements)]
 
 
-def measure_narrow(recorder: Recorder, states: States, run: Callable[[], object], **row: Any) -> None:
-    """A row of ours on ``states`` with moments in bf16, which no peer has in this way; ``row`` says the rest of it."""
+def measure(
+    recorder: Recorder,
+    states: States,
+    run: Callable[[], object],
+    *,
+    implementation: str,
+    bytes_each: int = BYTES[torch.bfloat16],
+    writes_weight: bool = True,
+    after: Callable[[], object] = lambda: None,
+    **row: Any,
+) -> None:
+    """A row of one step of AdamW on ``states``, which ours does bit for bit.
+
+    Args:
+        recorder: that keeps the row.
+        states: that ``run`` updates.
+        run: one step. What has a method ``start`` is started before the first.
+        implementation: who does it.
+        bytes_each: that move for each parameter.
+        writes_weight: whether the step writes the 16-bit weight as well.
+        after: called after the step that is checked.
+        row: what else ``Recorder.measure`` takes.
+    """
     elements = states.weight.numel()
 
     def check() -> str:
+        getattr(run, "start", lambda: None)()
         before = [states.part(place) for place in states.places()]
         run()
-        return expect_bits(states, before)
+        after()
+        if implementation == OURS:
+            return expect_bits(states, before)
+        return expect_close(states, before, weight=writes_weight)
 
     recorder.measure(
-        dtype="bfloat16",
-        implementation=OURS,
-        bytes_moved=(BYTES[torch.bfloat16] - NARROW_BYTES) * elements,
+        implementation=implementation,
+        bytes_moved=bytes_each * elements,
         flops=FLOPS * elements,
         run=run,
         check=check,

@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
 
 from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
-from bench.kernels.report import can_draw, summary, table, write_results
+from bench.kernels.report import summary, table, write_results
 from bench.kernels.roofs import Roofs
 from bench.kernels.room import leaving_out_what_does_not_fit
 from bench.kernels.rows import COMPILED, Row, with_speedups
@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--out",
         type=writable_folder,
         metavar="FOLDER",
-        help="write kernels.json, kernels.csv and roofline pictures to FOLDER",
+        help="write kernels.json to FOLDER",
     )
     group.addoption(
         "--quick",
@@ -128,7 +128,5 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.write_line(summary(rows))
     folder = config.getoption("--out")
     if folder is not None:
-        written = write_results(rows, folder)
-        terminalreporter.write_line(f"wrote {', '.join(path.name for path in written)} to {folder}")
-        if not can_draw():
-            terminalreporter.write_line("no roofline pictures: they need matplotlib (pip install 'protrain[bench]')")
+        write_results(rows, folder / "kernels.json")
+        terminalreporter.write_line(f"wrote kernels.json to {folder}")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-import subprocess
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 import torch
 
+from bench.train.options import commit_of_checkout
 from protrain.cli.summary import device_name
 from protrain.common.records import Record
 from protrain.hardware.nvml import driver_version
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,7 @@ def this_machine() -> Machine:
         cpu=device_name(torch.device("cpu")),
         torch=torch.__version__,
         triton=package_version("triton") or "not installed",
-        commit=_commit(),
+        commit=commit_of_checkout(),
     )
 
 
@@ -49,14 +46,3 @@ def package_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _commit() -> str:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(_ROOT), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

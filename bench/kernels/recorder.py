@@ -13,7 +13,7 @@ import torch
 
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
-from bench.kernels.rows import Row
+from bench.kernels.rows import OURS, Row
 from bench.kernels.timing import ColdCache, best_threads, device_timer, host_timer
 from protrain.hardware.calibration.timing import quintiles_of
 
@@ -49,15 +49,15 @@ class Recorder:
         *,
         operator: str,
         shape: str,
-        dtype: str,
+        dtype: str = "bfloat16",
         implementation: str,
-        version: str = "",
+        version: str | None = None,
         roof: str,
         bytes_moved: int,
         flops: int = 0,
         on_host: bool = False,
         tune_threads: bool = False,
-        run: Callable[[], object] | None,
+        run: Callable[[], object],
         check: Callable[[], str],
         limit: Callable[[], object] | None = None,
         note: str = "",
@@ -69,18 +69,20 @@ class Recorder:
             shape: named after a model.
             dtype: of the data.
             implementation: who computes it.
-            version: of the package that brings it.
+            version: of the package that brings it; None: none for ours, else torch's.
             roof: what limits the operator, a name of ``roofs``, or the name of ``limit``.
             bytes_moved: what the operator has to read and write, the same for every implementation.
             flops: floating-point operations of one call.
             on_host: whether the host's clock counts, of a test marked ``ON_HOST``; no cache is emptied then.
             tune_threads: whether to time ``run`` with the count of torch's threads that suits it best.
-            run: one call; None where the verdict is all there is to know.
+            run: one call.
             check: says how the results agree with the reference, or raises AssertionError saying how they don't.
             limit: work on the device that no implementation can do without. It is timed in turns with ``run``, as the
                 clock of a device that multiplies matrices depends on what it does, and makes the roof of the row.
             note: what else there is to say.
         """
+        if version is None:
+            version = "" if implementation == OURS else torch.__version__
         row: dict[str, Any] = {
             **{"operator": operator, "shape": shape, "dtype": dtype, "implementation": implementation},
             **{"version": version, "bytes": bytes_moved, "flops": flops, "roof": roof, "note": note},
@@ -93,11 +95,11 @@ class Recorder:
             row["verdict"] = f"RED: {' '.join(str(error).split())}"
         if row["verdict"].startswith("RED"):
             self._rows.append(Row(**row))
-            self._skip_timing(lambda: None)
+            self._skip_timing()
             pytest.fail(f"{implementation} is wrong, so it has no figure: {row['verdict']}", pytrace=False)
-        if run is None or not self.timed:
+        if not self.timed:
             self._rows.append(Row(**row))
-            self._skip_timing(lambda: None)  # the check has called it
+            self._skip_timing()  # the check has called it
             return
         assert self._roofs is not None
         if limit is None:
@@ -112,9 +114,9 @@ class Recorder:
         self._rows.append(done)
         self._benchmark.extra_info.update(done.flat())
 
-    def _skip_timing(self, run: Callable[[], object]) -> None:
+    def _skip_timing(self) -> None:
         self._benchmark.disabled = True
-        self._benchmark.pedantic(run)
+        self._benchmark.pedantic(lambda: None)
 
     def _figures(
         self, run: Callable[[], object], on_host: bool, limit: Callable[[], object] | None, bytes_moved: int

@@ -9,7 +9,6 @@ from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import gpu_facts
 
 DEVICE, PCIE, PCIE_BOTH, DRAM = "device copy", "PCIe one way", "PCIe both ways at once", "host DRAM"
-NO_ROOF = "nothing to move"
 PRODUCTS = "its matrix products"  # timed in turns with each row, as their rate depends on their sizes
 _BYTES = 1024**3
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # one direction, after line coding
@@ -22,10 +21,8 @@ class Roofs:
         self._device = device
         self._measured: dict[str, float] = {}
 
-    def measured_gbps(self, roof: str) -> float | None:
-        """What the machine reaches now; None where nothing is moved."""
-        if roof == NO_ROOF:
-            return None
+    def measured_gbps(self, roof: str) -> float:
+        """What the machine reaches now."""
         if roof not in self._measured:
             self._measured |= self._measure(roof)
         return self._measured[roof]

@@ -11,7 +11,6 @@ from protrain.common.records import Record
 OURS = "protrain"
 EAGER = "eager torch"
 COMPILED = "torch.compile"
-_ANOTHER_WAY = f"{OURS}, "  # starts the names of further ways of ours, which are no peers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ class Row(Record):
     @property
     def gbps(self) -> float | None:
         """Rate in GB/s."""
-        return None if self.median_ms is None or not self.bytes else self.bytes / self.median_ms / 1e6
+        return None if self.median_ms is None else self.bytes / self.median_ms / 1e6
 
     @property
     def percent_of_roof(self) -> float | None:
@@ -72,7 +71,7 @@ class Row(Record):
         return _percent(self.gbps, self.datasheet_gbps)
 
     def flat(self) -> dict[str, str | int | float | None]:
-        """All fields and what follows from them, the machine's among them, for JSON and CSV."""
+        """All fields and what follows from them, the machine's among them, for JSON."""
         own = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "machine"}
         rates = {name: getattr(self, name) for name in ("gbps", "percent_of_roof", "percent_of_datasheet")}
         return {**own, **rates, **self.machine.to_dict()}
@@ -86,11 +85,7 @@ def with_speedups(rows: Sequence[Row]) -> list[Row]:
 def _with_speedups(row: Row, group: Sequence[Row]) -> Row:
     if row.implementation != OURS or row.median_ms is None:
         return row
-    peers = {
-        peer.implementation: peer
-        for peer in group
-        if peer.median_ms is not None and peer is not row and not peer.implementation.startswith(_ANOTHER_WAY)
-    }
+    peers = {peer.implementation: peer for peer in group if peer.median_ms is not None and peer is not row}
 
     def over(peer: Row | None) -> float | None:
         return None if peer is None or peer.median_ms is None else peer.median_ms / (row.median_ms or 1.0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench.kernels import adam_states
-from bench.kernels.adam_states import BYTES, FLOPS, SCALARS, OptimizerStep, States
+from bench.kernels.adam_states import BYTES, NARROW_BYTES, SCALARS, OptimizerStep, States
 from bench.kernels.peers import built, compiled, installed
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE
@@ -24,29 +24,20 @@ PEERS = (EAGER, COMPILED, "torch.optim fused AdamW", "DeepSpeed FusedAdam", "tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["split-master", "fp32-master"])
 @pytest.mark.parametrize("shape", MODELS)
 def test_adam(recorder: Recorder, shape: str, dtype: torch.dtype, implementation: str) -> None:
-    ours = implementation == OURS
     elements = chunk_elements(shape, whole=recorder.timed)
-    states = States.random(elements, dtype, recorder.device, split_master=ours)
+    states = States.random(elements, dtype, recorder.device, split_master=implementation == OURS)
     run, version = _implementation(recorder, states, implementation)
-
-    def check() -> str:
-        if isinstance(run, OptimizerStep):
-            run.start()
-        before = [states.part(place) for place in states.places()]
-        run()
-        return (adam_states.expect_bits if ours else adam_states.expect_close)(states, before)
-
-    recorder.measure(
+    adam_states.measure(
+        recorder,
+        states,
+        run,
         operator="adam, split master" if dtype == torch.bfloat16 else "adam, fp32 master",
         shape=f"{shape} block",
         dtype=str(dtype).removeprefix("torch."),
         implementation=implementation,
         version=version,
         roof=DEVICE,
-        bytes_moved=BYTES[dtype] * elements,
-        flops=FLOPS * elements,
-        run=run,
-        check=check,
+        bytes_each=BYTES[dtype],
     )
 
 
@@ -55,8 +46,15 @@ def test_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
     elements = chunk_elements(shape, whole=recorder.timed)
     states = States.random(elements, torch.bfloat16, recorder.device, split_master=True, moment_dtype=torch.bfloat16)
     run, _ = _implementation(recorder, states, OURS)
-    adam_states.measure_narrow(
-        recorder, states, run, operator="adam, split master, bf16 moments", shape=f"{shape} block", roof=DEVICE
+    adam_states.measure(
+        recorder,
+        states,
+        run,
+        operator="adam, split master, bf16 moments",
+        shape=f"{shape} block",
+        implementation=OURS,
+        roof=DEVICE,
+        bytes_each=BYTES[torch.bfloat16] - NARROW_BYTES,
     )
 
 

@@ -86,9 +86,7 @@ def _measure(recorder: Recorder, shape: str, implementation: str, *, add: bool) 
     recorder.measure(
         operator="flatten, fp32 accumulation" if add else "flatten, norm",
         shape=shape if shape == SMALL_TENSORS else f"{shape} block",
-        dtype="bfloat16",
         implementation=implementation,
-        version="" if implementation == OURS else torch.__version__,
         roof=DEVICE,
         # Read twice where values are added: the gradient, and the place that is written.
         bytes_moved=(10 if add else 4) * places.elements + places.partials.nbytes,

@@ -161,9 +161,7 @@ def _measure(
     recorder.measure(
         operator=f"fold of {shard.ranks} ranks, {'fp32 accumulation' if accumulate else 'norm'}",
         shape=shape if shape == SMALL_TENSORS else f"{shape} block",
-        dtype="bfloat16",
         implementation=implementation,
-        version="" if implementation == OURS else torch.__version__,
         roof=DEVICE,
         # Each rank's piece is read, and the gradient written, or the fp32 sum read and written.
         bytes_moved=(2 * shard.ranks + (8 if accumulate else 2)) * shard.elements + 4 * written,

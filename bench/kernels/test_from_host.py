@@ -40,7 +40,6 @@ def test_from_host(recorder: Recorder, batch: str, implementation: str) -> None:
         shape=batch,
         dtype="uint8",
         implementation=implementation,
-        version="" if implementation == OURS else torch.__version__,
         roof=PCIE,
         bytes_moved=count,
         flops=0,

@@ -60,7 +60,6 @@ def test_linear_cross_entropy(recorder: Recorder, shape: str, implementation: st
     recorder.measure(
         operator="linear cross-entropy",
         shape=f"{shape}, {rows} x {width} x {words}",
-        dtype="bfloat16",
         implementation=implementation,
         version=version,
         roof=PRODUCTS,

@@ -6,18 +6,20 @@ Bytes count each storage once, for every implementation: views of one storage ha
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels.activations import saved_activations
-from bench.kernels.peers import same_bytes
+from bench.kernels.peers import installed, same_bytes
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE, PCIE
 from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import EAGER, OURS
+from protrain.cli.shapes import SHAPES as SHAPES_OF_MODELS
+from protrain.cli.shapes import shape_config
 from protrain.common.tables import format_bytes
 from protrain.engine.states.arena import Arena
 from protrain_kernels import pack, unpack
@@ -45,7 +47,6 @@ def test_pack(recorder: Recorder, shape: str, implementation: str) -> None:
         shape=f"{shape} block's activations",
         dtype="mixed",
         implementation=implementation,
-        version="" if implementation == OURS else torch.__version__,
         roof=DEVICE,
         bytes_moved=2 * pack(tensors).buffer.nbytes,
         run=run,
@@ -68,13 +69,46 @@ def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
         shape=f"{shape} block's activations",
         dtype="mixed",
         implementation=implementation,
-        version="" if implementation == OURS else torch.__version__,
         roof=PCIE,
         bytes_moved=2 * packed_bytes,
         run=run,
         check=lambda: _expect_same(run(), tensors, layouts=implementation == OURS),
         note=_note(tensors, packed_bytes) if implementation == OURS else "",
     )
+
+
+def saved_activations(name: str, device: torch.device, *, whole: bool) -> list[Tensor]:
+    """What autograd saves in the forward of a model ``name`` of one block and no head, bf16, without the weights.
+
+    Args:
+        name: of a shape.
+        device: where the model runs.
+        whole: 4 sequences of 1024 through a block of the shape's sizes; else a small block of the same structure.
+    """
+    transformers, _ = installed("transformers", "transformers")
+    shape = replace(SHAPES_OF_MODELS[name], layers=1)
+    if not whole:
+        shape = replace(shape, hidden=64, heads=4, kv_heads=None, mlp=None, vocabulary=64)
+    config = shape_config(shape)
+    config.use_cache = False
+    if shape.family == "gpt2":
+        config.resid_pdrop = 0.1  # whose masks are of another type
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModel.from_config(config).to(torch.bfloat16).train()
+        ids = torch.randint(shape.vocabulary, (4, 1024) if whole else (2, 12))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        # Random states of attention may lie on the host, and weights are no activations.
+        if tensor.device.type == device.type and tensor.untyped_storage().data_ptr() not in weights:
+            saved.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=ids)
+    return saved
 
 
 def _round_trip(tensors: list[Tensor], arena: Arena, name: str) -> Callable[[], list[Tensor]]:

@@ -44,9 +44,7 @@ def test_unflatten(recorder: Recorder, shape: str, implementation: str) -> None:
     recorder.measure(
         operator="unflatten",
         shape=shape if shape == SMALL_TENSORS else f"{shape} block",
-        dtype="bfloat16",
         implementation=implementation,
-        version="" if implementation == OURS else torch.__version__,
         roof=DEVICE,
         bytes_moved=4 * places.elements,
         run=run,

@@ -3,7 +3,6 @@
 python -m bench.planner --out bench/results/h100      predicted against measured, for plans drawn at random
 python -m bench.planner --kind accumulated --out ...  predicted against measured, for steps of several micro-batches
 python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
-python -m bench.planner --kind limits --out ...       chosen plans under random limits: none may run out of memory
 python -m bench.planner --gpus 2 --out ...            the same for training on several GPUs together
 python -m bench.planner --link-rate 16 --out ...       the same beside copies that leave the link to the host 16 GB/s
 python -m bench.planner --read bench/results/h100     judge recorded measurements with today's models
@@ -26,20 +25,13 @@ from bench.calibrated import calibrate_once
 from bench.link_load import add_link_rate, beside_copies
 from bench.loaders import LoadError
 from bench.planner import accuracy
-from bench.planner.beside import beside_each_other
-from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case, random_limits
-from bench.planner.picture import draw_scatter
+from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case
 from bench.planner.results import CaseResult, Results
 from bench.train.ranks import run_ranks
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 
-_TABLES = {
-    "accuracy": accuracy.table,
-    "accumulated": accuracy.table,
-    "regret": accuracy.regret_table,
-    "limits": accuracy.limits_table,
-}
+_TABLES = {"accuracy": accuracy.table, "accumulated": accuracy.table, "regret": accuracy.regret_table}
 FILES = {kind: "planner.json" if kind == "accuracy" else f"planner-{kind}.json" for kind in _TABLES}
 
 
@@ -49,14 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(arguments)
     failed: list[str] = []
-    if args.jobs < 1:
-        parser.error(f"--jobs: at least one case at a time, not {args.jobs}")
-    if args.jobs > 1 and args.kind != "limits":
-        parser.error("--jobs: cases beside each other slow each other down, and only --kind limits times nothing")
-    if args.jobs > 1 and args.host_memory is None:
-        parser.error("--jobs: say with --host-memory how much of the host's memory each case may take")
-    if args.gpus > 1 and args.kind == "limits":
-        parser.error("--gpus: --kind limits is for one GPU")
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
     if args.read is not None:
@@ -72,11 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         except LoadError as error:
             parser.error(str(error))
     print(_TABLES[args.kind](results.cases) + (f"\n\n{results.slow_link}" if results.slow_link else ""))
-    if args.out is not None and args.kind in ("accuracy", "accumulated"):
-        try:
-            draw_scatter(results.cases, (args.out / _file(args)).with_suffix(".png"))
-        except ImportError:
-            print("no picture: pip install matplotlib", file=sys.stderr)
     for failure in failed:
         print(failure, file=sys.stderr)
     return 1 if failed else 0
@@ -95,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="bench.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kind", choices=tuple(FILES), default="accuracy", help="(default: accuracy)")
-    parser.add_argument("--out", type=writable_folder, help="folder for the measurements and a scatter plot")
+    parser.add_argument("--out", type=writable_folder, help="folder for the measurements")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
     add_link_rate(parser)
@@ -103,12 +82,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
     parser.add_argument("--host-memory", help="limit of each case, for a machine whose memory is not all free")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a plan (default: 5)")
-    parser.add_argument("--seed", type=int, default=0, help="of the plans and limits drawn")
+    parser.add_argument("--seed", type=int, default=0, help="of the plans drawn")
     parser.add_argument(
         "--traces", type=Path, metavar="FOLDER", help="for a trace of every plan, measured and predicted"
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="cases at once; only with --kind limits, which times nothing"
     )
     parser.add_argument(
         "--time-limit",
@@ -127,22 +103,17 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
         print("no GPU here: a few tiny plans as a check that everything runs; the figures mean nothing")
     found: list[CaseResult] = []
     failed: list[str] = []
-    total_bytes = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 2**30
     cases = _chosen(args, device)
-    left = iter(range(len(cases), 0, -1))
     with beside_copies(args.link_rate, args.gpus) as slow_link, tempfile.TemporaryDirectory() as folder:
         calibrate_once(args.gpus)
         results = Results(
             command=command, device=device_name(device), versions=versions(), cases=(), slow_link=slow_link
         )
-
-        def run(case: Case) -> tuple[CaseResult | None, str]:
+        for index, case in enumerate(cases):
             # A descent has no fixed length, so each case gets its share of the time that is left.
-            share = 1 / next(left) if args.kind == "regret" else 1.0
+            share = 1 / (len(cases) - index) if args.kind == "regret" else 1.0
             own_until = time.time() + (until - time.time()) * share
-            return _run(case, Path(tempfile.mkdtemp(dir=folder)), args, own_until)
-
-        for _, (result, failure) in beside_each_other(cases, run, jobs=args.jobs, device_bytes=total_bytes):
+            result, failure = _run(case, Path(tempfile.mkdtemp(dir=folder)), args, own_until)
             found += [] if result is None else [result]
             failed += [failure] if failure else []
             results = replace(results, cases=tuple(found))
@@ -169,7 +140,6 @@ def _chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
         "accuracy": list(CASES),
         "accumulated": list(ACCUMULATED),
         "regret": list(REGRET),
-        "limits": random_limits(100, seed=args.seed),
     }
     chosen = []
     small = [replace(case, accumulation=2) for case in SMOKE] if args.kind == "accumulated" else SMOKE

@@ -107,15 +107,5 @@ def regret(result: CaseResult) -> tuple[float, str] | None:
     return times[chosen] / times[best] - 1, str(runs[best][0].plan)
 
 
-def limits_table(results: Sequence[CaseResult]) -> str:
-    """The chosen plans under limits, and how many of them ran out of memory."""
-    points = [(result, point) for result in results for point in result.points]
-    failed = sum(bool(point.error) for _, point in points)
-    lines = [f"{result.case.name}  {result.row(point)}" for result, point in points]
-    refused = sum(not result.points for result in results)
-    told = f"; for {refused} of {len(results)} cases nothing fits, and none was tried" if refused else ""
-    return "\n".join([*lines, "", f"{failed} of {len(points)} chosen plans ran out of memory{told}"])
-
-
 def _within(errors: list[float], limit: float) -> float:
     return sum(abs(error) <= limit for error in errors) / len(errors)

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass, replace
 
-from bench.dram_load import HOST_BYTES
 from protrain.common.records import Record
-from protrain.hardware.profile import HardwareProfile
-
-GIB, MIB = 1024**3, 1024**2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,17 +34,6 @@ class Case(Record):
     def with_host_memory(self, host_memory: str) -> Case:
         """This case with a limit of host memory."""
         return replace(self, host_memory=host_memory)
-
-    def beside_load(self, hardware: HardwareProfile) -> Case:
-        """This case with fixed limits, so that every plan of it is made and run under the same ones.
-
-        The host's leaves room for a load on its DRAM; the device's for what else may be there when a plan is made.
-        """
-        if hardware.device_type == "cpu":
-            return self
-        device_memory = self.device_memory or f"{(hardware.device_bytes - GIB) // MIB}MiB"
-        host_memory = f"{(hardware.host_bytes - HOST_BYTES) // MIB}MiB"
-        return replace(self, device_memory=device_memory, host_memory=host_memory)
 
 
 def _tuned(shape: str, layers: int, batch: int, sequence: int, n_plans: int = 4) -> Case:
@@ -103,31 +87,4 @@ REGRET = (
     Case(shape="opt-13b", layers=4, batch=4, sequence=1024, n_plans=20, device_memory="14GiB", clip=False),
     Case(shape="mistral-7b", layers=6, batch=1, sequence=8192, n_plans=20, device_memory="16GiB"),
 )
-
-
-def random_limits(count: int, *, seed: int) -> list[Case]:
-    """``count`` different models, batches and limits; some limits are below what any plan needs."""
-    generator = random.Random(seed)
-    cases = []
-    for _ in range(count):
-        weights = [("gpt2", 0.2), ("llama-1b", 0.12), ("llama-7b", 0.5), ("opt-13b", 0.7)]  # GiB a layer, about
-        shape, weights_gib = generator.choice(weights)
-        layers = generator.randint(2, 12) if shape in ("gpt2", "llama-1b") else generator.randint(1, 4)
-        sequence = generator.choice([256, 512, 777, 1024])
-        limit = weights_gib * (1 + layers) * generator.uniform(0.8, 8) + generator.uniform(0.5, 6)
-        cases.append(
-            Case(
-                shape=shape,
-                layers=layers,
-                batch=generator.choice([1, 2, 3, 4, 8, 16]),
-                sequence=sequence,
-                n_plans=0,
-                device_memory=f"{limit:.2f}GiB",
-                clip=generator.random() < 0.7,
-                held_out=True,
-            )
-        )
-    return cases
-
-
 SMOKE = (Case(shape="tiny", layers=4, batch=2, sequence=64, n_plans=2, device_memory="64MiB"),)

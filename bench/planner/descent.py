@@ -1,4 +1,4 @@
-"""Looks for a faster plan than the chosen one: plans drawn at random, then coordinate descent from the fastest.
+"""Looks for a faster plan than the chosen one and those drawn at random: coordinate descent from the fastest.
 
 A host may be slower in one minute than in the next, so the fastest of thirty plans is also the luckiest. So the chosen
 plan and the fastest others are measured again, in alternation, and only those times count.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import reduce
 
-from bench.planner.draw import draw
 from bench.planner.measure import Point
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
@@ -24,30 +24,19 @@ _ROUNDS = 3
 
 
 def descend(
+    points: Sequence[Point],
     profile: ModelProfile,
     hardware: HardwareProfile,
     measure: Callable[[Plan | None], Point],
     *,
-    others: int,
-    seed: int,
     step_during_backward: bool,
     in_time: Callable[[], bool],
 ) -> Iterator[Point]:
-    """Measure the chosen plan, ``others`` drawn from all that fit, and the neighbours on a descent from the fastest.
+    """Measure the neighbours on a descent from the fastest of ``points``, which are measured already.
 
     A neighbour differs by one in one integer, or in whether it keeps attention.
     """
-    best = chosen = measure(None)
-    yield chosen
-    known = {plan_key(chosen.plan)}
-    for plan in draw(profile, hardware, others, seed=seed, step_during_backward=step_during_backward):
-        if not in_time():
-            return
-        if plan_key(plan) not in known:
-            known.add(plan_key(plan))
-            point = measure(plan)
-            yield point
-            best = _faster(best, point)
+    best, known = reduce(_faster, points), {plan_key(point.plan) for point in points}
     improved = True
     while improved:
         improved = False

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,6 @@ import torch
 
 import protrain
 from bench.planner.cases import Case
-from bench.planner.clock import durations_ms, now
 from protrain.cli.models import read_architecture
 from protrain.common.errors import BudgetError
 from protrain.common.records import Record
@@ -101,7 +102,7 @@ class Training:
 
     def run(self, steps: int) -> tuple[float, ...]:
         """Milliseconds from the begin of each step to the begin of the next, by the device's own clock."""
-        starts: list[Any] = [now(self._device)]
+        starts: list[Any] = [_now(self._device)]
         for _ in range(steps):
             for _ in range(self._accumulation):
                 output = self.model(**self._batch)  # held until the next output, as plans assume
@@ -110,8 +111,8 @@ class Training:
                 self.optimizer.clip_grad_norm_(_CLIP_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            starts.append(now(self._device))
-        return durations_ms(starts, self._device)
+            starts.append(_now(self._device))
+        return _durations_ms(starts, self._device)
 
 
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:
@@ -149,3 +150,20 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         redone_updates=report.redone_updates,
         error=error,
     )
+
+
+def _now(device: torch.device) -> Any:
+    """A mark after everything that ``device`` has been given to do so far."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _durations_ms(moments: Sequence[Any], device: torch.device) -> tuple[float, ...]:
+    """The times from each of ``moments`` to the next. Waits for the last moment."""
+    if device.type == "cpu":
+        return tuple((second - first) * 1e3 for first, second in pairwise(moments))
+    torch.cuda.synchronize(device)
+    return tuple(first.elapsed_time(second) for first, second in pairwise(moments))

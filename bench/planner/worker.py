@@ -17,9 +17,8 @@ from pathlib import Path
 
 import torch
 
-from bench.allocator import forbid_more
 from bench.planner.cases import Case
-from bench.planner.descent import again, descend
+from bench.planner.descent import again, descend, plan_key
 from bench.planner.draw import draw
 from bench.planner.measure import Point, measure, profiled
 from bench.planner.results import CaseResult
@@ -28,9 +27,7 @@ from protrain.consensus import largest_of_all, of_all
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import join
 from protrain.hardware.detection import detect
-from protrain.hardware.profile import HardwareProfile
 from protrain.planning import Plan
-from protrain.profiler.model_profile import ModelProfile
 
 _DESCENT = 0.7  # share of a case's time; in the rest of the time the fastest plans are measured again
 
@@ -40,7 +37,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kind", choices=("accuracy", "accumulated", "regret", "limits"), default="accuracy")
+    parser.add_argument("--kind", choices=("accuracy", "accumulated", "regret"), default="accuracy")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--traces", type=Path, help="folder for a trace of every plan")
@@ -53,8 +50,6 @@ def main() -> None:
         torch.cuda.set_device(device)
     ranks = join(None)
     ranks.use(device)
-    if args.kind == "limits":
-        forbid_more(case.device_memory, device)
     profile = largest_of_all(ranks, profiled(case, device))
     hardware = detect(device, device_memory=case.device_memory, host_memory=case.host_memory)
     hardware = of_all(ranks, hardware, device)
@@ -69,18 +64,14 @@ def main() -> None:
         own = measure(case, plan, device, steps=args.steps, traced=traced)
         return _of_all(ranks.all_values(own, "the measurements of all ranks"))
 
-    inside = not case.clip
     try:
-        for point in _points(args, case, profile, hardware, run, in_time=in_time, step_during_backward=inside):
+        for point in _points(args.kind, result, run, in_time=in_time, seed=args.seed):
             result = result.with_point(point)
             if ranks.rank == 0:
                 result.save(args.out)
                 print(f"{case.name}  {result.row(point)}", file=sys.stderr, flush=True)
     except PlanError as error:
-        if args.kind != "limits":
-            sys.exit(f"{case.name}: {error}")
-        result.save(args.out)
-        print(f"{case.name}  nothing fits, and nothing was tried: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(f"{case.name}: {error}")
 
 
 def _of_all(points: Sequence[Point]) -> Point:
@@ -95,36 +86,23 @@ def _of_all(points: Sequence[Point]) -> Point:
 
 
 def _points(
-    args: argparse.Namespace,
-    case: Case,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    run: Callable[[Plan | None], Point],
-    *,
-    in_time: Callable[..., bool],
-    step_during_backward: bool,
+    kind: str, of: CaseResult, run: Callable[[Plan | None], Point], *, in_time: Callable[..., bool], seed: int
 ) -> Iterator[Point]:
-    if args.kind == "regret":
-        points = []
-        for point in descend(
-            profile,
-            hardware,
-            run,
-            others=case.n_plans,
-            seed=args.seed,
-            step_during_backward=step_during_backward,
-            in_time=partial(in_time, _DESCENT),
-        ):
+    """Measure the chosen plan and those drawn at random; for "regret" also neighbours of the fastest, and it again."""
+    case, profile, hardware = of.case, of.profile, of.hardware
+    regret, inside, points = kind == "regret", not case.clip, [run(None)]
+    yield points[0]
+    seed += case.accumulation - 1  # other plans for other steps of one model
+    before_again = partial(in_time, _DESCENT) if regret else in_time
+    for plan in draw(profile, hardware, case.n_plans, seed=seed, step_during_backward=inside):
+        if plan_key(plan) != plan_key(points[0].plan) and before_again():
+            points.append(run(plan))
+            yield points[-1]
+    if regret:
+        for point in descend(tuple(points), profile, hardware, run, step_during_backward=inside, in_time=before_again):
             points.append(point)
             yield point
         yield from again(points, run, in_time)
-        return
-    yield run(None)
-    if args.kind != "limits":
-        seed = args.seed + case.accumulation - 1  # other plans for other steps of one model
-        for plan in draw(profile, hardware, case.n_plans, seed=seed, step_during_backward=step_during_backward):
-            if in_time():
-                yield run(plan)
 
 
 if __name__ == "__main__":

@@ -13,5 +13,4 @@ worker       one contestant in a process of its own, or one of its ranks
 ranks        several GPUs: the processes' environments, and what their outcomes make together
 launch       starts workers; what ends one (no memory, no time) becomes a row
 results      rows, speedups, the printed table
-picture      the bar chart
 """

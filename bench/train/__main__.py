@@ -27,22 +27,20 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from bench.calibrated import calibrate_once, host_adam_threads
-from bench.dram_load import DramLoad, Load
+from bench.calibrated import calibrate_once
+from bench.dram_load import beside_dram_load
 from bench.link_load import add_link_rate, beside_copies
 from bench.loaders import LoadError
 from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import build_model, refuse_too_large, replace_loss
 from bench.train.options import Sizes, add_limits, add_sizes, commit_of_checkout, driver_of_gpu, sizes_of
-from bench.train.picture import draw_bars
 from bench.train.results import Comparison, Outcome
 from bench.train.task import Task, make_tokens
 from bench.train.trainers import weight_dtype
@@ -83,11 +81,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LoadError as error:
         parser.error(str(error))
     print(comparison.table())
-    if args.out is not None:
-        try:
-            draw_bars(comparison, args.out / f"compare-{task.label}.png")
-        except ImportError:
-            print("no picture: pip install matplotlib", file=sys.stderr)
     return 1 if any(one.error for one in comparison.outcomes if one.contestant.kind == "protrain") else 0
 
 
@@ -147,25 +140,6 @@ def _share(text: str) -> float:
     return share
 
 
-@contextmanager
-def _beside(share: float) -> Iterator[Load | None]:
-    """A load that leaves the host's AdamW ``share`` of its rate, for as long as the context lasts; 1: none.
-
-    It lives in this process, so that it is one and the same for all contestants.
-    """
-    if share == 1.0:
-        yield None
-        return
-    load = DramLoad(threads=host_adam_threads())
-    try:
-        found = load.leaving(share)
-        print(found, file=sys.stderr, flush=True)
-        with load.running(found.loaders):
-            yield found
-    finally:
-        load.close()
-
-
 def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
     if args.host_rate != 1.0 and not on_gpu:
@@ -214,7 +188,7 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
         slow_link = stack.enter_context(beside_copies(task.link_gbps, task.gpus))
         if any(one.kind == "protrain" for one in contestants):
             calibrate_once(task.gpus)
-        load = stack.enter_context(_beside(task.host_share))
+        load = stack.enter_context(beside_dram_load(task.host_share))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         make_tokens(task, folder / "tokens.pt")
         for contestant in contestants:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.train.models import blocks_of, build_model, fill, parameter_groups, replace_loss, shape_blocks
+from bench.train.models import parameter_groups
 from bench.train.ranks import start_group
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job
-from bench.train.trainers import Trainer, adamw_options, block_config, count, model_config
+from bench.train.trainers import Trainer, adamw_options, block_config, model_config, whole_model
 
 
 def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
@@ -29,12 +29,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     if task.accumulation > 1:
         raise ValueError("--accumulation: torchao's CPUOffloadOptimizer with offload_gradients=True sums no gradients")
     optimizer_class = importlib.import_module("torchao.optim").CPUOffloadOptimizer
-    model = build_model(task)
-    replace_loss(model, task)
-    fill(model, device=device, dtype=torch.float32)
-    model.to(device)
-    blocks = blocks_of(model)
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
+    model, parameters = whole_model(job, device, torch.float32)
     options = {**adamw_options(task), "fused": True}
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
     optimizer = optimizer_class(groups, torch.optim.AdamW, offload_gradients=True, **options)
@@ -49,7 +44,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
 
     return Trainer(
         step=step,
-        parameters=count(model),
+        parameters=parameters,
         config={
             **model_config(model, task),
             **block_config(contestant),
@@ -92,13 +87,7 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
             "params": {"lr": task.learning_rate, "betas": list(BETAS), "eps": EPSILON, "weight_decay": WEIGHT_DECAY},
         },
     }
-    model = build_model(task)
-    replace_loss(model, task)
-    parameters = count(model)
-    fill(model, device=device, dtype=torch.bfloat16)
-    model.to(device)
-    blocks = blocks_of(model)
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
+    model, parameters = whole_model(job, device, torch.bfloat16)
     groups = parameter_groups(model, weight_decay=WEIGHT_DECAY)
     head = model.get_output_embeddings()
     gathers_for_loss = task.chunked_loss and zero["stage"] == 3

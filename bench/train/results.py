@@ -6,11 +6,14 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from bench.dram_load import Load
 from bench.link_load import SlowLink
 from bench.train.contestants import Contestant
 from bench.train.task import Task
 from protrain.common.records import Record
+from protrain.common.tables import aligned
 from protrain.planning import Plan
 
 GIB = 1024**3
@@ -68,11 +71,7 @@ class Outcome(Record):
 
     def quantile_ms(self, share: float) -> float:
         """The time that ``share`` of the timed steps stay within, between neighbours in proportion."""
-        ordered = sorted(self.step_ms)
-        at = share * (len(ordered) - 1)
-        low = int(at)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+        return float(np.quantile(self.step_ms, share))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +162,7 @@ class Comparison(Record):
                     *("" if ratio is None else f"{ratio:.2f} times" for ratio in ratios),
                 ]
             )
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([self.headline(), "", *lines, *([""] if failed else []), *failed])
+        return "\n".join([self.headline(), "", aligned(rows), *([""] if failed else []), *failed])
 
     def headline(self) -> str:
         """What was trained, and where."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -52,6 +52,24 @@ def adamw_options(task: Task) -> dict[str, Any]:
 def count(model: nn.Module) -> int:
     """Parameters, tied ones once. Before any of them is quantised: two 4-bit weights are one element."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def whole_model(
+    job: Job, device: torch.device, dtype: torch.dtype, *, checkpointed: Sequence[bool] | None = None
+) -> tuple[Any, int]:
+    """The task's model with all weights on ``device``, and the number of its parameters.
+
+    Blocks are checkpointed as the contestant's name says, or as ``checkpointed`` says of each.
+    """
+    model = build_model(job.task)
+    parameters = count(model)
+    replace_loss(model, job.task)
+    fill(model, device=device, dtype=dtype)
+    model.to(device)
+    blocks = blocks_of(model)
+    wanted = job.contestant.checkpoints(len(blocks)) if checkpointed is None else checkpointed
+    shape_blocks(blocks, compile=job.contestant.compile, checkpointed=wanted)
+    return model, parameters
 
 
 def protrain_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
@@ -109,26 +127,17 @@ def _reached(report: Report) -> dict[str, Any]:
 
 
 def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
-    """The floor under the ProTrain row's plan."""
+    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
+
+    Blocks are checkpointed where the plan of the ProTrain row checkpoints them. A swapped block is one that is kept
+    here: it computes the same.
+    """
     assert job.planned_by is not None
     plan = Outcome.load(Path(job.planned_by)).plan
     assert plan is not None
-    return floor_under(plan, job.task, device, compile=job.contestant.compile)
-
-
-def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) -> Trainer:
-    """Forward and backward with all weights resident and every gradient dropped at once: no trainer can be faster.
-
-    Blocks are checkpointed where ``plan`` checkpoints them. A swapped block is one that is kept here: it computes the
-    same.
-    """
-    model = build_model(task)
-    parameters = count(model)
-    replace_loss(model, task)
+    task = job.task
     checkpointed = [mode.recomputes for mode in plan.block_modes]
-    fill(model, device=device, dtype=weight_dtype(device))
-    model.to(device)
-    shape_blocks(blocks_of(model), compile=compile, checkpointed=checkpointed)
+    model, parameters = whole_model(job, device, weight_dtype(device), checkpointed=checkpointed)
     for parameter in filter(lambda each: each.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(_drop_gradient)
 
@@ -141,7 +150,7 @@ def floor_under(plan: Plan, task: Task, device: torch.device, *, compile: bool) 
         config={
             **model_config(model, task),
             "weights": str(weight_dtype(device)),
-            "compile": compile,
+            "compile": job.contestant.compile,
             "checkpointed_blocks": [index for index, wanted in enumerate(checkpointed) if wanted],
             "blocks": len(checkpointed),
             "optimizer": None,
@@ -205,14 +214,8 @@ class MasterAdamW:
 def resident_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     """Everything on the device, no offloading at all."""
     task, contestant = job.task, job.contestant
-    model = build_model(task)
-    parameters = count(model)
-    replace_loss(model, task)
-    fill(model, device=device, dtype=weight_dtype(device))
-    model.to(device)
-    blocks = blocks_of(model)
-    optimizer = MasterAdamW(model, blocks, task)
-    shape_blocks(blocks, compile=contestant.compile, checkpointed=contestant.checkpoints(len(blocks)))
+    model, parameters = whole_model(job, device, weight_dtype(device))
+    optimizer = MasterAdamW(model, blocks_of(model), task)
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
         loss = backward(model, ids, task)

@@ -22,7 +22,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from bench.allocator import forbid_more
 from bench.train.fsdp2 import fsdp2_trainer
 from bench.train.llmq import llmq_trainer
 from bench.train.peers import deepspeed_trainer, torchao_trainer
@@ -31,6 +30,7 @@ from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
+from protrain.common.tables import parse_memory
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import local_rank
 from protrain.forward.compilation import graphs_compiled
@@ -130,6 +130,14 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
             "allocator": "expandable_segments:True",
         },
     )
+
+
+def forbid_more(device_memory: str | None, device: torch.device) -> None:
+    """Let the allocator have ``device_memory`` ("24GiB") of a GPU, cached blocks included; None or a CPU: all of it."""
+    if device_memory is not None and device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        limit_bytes = parse_memory(device_memory, name="device_memory")
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), torch.cuda.current_device())
 
 
 def peaks(device: torch.device, beside_torch: int = 0) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def add_bench(add_parser: Callable[..., Parser]) -> None:
             epilog=benchmark.epilog,
             usage=f"protrain bench {benchmark.name} [--out FOLDER] [--json] [OPTIONS]",
         )
-        own.add_argument("--out", type=writable_folder, metavar="FOLDER", help="write JSON, CSV and pictures to FOLDER")
+        own.add_argument("--out", type=writable_folder, metavar="FOLDER", help="write the JSON record to FOLDER")
         own.add_argument(
             "--json", action="store_true", help="print JSON on standard output and everything else on standard error"
         )

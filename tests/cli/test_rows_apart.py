@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.families.decoders import families
 from protrain.cli.models import LoadedModel
 from protrain.cli.rows_apart import what_joins_rows
+from tests.engine.families.decoders import families
 
 transformers = pytest.importorskip("transformers")
 LENGTH = 12

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from bench.families import known
-from bench.families.family import own_loss
 from protrain import MisuseError, wrap
+from tests.engine.families import decoders, encoders, modules, pictures_and_text, sound, vision
+from tests.engine.families.family import Batch, own_loss
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -37,8 +39,11 @@ PLANS = (
     Spec("none", "least", (CKPT, SWAP)),
     Spec("some", "least", (CKPT_SWAP, NONE), small=True),
 )
-# `python -m bench.families` trains all of them. Each of these takes a path that no other test does.
-FAMILIES = (
+PARTS = (decoders, encoders, vision, pictures_and_text, sound, modules)
+FAMILIES = {family.name: family for part in PARTS for family in part.families()}
+# Each of these takes a path that no other test does, so every run trains them, half of them in bf16: tests of models
+# have every structure in both types. The others are slow tests, on the CPU.
+QUICK = (
     *("t5", "whisper", "mixtral", "albert", "qwen2", "gemma2", "phi", "gpt_neox", "falcon", "bloom", "bert", "vit"),
     *("deformable_detr", "mamba"),
 )
@@ -47,26 +52,37 @@ FAMILIES = (
 def maker(family: str) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         with seeded():
-            return known.FAMILIES[family].make()
+            return FAMILIES[family].make()
 
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", QUICK)
 def test_families(family: str, device: torch.device) -> None:
-    """Half of the families in either type: tests of models have every structure in both."""
     if family == "deformable_detr" and device.type == "cuda":
         pytest.skip("torch has no deterministic backward of grid_sample there")
-    batches = known.FAMILIES[family].batches(2)
-    dtype = (torch.float32, torch.bfloat16)[FAMILIES.index(family) % 2]
-    check_equal_to_plain(
-        maker(family), batches, device=device, dtype=dtype, loop=Loop(max_norm=0.5, loss=own_loss), specs=PLANS
-    )
+    check(family, device, (torch.float32, torch.bfloat16)[QUICK.index(family) % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in QUICK])
+def test_other_families(family: str) -> None:
+    check(family, torch.device("cpu"), torch.float32)
+
+
+def check(family: str, device: torch.device, dtype: torch.dtype) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        random.seed(0)
+        np.random.seed(0)  # some models of speech mask what they hear by numpy
+        return FAMILIES[family].loss(model, batch)
+
+    loop, batches = Loop(max_norm=0.5, loss=loss), FAMILIES[family].batches(2)
+    check_equal_to_plain(maker(family), batches, device=device, dtype=dtype, loop=loop, specs=PLANS)
 
 
 @pytest.mark.parametrize("family", ["t5", "qwen2", "mamba", "gpt2"])
 def test_generation_between_steps(family: str, device: torch.device) -> None:
-    batches = known.FAMILIES[family].batches(2)
+    batches = FAMILIES[family].batches(2)
 
     def run(model: nn.Module, optimizer: Trainer) -> list[Any]:
         found: list[Any] = []
@@ -92,14 +108,14 @@ def test_generation_between_steps(family: str, device: torch.device) -> None:
 
 
 def test_the_error_for_gemma_3n_names_the_setting_that_makes_it_train(device: torch.device) -> None:
-    model, batch = maker("gemma3n_text")(), known.FAMILIES["gemma3n_text"].batches(1)[0]
+    model, batch = maker("gemma3n_text")(), FAMILIES["gemma3n_text"].batches(1)[0]
     vars(model.config)["altup_coef_clip"] = 1.0
     with pytest.raises(ValueError, match=r"prediction_coefs.* in place, .*vars\(config\)\['altup_coef_clip'\] = None"):
         wrap_under(PLANS[0], model, adamw(model), batch, device=device)
 
 
 def test_the_error_for_rwkv_names_the_setting_with_which_it_is_evaluated(device: torch.device) -> None:
-    family = known.FAMILIES["rwkv"]
+    family = FAMILIES["rwkv"]
     batches = family.batches(2)
     plain, trainer = prepare_plain(made := maker("rwkv")(), adamw(made), device=device, dtype=torch.float32)
     expected = Loop().run(plain, trainer, batches)
@@ -117,7 +133,7 @@ def test_the_error_for_rwkv_names_the_setting_with_which_it_is_evaluated(device:
 def routed(router_dtype: str) -> nn.Module:
     """Switch Transformers, whose routers convert themselves to this type in forward."""
     with seeded():
-        made: Any = known.FAMILIES["switch_transformers"].make()
+        made: Any = FAMILIES["switch_transformers"].make()
         made.config.router_dtype = router_dtype
         model: nn.Module = type(made)(made.config)
     return model
@@ -125,7 +141,7 @@ def routed(router_dtype: str) -> nn.Module:
 
 @pytest.mark.parametrize("at", ["wrap", "the first call"])
 def test_the_error_for_routers_that_convert_themselves_names_the_setting(at: str) -> None:
-    model, (batch,) = routed("float32"), known.FAMILIES["switch_transformers"].batches(1)
+    model, (batch,) = routed("float32"), FAMILIES["switch_transformers"].batches(1)
     options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "progress": False}
 
     def first_step() -> None:
@@ -138,6 +154,6 @@ def test_the_error_for_routers_that_convert_themselves_names_the_setting(at: str
 
 
 def test_with_that_setting_they_train(device: torch.device) -> None:
-    batches, loop = known.FAMILIES["switch_transformers"].batches(2), Loop(max_norm=0.5, loss=own_loss)
+    batches, loop = FAMILIES["switch_transformers"].batches(2), Loop(max_norm=0.5, loss=own_loss)
     make = functools.partial(routed, "bfloat16")
     check_equal_to_plain(make, batches, device=device, dtype=torch.bfloat16, loop=loop, specs=PLANS)

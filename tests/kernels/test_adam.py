@@ -102,7 +102,7 @@ def test_any_bit_patterns_have_the_bits_of_the_reference(
     decoupled: bool,
     eps: float,
 ) -> None:
-    count = 1 << 13
+    count = 1 << (22 if backend.device.type == "cuda" else 13)
     # Rolled, so that the special values at the start of each meet ordinary ones.
     values, exp_avg = any_bits(1, count), any_bits(2, count).roll(100)
     exp_avg_sq, grad = any_bits(3, count).roll(200).abs(), any_bits(4, count).roll(300)

@@ -67,7 +67,6 @@ class Family:
     """One architecture in tiny. ``make`` builds equal models for equal states of torch's random generator."""
 
     name: str
-    kind: str
     make: Callable[[], nn.Module]
     draw: Draw
     loss: Callable[[nn.Module, Batch], Tensor] = own_loss
@@ -79,7 +78,7 @@ class Family:
 
 
 def transformers_family(
-    name: str, kind: str, head: str, draw: Draw, *, unchecked: Mapping[str, Any] | None = None, **config: Any
+    name: str, head: str, draw: Draw, *, unchecked: Mapping[str, Any] | None = None, **config: Any
 ) -> Family:
     """The family ``name`` of transformers, as the model class or Auto class ``head`` builds it from ``config``.
 
@@ -95,7 +94,7 @@ def transformers_family(
         model: nn.Module = model_class.from_config(made) if head.startswith("AutoModel") else model_class(made)
         return model
 
-    return Family(name=name, kind=kind, make=make, draw=draw)
+    return Family(name=name, make=make, draw=draw)
 
 
 def ids(generator: torch.Generator, length: int = 16) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.families.family import (
+from tests.engine.families.family import (
     GPT,
     GROUPED,
     HEADS,
@@ -203,12 +203,12 @@ _RECURRENT: dict[str, dict[str, Any]] = {
 def families() -> list[Family]:
     """All of them. Decoders are given padding, which takes other paths in attention."""
     groups = (
-        ("decoder", padded, _DECODERS),
-        ("mixture of experts", language, _MIXTURES),
-        ("recurrent or hybrid", language, _RECURRENT),
+        (padded, _DECODERS),
+        (language, _MIXTURES),
+        (language, _RECURRENT),
     )
     return [
-        transformers_family(name, kind, "AutoModelForCausalLM", draw, **config)
-        for kind, draw, configs in groups
+        transformers_family(name, "AutoModelForCausalLM", draw, **config)
+        for draw, configs in groups
         for name, config in configs.items()
     ]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.families.family import (
+from tests.engine.families.family import (
     BOTH_SIDES,
     SIZES,
     Batch,
@@ -222,14 +222,11 @@ def families() -> list[Family]:
     found = [
         transformers_family(
             name,
-            "vision",
             "AutoModelForImageClassification",
             _labelled_large if config.get("image_size") == 64 else _labelled,
             **config,
         )
         for name, config in _CLASSIFIERS.items()
     ]
-    found += [
-        transformers_family(name, "vision", head, draw, **config) for name, (head, draw, config) in _OTHERS.items()
-    ]
+    found += [transformers_family(name, head, draw, **config) for name, (head, draw, config) in _OTHERS.items()]
     return found

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.families.family import (
+from tests.engine.families.family import (
     BOTH_SIDES,
     GROUPED,
     IDS,
@@ -251,7 +251,6 @@ _FORECASTERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
 def families() -> list[Family]:
     """All of them."""
     return [
-        transformers_family(name, kind, head, draw, **config)
-        for kind, models in (("sound", _MODELS), ("series", _FORECASTERS))
-        for name, (head, draw, config) in models.items()
+        transformers_family(name, head, draw, **config)
+        for name, (head, draw, config) in {**_MODELS, **_FORECASTERS}.items()
     ]

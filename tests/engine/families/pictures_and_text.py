@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.families.family import (
+from tests.engine.families.family import (
     GROUPED,
     IDS,
     SIZES,
@@ -21,7 +21,7 @@ from bench.families.family import (
     pictures,
     transformers_family,
 )
-from bench.families.vision import PICTURE
+from tests.engine.families.vision import PICTURE
 
 _IMAGE = 3  # the token that stands for a part of a picture
 
@@ -340,7 +340,4 @@ _MODELS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
 
 def families() -> list[Family]:
     """All of them."""
-    return [
-        transformers_family(name, "pictures and text", head, draw, **config)
-        for name, (head, draw, config) in _MODELS.items()
-    ]
+    return [transformers_family(name, head, draw, **config) for name, (head, draw, config) in _MODELS.items()]

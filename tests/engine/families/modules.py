@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.families.family import VOCABULARY, Batch, Draw, Family, ids
+from tests.engine.families.family import VOCABULARY, Batch, Draw, Family, ids
 
 
 class Translator(nn.Module):
@@ -217,6 +217,4 @@ def families() -> list[Family]:
         ("LSTM", Recurrent, _tokens, _next_token),
         ("graph network", Graph, _graphs, _classified),
     ]
-    return [
-        Family(name=name, kind="written by hand", make=make, draw=draw, loss=loss) for name, make, draw, loss in table
-    ]
+    return [Family(name=name, make=make, draw=draw, loss=loss) for name, make, draw, loss in table]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from bench.families.family import (
+from tests.engine.families.family import (
     GPT,
     IDS,
     SEQUENCES,
@@ -181,13 +181,13 @@ _OTHERS: dict[str, tuple[str, Draw, dict[str, Any]]] = {
 def families() -> list[Family]:
     """All of them."""
     groups = (
-        ("encoder", "AutoModelForMaskedLM", _ENCODERS),
-        ("encoder and decoder", "AutoModelForSeq2SeqLM", _SEQUENCE_TO_SEQUENCE),
+        ("AutoModelForMaskedLM", _ENCODERS),
+        ("AutoModelForSeq2SeqLM", _SEQUENCE_TO_SEQUENCE),
     )
     found = [
-        transformers_family(name, kind, head, padded, **config)
-        for kind, head, configs in groups
+        transformers_family(name, head, padded, **config)
+        for head, configs in groups
         for name, config in configs.items()
     ]
-    found += [transformers_family(name, "text", head, draw, **config) for name, (head, draw, config) in _OTHERS.items()]
+    found += [transformers_family(name, head, draw, **config) for name, (head, draw, config) in _OTHERS.items()]
     return found
