@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
-from protrain.engine.weights.buffers import BufferPool
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.schedule import Schedule
 from tests.engine.harness import (
     CKPT,
     FEW_PLANS,
@@ -259,33 +256,6 @@ def test_training_goes_on_after_a_failure(where: str, device: torch.device) -> N
         found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device))
         assert found[0] == losses, str(spec)
         assert_same(found[1], final)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_goes_on_after_an_interrupted_fetch(
-    where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted_fetch(second: Chunk, fetches: Iterator[str], chunk: Chunk, schedule: Schedule) -> Tensor:
-        if chunk is second and next(fetches) == where:
-            raise KeyboardInterrupt
-        return BufferPool.acquire(optimizer._engine.buffers, chunk, schedule)
-
-    data, results = batches(2), []
-    for interrupted in (False, True):
-        model = make()
-        spec = Spec("none", "least", (NONE, CKPT), small=True)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        _, second, *_ = next(unit.chunks for unit in optimizer._engine.units if len(unit.chunks) > 1)
-        fetch = functools.partial(interrupted_fetch, second, iter(("forward", "backward")))
-        if interrupted:
-            with monkeypatch.context() as patch:
-                patch.setattr(optimizer._engine.buffers, "acquire", fetch)
-                with pytest.raises(KeyboardInterrupt):
-                    default_loss(wrapped, data[0]).backward()
-            optimizer.zero_grad()
-        results.append((Loop().run(wrapped, optimizer, data), states(wrapped, optimizer)))
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
 
 
 def test_a_forward_without_backward_costs_nothing_later(device: torch.device) -> None:
