@@ -339,7 +339,7 @@ def test_buffers_full_after_forward_serve_backward_and_fill_for_the_next_forward
             wrapped(*batch).square().mean().backward()
             trainer.step()
             trainer.zero_grad()
-            trainer._engine.updates.wait()
+            trainer.state_dict()  # waits for the updates, and what they upload
             fetches.append(trainer.report().fetches)
         a_step = away + (away - n_buffer)
         # All buffers are full again before the next forward begins.

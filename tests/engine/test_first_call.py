@@ -175,14 +175,10 @@ def test_what_needs_chunks_says_that_the_model_must_be_called_first(asked: Calla
         asked(model)
 
 
-def test_a_model_that_waits_for_its_first_call_cannot_be_moved() -> None:
-    model, _ = wrapped()
+def test_a_model_that_waits_for_its_first_call_cannot_be_moved_or_copied() -> None:
+    model, optimizer = wrapped()
     with pytest.raises(MisuseError, match="cannot be moved"):
         model.half()
-
-
-def test_a_model_that_waits_for_its_first_call_cannot_be_copied() -> None:
-    model, optimizer = wrapped()
     with pytest.raises(MisuseError, match="copy it before"):
         copy.deepcopy(model)
     torch.manual_seed(7)
@@ -205,14 +201,6 @@ def test_a_wrong_limit_is_an_error_of_wrap() -> None:
     model, optimizer = made()
     with pytest.raises(ValueError, match="device_memory"):
         protrain.wrap(model, optimizer, device="cpu", device_memory="much")
-
-
-def test_a_larger_batch_than_the_first_is_refused() -> None:
-    model, optimizer = wrapped()
-    train(model, optimizer, batches()[:1])
-    longer = torch.randint(32, (ROWS, 16))
-    with pytest.raises(MisuseError, match="pass an example_batch"):
-        model(longer, labels=longer)
 
 
 def test_a_run_resumes_before_its_first_call(tmp_path: Path) -> None:

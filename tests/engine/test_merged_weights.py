@@ -74,8 +74,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
     safetensors_torch.save_file(tensors, file)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("spec", [LOOSE, TIGHT], ids=["loose", "tight"])
+@pytest.mark.parametrize(("spec", "dtype"), [(LOOSE, torch.float32), (TIGHT, torch.bfloat16)], ids=["loose", "tight"])
 def test_experts_that_are_spread_over_files_train_as_in_the_plain_loop(
     spec: Spec, dtype: torch.dtype, source: Any, tmp_path: Path
 ) -> None:

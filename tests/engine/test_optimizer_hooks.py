@@ -193,17 +193,6 @@ def test_a_scaler_is_told_what_to_do(dtype: torch.dtype) -> None:
     assert_same(states(model, optimizer), states(*untouched))
 
 
-def test_parameters_in_no_group_are_named_with_what_they_do_without() -> None:
-    model = make()
-    inner = torch.optim.AdamW(model.get_submodule("blocks").parameters())
-    with pytest.warns(
-        UserWarning, match=r"in no optimizer group: they will not change, and have no \.grad.*enter\.weight"
-    ):
-        model, _ = wrapped(inner, model)
-    default_loss(model, batches(1)[0]).backward()
-    assert model.get_parameter("enter.weight").grad is None
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("of_all", [True, False])
 def test_a_second_optimizer_says_that_it_cannot_train(

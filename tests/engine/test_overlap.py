@@ -218,7 +218,7 @@ def test_updates_inside_backward_start_before_it_ends(gates: Gates) -> None:
     assert begun[0][0] == BLOCKS - 1
     optimizer.step()
     gates.open_all()
-    optimizer._engine.updates.wait()
+    optimizer.state_dict()  # waits for all
     assert sorted(gates.finished) == list(range(BLOCKS))
 
 

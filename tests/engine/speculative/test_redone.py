@@ -14,7 +14,6 @@ from protrain.engine.states.chunks import Chunk
 from tests.engine import residual
 from tests.engine.harness import (
     Batch,
-    Loop,
     Spec,
     Trainer,
     adamw,
@@ -42,26 +41,6 @@ def test_hyperparameters_changed_after_backward(
     optimizer, n_chunks = trained(run, device, spec)
     # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
     assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
-
-
-def test_a_replaced_list_of_groups_counts(spec: Spec, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
-        optimizer.param_groups = [{**group, "lr": 1e-4} for group in optimizer.param_groups]
-        Loop().run(model, optimizer, data)
-
-    optimizer, n_chunks = trained(run, device, spec)
-    assert counts(optimizer) == (STEPS * n_chunks, 0)
-
-
-def test_a_wrong_hyperparameter_is_said_by_step(spec: Spec, device: torch.device) -> None:
-    data, model = residual.batches(2), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device)
-    before = states(wrapped, optimizer)
-    optimizer.param_groups[0]["lr"] = -1.0
-    default_loss(wrapped, data[0]).backward()
-    with pytest.raises(ValueError, match="lr must be finite and at least 0"):
-        optimizer.step()
-    assert_same(states(wrapped, optimizer), before)
 
 
 def test_gradients_forgotten_without_a_step(spec: Spec, device: torch.device) -> None:
