@@ -293,33 +293,3 @@ def test_data_that_forward_replaces_is_refused_and_changes_nothing(spec: Spec, d
     model.share = 0.0
     assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(other, its_optimizer, [(x,)] * 2)
     assert_same(states(model, optimizer), states(other, its_optimizer))
-
-
-def test_a_momentum_encoder_that_follows_after_the_step(device: torch.device) -> None:
-    """What the error for a forward that replaces data advises."""
-
-    def follow(model: Any) -> None:
-        with torch.no_grad():
-            for query, key in zip(model.query.parameters(), model.key.parameters(), strict=True):
-                key.data = key.data * 0.5 + query.data * 0.5
-
-    def run(model: Any, optimizer: Trainer) -> list[float]:
-        values = []
-        for _ in range(4):
-            model.share = 0.0
-            values += Loop(scheduler=False).run(model, optimizer, [(x,)])
-            with protrain.full_parameters(model):
-                follow(model)
-        return values
-
-    def build() -> nn.Module:
-        with seeded():
-            return Momentum()
-
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    found = []
-    for spec in SPECS:
-        model = build()
-        found.append(run(*wrap_under(spec, model, adamw(model), (x,), device=device)))
-    assert len(set(found[0])) == 4
-    assert all(values == found[0] for values in found)
