@@ -202,20 +202,6 @@ def test_the_peak_falls_by_what_is_claimed() -> None:
     assert claimed - INPUT_BYTES <= planned[CKPT] - planned[CKPT_SWAP] <= DEPTH * INPUT_BYTES
 
 
-def test_a_forward_that_is_dropped_offloads_nothing_later(offloaded: list[int], device: torch.device) -> None:
-    batch, model = rows()[0], make_residual()
-    wrapped, optimizer = wrap_under(Spec("none", "least", (CKPT_SWAP,)), model, adamw(model), batch, device=device)
-    block: Any = wrapped.get_submodule(f"blocks.{DEPTH - 1}")
-    block.fails = "forward"
-    with pytest.raises(ArithmeticError):
-        default_loss(wrapped, batch)
-    block.fails = ""
-    dropped = len(offloaded)
-    assert dropped == DEPTH - 1  # the last block had been called when it failed
-    step(wrapped, optimizer, batch)
-    assert len(offloaded) == dropped + DEPTH
-
-
 def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_bits() -> None:
     data, loop = rows(), Loop(max_norm=0.5)
     expected, final = plain_run(make_residual, data, loop=loop, device=CPU, dtype=torch.float32)

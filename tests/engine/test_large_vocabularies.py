@@ -237,8 +237,7 @@ class _Tables(nn.Module):
         return (self.heads[head](x) if head >= 0 else x).square().mean()
 
 
-@pytest.mark.parametrize("head", [-1, 0])
-@pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
+@pytest.mark.parametrize(("head", "inside"), [(-1, False), (0, True)], ids=["clipping", "inside-backward"])
 def test_a_head_that_the_trace_did_not_use_finds_a_buffer(head: int, inside: bool) -> None:
     """Beside the table, which the model holds while its parts run."""
     torch.manual_seed(0)

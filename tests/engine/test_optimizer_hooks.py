@@ -39,18 +39,6 @@ def wrapped(
     )
 
 
-def test_a_scheduler_that_was_made_before_wrapping_does_not_warn() -> None:
-    model = make()
-    inner = adamw(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
-    model, optimizer = wrapped(inner, model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        default_loss(model, batches(1)[0]).backward()
-        optimizer.step()
-        scheduler.step()
-
-
 def test_the_optimizer_that_was_wrapped_says_which_one_to_use() -> None:
     model = make()
     inner = adamw(model)

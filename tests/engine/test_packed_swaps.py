@@ -198,22 +198,6 @@ def train_on(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch) -> No
     optimizer.zero_grad()
 
 
-def test_a_second_backward_through_a_packed_block() -> None:
-    found = []
-    for packed in (False, True):
-        model: nn.Module = make_stack()
-        spec = Spec("none", "least", (SWAP,), packed=packed)
-        model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU, accumulation=2)
-        with seeded():
-            loss = default_loss(model, stack_batches()[0])
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        found.append(model.state_dict())
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
-
-
 def test_a_plan_says_of_every_block_or_of_none_whether_it_is_packed() -> None:
     model: nn.Module = make_stack()
     plan = wrap_under(BOTH[1], model, adamw(model), stack_batches()[0], device=CPU)[1].plan

@@ -112,16 +112,6 @@ def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 1
 
 
-@pytest.mark.parametrize("forgotten", [0.0, 1.0])
-def test_an_update_that_was_slow_once_ends_the_help_for_some_steps_only(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, forgotten: float
-) -> None:
-    monkeypatch.setattr("protrain.engine.updates.host_updates._FORGOTTEN_SHARE", forgotten)
-    slow_down(monkeypatch, seconds=0.02)
-    report = trained_beside_a_late_host(device, monkeypatch, device_gparams=1e-9)
-    assert (report.streamed_updates > 0) == (forgotten > 0)
-
-
 def test_the_device_leaves_the_host_the_update_that_it_is_at(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

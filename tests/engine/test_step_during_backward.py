@@ -194,16 +194,6 @@ def test_a_step_after_no_sync_alone_is_an_error(wrapped: Wrap, tiny_batch: Calla
     assert_same(results[1], results[0])
 
 
-def test_a_state_dict_after_backward_has_its_updates(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
-    model, optimizer = wrapped(SPECS[1], during=True)
-    before = model.state_dict()
-    optimizer.backward(model(**tiny_batch()).loss)
-    after = model.state_dict()  # while the one before is still held
-    optimizer.step()
-    assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
-    assert not any(torch.equal(after[name], value) for name, value in before.items() if value.ndim > 1)
-
-
 def enter_full_parameters(model: nn.Module, optimizer: ProTrainOptimizer, folder: Path) -> None:
     with protrain.full_parameters(model):
         pass
