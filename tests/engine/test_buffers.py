@@ -296,8 +296,7 @@ def test_parameters_keep_every_shape_wherever_they_are() -> None:
     assert float(wrapped.state_dict()["0.gain"]) != 1.5
 
 
-@pytest.mark.parametrize("n_ckpt", [0, 6])
-@pytest.mark.parametrize(("chunk_elements", "per_block"), [(512, 1), (256, 2)])
+@pytest.mark.parametrize(("chunk_elements", "per_block", "n_ckpt"), [(512, 1, 0), (256, 2, 6)])
 def test_buffers_full_after_forward_serve_backward_and_fill_for_the_next_forward(
     chunk_elements: int, per_block: int, n_ckpt: int
 ) -> None:

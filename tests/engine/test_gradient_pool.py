@@ -73,7 +73,7 @@ def plainly_trained(
 
 
 # GPT-2 has tied weights, used at the start and at the end. LLaMA has none.
-@pytest.mark.parametrize(("spec", "family"), zip(SPECS, ("gpt2", "llama") * 3, strict=False), ids=str)
+@pytest.mark.parametrize(("spec", "family"), [*zip(SPECS, ("gpt2", "llama") * 3, strict=False)], ids=str)
 def test_the_bits_are_those_of_the_plain_loop(
     wrapped: Wrap,
     plainly_trained: Callable[..., tuple[list[float], dict[str, Tensor]]],

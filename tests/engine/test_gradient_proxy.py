@@ -259,29 +259,6 @@ def test_a_factor_that_changes_on_the_way_is_several(device: torch.device) -> No
         optimizer.step()
 
 
-def test_what_a_backward_left_that_raised_is_cleared(device: torch.device) -> None:
-    """A loop that leaves out batches that fail."""
-
-    def run(failing: bool) -> dict[str, Tensor]:
-        model, optimizer = wrapped_under(OFFLOADED, device)
-        for batch in batches(2):
-            if failing:
-                inputs = batch[0].to(device, torch.bfloat16).requires_grad_()
-                inputs.register_hook(lambda _: 1 / 0)
-                with pytest.raises(ZeroDivisionError):
-                    default_loss(model, (inputs,)).backward()
-                for parameter in model.parameters():
-                    parameter.grad = None
-                assert all(parameter.grad is None for parameter in model.parameters())
-            torch.manual_seed(1)
-            default_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return states(model, optimizer)
-
-    assert_same(run(failing=True), run(failing=False))
-
-
 def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
     model, optimizer = wrapped_under(OFFLOADED, device)
     parameter = next(model.parameters())

@@ -200,13 +200,3 @@ def test_a_second_optimizer_says_that_it_cannot_train(
         second.step()
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     optimizer.step()
-
-
-def test_an_optimizer_of_other_parameters_steps_beside_the_wrapped_one() -> None:
-    model, optimizer = wrapped()
-    temperature = nn.Parameter(torch.ones(()))
-    own = torch.optim.SGD([temperature], lr=0.5)
-    (default_loss(model, batches(1)[0]) * temperature.detach() + 2 * temperature).backward()
-    optimizer.step()
-    own.step()
-    assert temperature.item() == 0.0

@@ -221,6 +221,8 @@ def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
     for _ in range(40):
         scale.update(False)
     assert scale.scale == 2.0**-24
+    with pytest.warns(UserWarning, match="42 steps were skipped.*train in bfloat16"):
+        scale.update(False)
     scale.load({"scale": 2.0**24, "finite_steps": 1999, "skipped": 3})
     scale.update(True)
     assert scale.scale == 2.0**24

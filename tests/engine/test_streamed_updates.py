@@ -11,10 +11,8 @@ import gc
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +42,6 @@ from tests.engine.harness import (
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
-from tests.engine.test_tracing import read
 
 SPEC = Spec("none", "least", (NONE, CKPT), small=True, stream=True)
 STEPS = 4
@@ -252,14 +249,3 @@ def test_device_memory_is_as_planned(device: torch.device) -> None:
     assert streaming.device_bytes - without.device_bytes == staging
     if device.type == "cpu":  # a GPU's allocator rounds
         assert reports[0] - reports[1] == staging
-
-
-def test_they_are_traced_in_a_row_of_their_own(device: torch.device, tmp_path: Path) -> None:
-    data, model = residual.batches(2), residual.make()
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    with protrain.trace(optimizer, tmp_path / "trace.json"):
-        Loop().run(wrapped, optimizer, data)
-    rows = read(tmp_path / "trace.json")
-    for row, streamed in (("host optimizer", False), ("streamed updates", True)):
-        names = Counter(event["name"] for event in rows.get(("ProTrain, measured", row), []))
-        assert names == Counter({f"update {index}": 2 for index in range(optimizer.plan.n_chunks) if streamed})

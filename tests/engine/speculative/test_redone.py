@@ -19,7 +19,6 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     default_loss,
-    make_plan,
     states,
     wrap_under,
 )
@@ -41,18 +40,6 @@ def test_hyperparameters_changed_after_backward(
     optimizer, n_chunks = trained(run, device, spec)
     # Step 0 is done again; then none until the one after a step whose rates were those of its backward.
     assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
-
-
-def test_gradients_forgotten_without_a_step(spec: Spec, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
-        for index, batch in enumerate(data):
-            default_loss(model, batch).backward()
-            if index % 2:
-                optimizer.step()
-            optimizer.zero_grad()
-
-    optimizer, n_chunks = trained(run, device, spec)
-    assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
 
 
 def test_states_between_backward_and_step_are_those_before(spec: Spec, device: torch.device) -> None:
@@ -90,25 +77,6 @@ def test_edits_between_backward_and_step_count(spec: Spec, device: torch.device)
     speculative, redone = results[0][1]
     assert speculative == redone > 0
     assert results[1][1] == (0, 0)
-
-
-def test_plans_that_contradict_themselves_are_refused(spec: Spec, device: torch.device) -> None:
-    data, model = residual.batches(1), residual.make()
-    profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device)
-    plan = make_plan(spec, profile, device)
-    for wrong, inside, message in (
-        (plan, True, "n_speculate must be 0 to 0, .*: with step_during_backward=True"),
-        (dataclasses.replace(plan, n_speculate=99), False, "n_speculate must be 0 to"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            protrain.wrap(
-                model,
-                adamw(model),
-                example_batch=data[0],
-                device=device,
-                plan=wrong,
-                step_during_backward=inside,
-            )
 
 
 def test_a_step_redoes_a_speculative_update_that_failed(
