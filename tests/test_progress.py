@@ -158,14 +158,3 @@ def test_what_nobody_reads_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(sys, "stderr", None)
     with progress.stage("planning"):
         progress.say("in a process without standard error")
-
-
-def test_a_profile_says_what_it_does(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]]
-) -> None:
-    said: list[str] = []
-    protrain.profile(tiny_model("llama"), tiny_batch(), device="cpu", show=said.append)
-    for what in ("measuring memory", "measuring times"):
-        for phase in ("forward", "backward"):
-            assert {f"{what}, {phase} of model.layers.{index}" for index in range(3)} <= set(said)
-    assert said[-1] == "measuring times, attention alone"

@@ -208,9 +208,3 @@ def test_the_table_aligns_and_writes_bytes_for_people() -> None:
     assert table["several"] == "9 entries"
     assert table["colour"] == "blue"
     assert table["ready"] == "True"
-
-
-def test_records_are_frozen() -> None:
-    changed: Any = FULL
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        changed.count = 5

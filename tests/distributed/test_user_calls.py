@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import time
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,50 +14,10 @@ from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 import protrain
-from protrain.distributed import ranks
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
 from tests.distributed.test_user_wrap import WIDTH, Model, batch, wrap
 from tests.engine.harness import seeded
-
-CALLS: dict[str, Callable[[Any, Any, str], Any]] = {
-    "load_state_dict()": lambda model, optimizer, folder: model.load_state_dict({}, strict=False),
-    "export_parameter()": lambda model, optimizer, folder: optimizer.export_parameter("blocks.0.linear.weight"),
-    "save_checkpoint()": lambda model, optimizer, folder: protrain.save_checkpoint(folder, model, optimizer),
-}
-
-
-def call_alone(rank: int, call: str, folder: str) -> tuple[list[str], str]:
-    """Rank 0 alone makes ``call``. Returns the warnings and the error of each rank."""
-    model, optimizer = wrap(Model())
-    before = ranks._ABSENT_S
-    ranks._ABSENT_S = 1.0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            if rank == 0:
-                CALLS[call](model, optimizer, folder)
-            time.sleep(2)
-            model(batch(rank))
-        except protrain.MisuseError as error:
-            return [str(each.message) for each in caught], str(error)
-        finally:
-            ranks._ABSENT_S = before
-    return [], ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("call", CALLS)
-def test_calls_of_one_rank_alone(call: str, tmp_path: Path) -> None:
-    (said, error), (nothing, other) = on_ranks(2, call_alone, call, str(tmp_path / "saves"), timeout_s=150)
-    remedy = f"Call {call} in every process: only what is done with its result may stand under `if rank == 0`"
-    assert len(said) == 1
-    waits = rf"rank 0 has waited \d s for rank 1 in {re.escape(call)} \(collective \d+\)"
-    assert re.fullmatch(rf"{waits}, and goes on waiting\. {re.escape(remedy)}", said[0]), said
-    assert re.fullmatch(rf"{waits}, and gives up\. {re.escape(remedy)}", error), error
-    assert other == error
-    assert not nothing
-    assert not (tmp_path / "saves").exists()
 
 
 def look(rank: int) -> tuple[list[float], str]:

@@ -89,9 +89,10 @@ WRITES: dict[str, Callable[[Any, Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRITES)
 @pytest.mark.parametrize(
-    "spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE,), speculate=True)], ids=str
+    ("spec", "what"),
+    [*zip([Spec("all", "least", (NONE,)), Spec("none", "least", (NONE,), speculate=True)] * 3, WRITES, strict=True)],
+    ids=str,
 )
 def test_a_hook_may_save_and_what_would_write_there_changes_nothing(spec: Spec, what: str, tmp_path: Path) -> None:
     """Under every plan, as a unit is using its weights then, and a speculative update its states."""

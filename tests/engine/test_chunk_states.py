@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,13 +11,30 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Chunk, ChunkState
 from protrain.engine.streams import Streams
 from protrain.engine.updates.worker import Job
-from tests.engine.test_gradient_pool import chunk_of
 
 BEGUN = [ChunkState.SPECULATED, ChunkState.UPDATING]
 ILLEGAL = {
     (ChunkState.SPECULATED, ChunkState.SPECULATED),
     (ChunkState.UPDATING, ChunkState.SPECULATED),
 }
+
+
+def chunk_of(index: int, **states: Any) -> Chunk:
+    """A chunk of 128 elements in host memory."""
+    streams = Streams()
+    return Chunk(
+        index=index,
+        elements=128,
+        shard=slice(0, 128),
+        ranks=Ranks(None),
+        trainable=True,
+        persistent=False,
+        large=False,
+        offloaded=streams.mark(),
+        uploaded=streams.mark(),
+        updated=streams.mark(),
+        **({"weight": torch.zeros(128)} | states),
+    )
 
 
 def job(*, fails: bool = False) -> Job:
@@ -93,24 +112,9 @@ def test_an_error_is_raised_in_all_who_wait_unless_nothing_was_changed(state: Ch
 
 
 def test_uploads_read_the_committed_weight_until_the_other_states_have_caught_up() -> None:
-    streams = Streams()
     weight, other = torch.zeros(128), torch.ones(128)
-    chunk = Chunk(
-        index=0,
-        elements=128,
-        shard=slice(0, 128),
-        ranks=Ranks(None),
-        trainable=True,
-        persistent=False,
-        large=False,
-        weight=weight,
-        exp_avg=torch.zeros(128),
-        exp_avg_sq=torch.zeros(128),
-        offloaded=streams.mark(),
-        uploaded=streams.mark(),
-        updated=streams.mark(),
-        speculative=other,
-    )
+    moments = {"exp_avg": torch.zeros(128), "exp_avg_sq": torch.zeros(128)}
+    chunk = chunk_of(0, weight=weight, speculative=other, **moments)
     assert chunk.current_weight is weight
     chunk.commit()
     assert chunk.current_weight is other

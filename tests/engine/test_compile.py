@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 import protrain
 from protrain.common.errors import PlanError
-from protrain.forward.compilation import CompiledForward, compile_blocks
+from protrain.forward.compilation import compile_blocks
 from protrain.profiler.blocks import find_blocks
 from tests.engine.harness import (
     FEW_PLANS,
@@ -22,7 +22,6 @@ from tests.engine.harness import (
     assert_same,
     generate_no_code,
     plain_run,
-    seeded,
     states,
     wrap_under,
 )
@@ -124,16 +123,6 @@ def test_a_wrap_that_fails_leaves_the_blocks_as_they_were(tiny_model: Build, tin
         protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", device_memory="1KiB", compile=True)
     assert vars(blocks[0])["forward"] is own
     assert all("forward" not in vars(block) for block in blocks[1:])
-
-
-def test_without_compile_nothing_is_compiled(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
-    with seeded():
-        model = tiny_model("llama")
-    counters.clear()
-    wrapped, _ = protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", progress=False)
-    wrapped(**tiny_batch()).loss.backward()
-    assert not counters["frames"]
-    assert not any(isinstance(module.forward, CompiledForward) for module in wrapped.modules())
 
 
 def test_a_compiled_block_saves_operands_of_products_only_where_computing_them_again_would_take_long(

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from protrain.common.errors import MisuseError
-from protrain.engine.gradients.gradients import Gradients
-from protrain.engine.states.chunks import Chunk
-from protrain.engine.streams import CudaStreams, Streams
+from protrain.engine.streams import CudaStreams
 from tests.engine.harness import CKPT, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
@@ -51,38 +48,6 @@ def test_forward_and_step_on_another_stream_are_refused(device: torch.device, mo
         optimizer.step()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
-
-
-def test_a_backward_ends_on_the_stream_that_copies_are_ordered_with(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Autograd calls its end on the stream that was current around backward(), whatever forward ran on."""
-    computing = 0
-    flushed: list[int] = []
-    kind: Any = CudaStreams if device.type == "cuda" else Streams
-    compute_stream, flush = kind.computing, Gradients.flush
-
-    @contextmanager
-    def counted(streams: Streams) -> Iterator[None]:
-        nonlocal computing
-        with compute_stream(streams):
-            computing += 1
-            yield
-            computing -= 1
-
-    def watched(gradients: Gradients, visit: int) -> list[Chunk]:
-        flushed.append(computing)
-        return flush(gradients, visit)
-
-    monkeypatch.setattr(kind, "computing", counted)
-    monkeypatch.setattr(Gradients, "flush", watched)
-    model = make()
-    wrapped, optimizer = wrap_under(
-        Spec("some", "least", (CKPT,)), model, adamw(model), batches()[0], device=device, step_during_backward=True
-    )
-    default_loss(wrapped, batches()[0]).backward()
-    assert flushed[-1] == 1
-    optimizer.step()
 
 
 @pytest.mark.gpu

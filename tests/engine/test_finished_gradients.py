@@ -201,21 +201,19 @@ class Way:
 
     spec: Spec
     inside: bool = False  # updates run inside the last backward
-    on_host: frozenset[bool] = frozenset([True])  # where sums lie
 
 
 ALL, NO = Spec("all", "least", (NONE,)), Spec("none", "least", (CKPT, NONE))
-BOTH, DEVICE = frozenset([False, True]), frozenset([False])
 WAYS = {
-    "device": Way(ALL, on_host=DEVICE),
+    "device": Way(ALL),
     "host": Way(NO),
-    "sums-on-device": Way(replace(NO, sums=True), on_host=BOTH),
-    "some": Way(Spec("some", "least", (NONE,), small=True), on_host=BOTH),
+    "sums-on-device": Way(replace(NO, sums=True)),
+    "some": Way(Spec("some", "least", (NONE,), small=True)),
     "speculative": Way(Spec("none", "least", (CKPT,), speculate=True)),
-    "speculative-sums-on-device": Way(Spec("none", "least", (CKPT,), speculate=True, sums=True), on_host=BOTH),
+    "speculative-sums-on-device": Way(Spec("none", "least", (CKPT,), speculate=True, sums=True)),
     "speculative-weights": Way(Spec("none", "least", (NONE,), small=True, speculate=True, weights=True)),
     "streamed": Way(Spec("none", "least", (CKPT,), small=True, stream=True)),
-    "inside": Way(Spec("some", "least", (NONE,), small=True), inside=True, on_host=BOTH),
+    "inside": Way(Spec("some", "least", (NONE,), small=True), inside=True),
 }
 
 
@@ -250,6 +248,6 @@ def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.Monk
         **options,
     )
     check(wrapped, optimizer, case, no_sync=way.inside)
-    assert {chunk.accumulator_on_host for chunk in optimizer._engine.chunks} == way.on_host
+    assert (optimizer.plan.n_device_sum > 0) == way.spec.sums
     if way.spec.speculate and case.max_norm is None:
         assert optimizer.report().speculative_updates > 0

@@ -198,8 +198,3 @@ def test_weights_that_the_graph_of_forces_holds_are_planned_for() -> None:
     spec = Spec("none", "least", (NONE,))
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), tight=True)
     assert len(set(Loop().run(wrapped, optimizer, batches(3)))) > 1
-
-
-def test_parameters_whose_gradients_are_asked_for_are_not_used_for_that() -> None:
-    profile = protrain.profile(build(partial(OfParameters, 48, 3)), batches(1)[0], device="cpu")
-    assert not [unit for unit in profile.units if not unit.name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.engine.streams import Streams, streams_for
-from protrain.engine.weights.views import SimulatedLedger
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import evaluate
@@ -156,42 +154,8 @@ def test_a_leaf_stays_and_gets_its_gradient(device: torch.device, offloaded: lis
 # -- device memory -----------------------------------------------------------------------------------------------------
 
 
-def under(
-    modes: tuple[Any, ...], make: Callable[[], nn.Module], batch: Batch
-) -> tuple[nn.Module, ProTrainOptimizer, SimulatedLedger]:
-    model = make()
-    wrapped, optimizer = wrap_under(Spec("all", "least", modes), model, adamw(model), batch, device=CPU, tight=True)
-    ledger = optimizer._engine.ledger
-    assert isinstance(ledger, SimulatedLedger)
-    return wrapped, optimizer, ledger
-
-
 def make_residual() -> nn.Module:
     return residual.make(WIDTH, depth=DEPTH)
-
-
-def test_between_forward_and_backward_no_input_is_on_the_device() -> None:
-    batch, held = rows()[0], {}
-    for mode in (CKPT, CKPT_SWAP):
-        model, optimizer, ledger = under((mode,), make_residual, batch)
-        before = ledger.held_bytes
-        loss = default_loss(model, batch)
-        held[mode] = ledger.held_bytes - before
-        optimizer.backward(loss)
-        del loss
-        assert ledger.held_bytes == before
-    assert held[CKPT] - held[CKPT_SWAP] == DEPTH * INPUT_BYTES
-
-
-def test_in_forward_one_input_is_in_use_and_one_on_its_way_out() -> None:
-    model, optimizer, ledger = under((CKPT_SWAP,), make_residual, rows()[0])
-    held: list[int] = []
-    for index in range(DEPTH):
-        norm = model.get_submodule(f"blocks.{index}.norm")
-        norm.register_forward_pre_hook(lambda *_: held.append(ledger.held_bytes))
-    loss = default_loss(model, rows()[0])
-    assert [bytes_ - held[0] for bytes_ in held] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
-    optimizer.backward(loss)
 
 
 def test_inputs_are_fetched_before_the_block_after_them_is_recomputed(
@@ -225,49 +189,17 @@ def test_inputs_are_fetched_before_the_block_after_them_is_recomputed(
 def test_the_peak_falls_by_what_is_claimed() -> None:
     batch, peak, planned = rows()[0], {}, {}
     for mode in (CKPT, CKPT_SWAP):
-        model, optimizer, ledger = under((mode,), make_residual, batch)
+        model = make_residual()
+        spec = Spec("all", "least", (mode,))
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, tight=True)
         for _ in range(2):
-            step(model, optimizer, batch)
-        peak[mode] = ledger.peak_bytes - ledger.fixed_bytes
-        planned[mode] = optimizer.plan.device_bytes
-        assert ledger.peak_bytes <= optimizer.plan.device_bytes
+            step(wrapped, optimizer, batch)
+        peak[mode], planned[mode] = optimizer.report().device_bytes, optimizer.plan.device_bytes
+        assert peak[mode] <= planned[mode]
     # One is being computed with, one is on its way out or back.
     claimed = (DEPTH - 2) * INPUT_BYTES
     assert peak[CKPT] - peak[CKPT_SWAP] >= claimed - INPUT_BYTES
     assert claimed - INPUT_BYTES <= planned[CKPT] - planned[CKPT_SWAP] <= DEPTH * INPUT_BYTES
-
-
-def test_what_others_hold_is_held_once() -> None:
-    batch = rows()[0]
-    model, optimizer, ledger = under((CKPT_SWAP,), make_rows, batch)
-    step(model, optimizer, batch)
-    before = ledger.held_bytes
-    loss = default_loss(model, batch)
-    # The last linear's input, the encoder's output, and the table.
-    assert ledger.held_bytes - before <= INPUT_BYTES + 2 * INPUT_BYTES // 2 + batch[0].nbytes + ROWS * 4 * 4
-    optimizer.backward(loss)
-
-
-def test_a_forward_that_is_dropped_offloads_nothing_later(offloaded: list[int], device: torch.device) -> None:
-    batch, model = rows()[0], make_residual()
-    wrapped, optimizer = wrap_under(Spec("none", "least", (CKPT_SWAP,)), model, adamw(model), batch, device=device)
-    block: Any = wrapped.get_submodule(f"blocks.{DEPTH - 1}")
-    block.fails = "forward"
-    with pytest.raises(ArithmeticError):
-        default_loss(wrapped, batch)
-    block.fails = ""
-    dropped = len(offloaded)
-    assert dropped == DEPTH - 1  # the last block had been called when it failed
-    step(wrapped, optimizer, batch)
-    assert len(offloaded) == dropped + DEPTH
-
-
-def test_the_plan_says_how_many_inputs_move(device: torch.device) -> None:
-    model = make_residual()
-    spec = Spec("none", "least", (CKPT_SWAP, CKPT, NONE))
-    _, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
-    assert f"n_ckpt=4/{DEPTH} n_ckpt_swap=2" in str(optimizer.plan)
-    assert protrain.Plan.from_json(optimizer.plan.to_json()) == optimizer.plan
 
 
 def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_bits() -> None:
@@ -291,6 +223,4 @@ def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_
     assert optimizer.plan.n_ckpt_swap > 0
     assert loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
-    ledger = optimizer._engine.ledger
-    assert isinstance(ledger, SimulatedLedger)
-    assert ledger.peak_bytes <= optimizer.plan.device_bytes < kept.device_bytes
+    assert optimizer.report().device_bytes <= optimizer.plan.device_bytes < kept.device_bytes

@@ -13,8 +13,7 @@ from torch.autograd import forward_ad
 from protrain.engine.inputs import Inputs
 from protrain.engine.streams import Mark, Stream, Streams, streams_for
 from protrain.planning import BlockMode
-from tests.engine import residual
-from tests.engine.harness import CKPT, CKPT_SWAP, NONE, Loop, Spec, adamw, wrap_under
+from tests.engine.harness import CKPT, CKPT_SWAP, Loop, Spec, adamw, wrap_under
 
 
 class _Own(Tensor):
@@ -114,22 +113,6 @@ def test_who_ends_it_waits_for_what_is_being_read(monkeypatch: pytest.MonkeyPatc
         inputs.to_device(torch.arange(5))
     del inputs
     assert [mark.waited for mark in streams.marks] == [False, True], "the last comes after the others"
-
-
-def test_a_model_gets_its_inputs_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[Tensor] = []
-    upload = Inputs._upload
-
-    def noted(inputs: Inputs, tensor: Tensor, pinned: list[Tensor]) -> Tensor:
-        taken.append(tensor)
-        return upload(inputs, tensor, pinned)
-
-    monkeypatch.setattr(Inputs, "_upload", noted)
-    data, model = residual.batches(1), residual.make()
-    device, spec = torch.device("cpu"), Spec("some", "least", (NONE,))
-    wrapped, _ = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.float32)
-    wrapped(*data[0])
-    assert [id(tensor) for tensor in taken] == [id(tensor) for tensor in data[0]]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "quantized", "dual", "batched"])

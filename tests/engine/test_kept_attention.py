@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import protrain.engine.activations.kept_attention as _module
-from protrain.forward.dispatch import for_backward, is_attention
+from protrain.forward.dispatch import is_attention
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -206,18 +205,6 @@ def test_what_is_written_over_is_not_kept(device: torch.device, dtype: torch.dty
             return model
 
     check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
-
-
-def test_an_attention_that_puts_out_no_sums_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As cuDNN's does where it is told of no backward."""
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    for outputs in ((torch.ones(2), None), (torch.ones(2), torch.empty(0)), torch.ones(2), [torch.ones(2)]):
-        assert for_backward(outputs) is None
-    monkeypatch.setattr(_module, "for_backward", lambda outputs: None)
-    model = make_rows()
-    wrapped, _ = wrap_under(KEEPING[0], model, adamw(model), rows()[0], device=CPU)
-    assert is_attention(operator)
-    assert computed(wrapped, rows()[0]) == 2 * DEPTH
 
 
 def test_dropout_inside_attention_draws_what_it_drew(device: torch.device) -> None:

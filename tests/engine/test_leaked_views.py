@@ -69,8 +69,7 @@ def test_views_that_are_saved(keeps: str, device: torch.device) -> None:
     check_equal_to_plain(lambda: make(keeps), batches(2), device=device, specs=SPECS[keeps == "cycle" :: 2])
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("keeps", ["context", "attribute"])
+@pytest.mark.parametrize(("spec", "keeps"), [*zip(SPECS, ("context", "attribute") * 3, strict=True)], ids=str)
 def test_views_that_are_kept(keeps: str, spec: Spec, device: torch.device) -> None:
     model = make(keeps)
     wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.states.chunks import Chunk
 from protrain.engine.streams import CudaStreams
-from protrain.engine.weights.buffers import BufferPool
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.schedule import Schedule
 from tests.engine.harness import (
-    CKPT,
     FEW_PLANS,
     NONE,
     SWAP,
@@ -28,7 +24,6 @@ from tests.engine.harness import (
     assert_same,
     check_equal_to_plain,
     default_loss,
-    plain_run,
     states,
     wrap_under,
 )
@@ -259,68 +254,3 @@ def test_training_goes_on_after_a_failure(where: str, device: torch.device) -> N
         found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device))
         assert found[0] == losses, str(spec)
         assert_same(found[1], final)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_goes_on_after_an_interrupted_fetch(
-    where: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted_fetch(second: Chunk, fetches: Iterator[str], chunk: Chunk, schedule: Schedule) -> Tensor:
-        if chunk is second and next(fetches) == where:
-            raise KeyboardInterrupt
-        return BufferPool.acquire(optimizer._engine.buffers, chunk, schedule)
-
-    data, results = batches(2), []
-    for interrupted in (False, True):
-        model = make()
-        spec = Spec("none", "least", (NONE, CKPT), small=True)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        _, second, *_ = next(unit.chunks for unit in optimizer._engine.units if len(unit.chunks) > 1)
-        fetch = functools.partial(interrupted_fetch, second, iter(("forward", "backward")))
-        if interrupted:
-            with monkeypatch.context() as patch:
-                patch.setattr(optimizer._engine.buffers, "acquire", fetch)
-                with pytest.raises(KeyboardInterrupt):
-                    default_loss(wrapped, data[0]).backward()
-            optimizer.zero_grad()
-        results.append((Loop().run(wrapped, optimizer, data), states(wrapped, optimizer)))
-    assert results[1][0] == results[0][0]
-    assert_same(results[1][1], results[0][1])
-
-
-def test_a_forward_without_backward_costs_nothing_later(device: torch.device) -> None:
-    expected, final = plain_run(make, batches(2), loop=Loop(loss=_dropped), device=device, dtype=torch.float32)
-    for spec in (*FEW_PLANS, Spec("some", "least", (NONE, SWAP, CKPT))):
-        model = make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-        assert Loop(loss=_dropped).run(wrapped, optimizer, batches(2)) == expected
-        assert_same(states(wrapped, optimizer), final)
-
-
-def _dropped(model: nn.Module, batch: Batch) -> Tensor:
-    default_loss(model, batch)
-    return default_loss(model, batch)
-
-
-def test_hooks_of_the_user_run_as_on_the_plain_model(device: torch.device) -> None:
-    def hooked(model: nn.Module, optimizer: Trainer) -> list[Any]:
-        seen: list[Any] = []
-
-        def backward_hook(_: nn.Module, __: Any, gradients: Any) -> None:
-            seen.append(gradients[0].float().sum().item())
-
-        block, linear = model.get_submodule("blocks.1"), model.get_submodule("blocks.3.first")
-        block.register_forward_hook(lambda _, args, output: output * 1.5)
-        block.register_forward_pre_hook(lambda _, args: (args[0] + 0.25,))
-        linear.register_forward_hook(lambda _, args, output: seen.append(output.detach().float().sum().item()))
-        block.register_full_backward_hook(backward_hook)
-        return [Loop().run(model, optimizer, batches(2)), seen, states(model, optimizer)]
-
-    plain = make()
-    expected = hooked(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.bfloat16))
-    for spec in FEW_PLANS:
-        model = make()
-        found = hooked(*wrap_under(spec, model, adamw(model), batches()[0], device=device, dtype=torch.bfloat16))
-        assert found[0] == expected[0]
-        assert set(found[1]) == set(expected[1])  # a recomputed block calls the hooks inside it again
-        assert_same(found[2], expected[2])

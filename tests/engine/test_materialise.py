@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import protrain
 from protrain.profiler.memory_meter import CudaMeter, StorageMeter
-from tests.engine.harness import CKPT, NONE, Batch, Loop, Spec, adamw, assert_same, states, wrap_under
+from tests.engine.harness import CKPT, NONE, Batch, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import rounded
 
 transformers = pytest.importorskip("transformers")
@@ -65,25 +65,6 @@ def wrapped(batch: Batch, device: torch.device) -> Callable[..., Any]:
     return wrap
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", CONFIGS)
-def test_initialisation_does_not_depend_on_the_plan(family: str, wrapped: Callable[..., Any], batch: Batch) -> None:
-    found = []
-    for spec in SPECS:
-        torch.manual_seed(7)
-        model = empty(family)
-        names = [name for name, _ in model.named_parameters()]
-        model, optimizer = wrapped(model, spec)
-        after = torch.get_rng_state()
-        assert [name for name, _ in model.named_parameters()] == names
-        assert model.get_input_embeddings().weight is next(iter(model.parameters()))
-        found.append((states(model, optimizer), Loop().run(model, optimizer, [batch] * 2), after))
-    for other in found[1:]:
-        assert_same(other[0], found[0][0])
-        assert other[1] == found[0][1]
-        assert torch.equal(other[2], found[0][2])
-
-
 @pytest.mark.parametrize("family", CONFIGS)
 def test_initialisation_follows_the_models_own_rule(family: str, wrapped: Callable[..., Any]) -> None:
     torch.manual_seed(0)
@@ -104,21 +85,6 @@ def test_initialisation_follows_the_models_own_rule(family: str, wrapped: Callab
         assert scaled == pytest.approx(0.02 / (2 * LAYERS) ** 0.5, rel=0.08)
         assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
         assert model.lm_head.weight is model.transformer.wte.weight
-
-
-def test_a_torch_model_is_initialised_by_its_constructors(device: torch.device) -> None:
-    def build() -> nn.Module:
-        return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Tanh()) for _ in range(3)))
-
-    with protrain.empty_parameters():
-        model = build()
-    batch = (torch.randn(4, 64),)
-    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), batch, device=device)
-    found = wrapped.state_dict()
-    assert found["0.0.weight"].std().item() == pytest.approx(1 / 64**0.5 / 3**0.5, rel=0.05)
-    assert (found["2.1.weight"] == 1).all()
-    assert not found["2.1.bias"].any()
-    assert len(set(Loop().run(wrapped, optimizer, [batch] * 3))) == 3
 
 
 class Draws(TorchDispatchMode):
@@ -152,22 +118,6 @@ def test_initialising_has_the_room_that_states_take_later(device: torch.device) 
     assert len(draws.taken) == 16  # a weight and a bias each, once
     assert after - before >= 14 * elements  # weight, remainder of the master, both moments, gradient
     assert max(draws.taken) - before < 4 * elements + 8 * elements / 8  # weights and remainders, one parameter in fp32
-
-
-def test_frozen_parameters_and_groups_survive(batch: Batch, device: torch.device) -> None:
-    model: Any = empty()
-    model.transformer.h[0].requires_grad_(False)
-    kept = model.transformer.h[1].mlp.c_fc.weight
-    optimizer = adamw(model)
-    wrapped, trainer = wrap_under(SPECS[0], model, optimizer, batch, device=device)
-    assert model.transformer.h[1].mlp.c_fc.weight is kept
-    assert any(parameter is kept for parameter in trainer.param_groups[0]["params"])
-    before = wrapped.state_dict()
-    Loop().run(wrapped, trainer, [batch] * 2)
-    after = wrapped.state_dict()
-    changed = {name for name in after if not torch.equal(after[name], before[name])}
-    assert not any(name.startswith("transformer.h.0.") for name in changed)
-    assert "transformer.h.1.mlp.c_fc.weight" in changed
 
 
 def test_buffers_on_the_meta_device_are_an_error(batch: Batch, tmp_path: Path, device: torch.device) -> None:
@@ -227,30 +177,6 @@ def test_weights_are_those_of_from_pretrained(
         assert torch.equal(found[name].cpu(), rounded(value, dtype)), name
     for name, parameter in reference.named_parameters():
         assert torch.equal(optimizer.export_parameter(name)["master"], parameter.detach()), name
-
-
-def test_weights_of_a_whole_model_fill_a_base_model(tmp_path: Path, device: torch.device) -> None:
-    saved("llama", tmp_path, shards=False, prefix=True)
-    reference = transformers.AutoModel.from_pretrained(tmp_path)
-    with protrain.empty_parameters():
-        model = transformers.AutoModel.from_config(llama_config())
-    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
-    with pytest.warns(UserWarning, match=r"holds what LlamaModel has no place for: lm_head\.weight\."):
-        wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batch, device=device, weights=tmp_path)
-    assert_same({k: v.cpu() for k, v in wrapped.state_dict().items()}, dict(reference.state_dict()))
-
-
-def test_weights_replace_those_of_a_model_in_memory(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    reference = saved("gpt2", tmp_path, shards=False, prefix=True)
-    torch.manual_seed(12)
-    model, _ = wrapped(transformers.AutoModelForCausalLM.from_config(gpt2_config()), weights=str(tmp_path))
-    assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))
-
-
-@pytest.mark.usefixtures("no_profile")
-def test_a_folder_that_is_missing_is_named(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    with pytest.raises(ValueError, match=r"weights: no \.safetensors file in .*nothere$"):
-        wrapped(empty(), weights="nothere")
 
 
 @pytest.mark.parametrize("name", ["some-org/some-model", "no-org/no-model"])

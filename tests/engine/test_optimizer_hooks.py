@@ -39,18 +39,6 @@ def wrapped(
     )
 
 
-def test_a_scheduler_that_was_made_before_wrapping_does_not_warn() -> None:
-    model = make()
-    inner = adamw(model)
-    scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)
-    model, optimizer = wrapped(inner, model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        default_loss(model, batches(1)[0]).backward()
-        optimizer.step()
-        scheduler.step()
-
-
 def test_the_optimizer_that_was_wrapped_says_which_one_to_use() -> None:
     model = make()
     inner = adamw(model)
@@ -193,17 +181,6 @@ def test_a_scaler_is_told_what_to_do(dtype: torch.dtype) -> None:
     assert_same(states(model, optimizer), states(*untouched))
 
 
-def test_parameters_in_no_group_are_named_with_what_they_do_without() -> None:
-    model = make()
-    inner = torch.optim.AdamW(model.get_submodule("blocks").parameters())
-    with pytest.warns(
-        UserWarning, match=r"in no optimizer group: they will not change, and have no \.grad.*enter\.weight"
-    ):
-        model, _ = wrapped(inner, model)
-    default_loss(model, batches(1)[0]).backward()
-    assert model.get_parameter("enter.weight").grad is None
-
-
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("of_all", [True, False])
 def test_a_second_optimizer_says_that_it_cannot_train(
@@ -223,13 +200,3 @@ def test_a_second_optimizer_says_that_it_cannot_train(
         second.step()
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     optimizer.step()
-
-
-def test_an_optimizer_of_other_parameters_steps_beside_the_wrapped_one() -> None:
-    model, optimizer = wrapped()
-    temperature = nn.Parameter(torch.ones(()))
-    own = torch.optim.SGD([temperature], lr=0.5)
-    (default_loss(model, batches(1)[0]) * temperature.detach() + 2 * temperature).backward()
-    optimizer.step()
-    own.step()
-    assert temperature.item() == 0.0

@@ -69,20 +69,6 @@ def test_hooks_that_come_after_wrap_see_the_gradients_of_the_plain_loop(
 
 
 @BOTH
-def test_a_hook_may_change_the_gradient(spec: Spec, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        def halve(parameter: Any) -> None:
-            parameter.grad.mul_(0.5)
-
-        model.get_parameter("enter.weight").register_post_accumulate_grad_hook(halve)
-        return train(model, optimizer, 3)
-
-    plain, model = make().to(device), make()
-    expected = run(plain, adamw(plain))
-    assert run(*wrap_under(spec, model, adamw(model), batches()[0], device=device)) == pytest.approx(expected, rel=1e-4)
-
-
-@BOTH
 def test_the_place_of_a_parameter_in_the_graph(spec: Spec, device: torch.device) -> None:
     """Autograd finds it by a view of the parameter: for a hook on several gradients, and for a gradient of its own."""
 

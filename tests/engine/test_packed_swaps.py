@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.engine.activations.modes import PackedOffload
 from protrain.engine.streams import streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain_kernels import flatten, pack, unflatten, unpack
 from tests.engine.harness import (
     CKPT,
     NONE,
@@ -141,47 +139,6 @@ def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) ->
     assert found[False]["upload"] == 10 * DEPTH
 
 
-def test_the_engine_calls_the_kernels_that_move_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    called: Counter[str] = Counter()
-
-    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **options: Any) -> Any:
-            called[name] += 1
-            return call(*args, **options)
-
-        return counted
-
-    for module, kernel in (
-        ("activations.modes", pack),
-        ("activations.modes", unpack),
-        ("gradients.reduction", flatten),
-        ("states.parameter_state", unflatten),
-    ):
-        name = kernel.__name__
-        monkeypatch.setattr(f"protrain.engine.{module}.{name}", counting(name, kernel))
-    model: nn.Module = make_stack()
-    spec = Spec("none", "least", (SWAP,), packed=True)
-    model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
-    for batch in stack_batches(2):
-        train_on(model, optimizer, batch)
-    model.state_dict()
-    assert called.keys() == {"pack", "unpack", "flatten", "unflatten"}
-    assert called["pack"] == 2 * DEPTH
-
-
-def test_the_originals_are_freed_when_they_are_packed() -> None:
-    model: nn.Module = make_stack()
-    spec = Spec("all", "least", (SWAP, NONE), packed=True)
-    model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU)
-    swaps = optimizer._engine.swaps
-    output = model(*stack_batches()[0])
-    [first, *_] = [moved for ref in swaps._order if isinstance(moved := ref(), PackedOffload)]
-    assert [getattr(tensor, "original", first) for tensor in first._tensors.values()] == [None] * len(first)
-    assert first._buffer.device is None
-    assert first._buffer.host is not None
-    output.square().mean().backward()
-
-
 @pytest.mark.parametrize(
     ("family", "modes"),
     [
@@ -239,22 +196,6 @@ def train_on(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch) -> No
         optimizer.backward(default_loss(model, batch))
     optimizer.step()
     optimizer.zero_grad()
-
-
-def test_a_second_backward_through_a_packed_block() -> None:
-    found = []
-    for packed in (False, True):
-        model: nn.Module = make_stack()
-        spec = Spec("none", "least", (SWAP,), packed=packed)
-        model, optimizer = wrap_under(spec, model, adamw(model), stack_batches()[0], device=CPU, accumulation=2)
-        with seeded():
-            loss = default_loss(model, stack_batches()[0])
-        loss.backward(retain_graph=True)
-        loss.backward()
-        optimizer.step()
-        found.append(model.state_dict())
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
 
 
 def test_a_plan_says_of_every_block_or_of_none_whether_it_is_packed() -> None:

@@ -1,4 +1,4 @@
-"""The engine's parts on their own: arena, host worker, loss scale, simulated ledger."""
+"""The engine's parts on their own: arena, host worker, loss scale."""
 
 from __future__ import annotations
 
@@ -8,23 +8,15 @@ import mmap
 import subprocess
 import sys
 import threading
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
 
-from protrain.common.errors import BudgetError
 from protrain.engine.gradients.clipping import LossScale
-from protrain.engine.states import chunks
 from protrain.engine.states.arena import Arena
-from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate
-from protrain.engine.updates.worker import HostWorker, Job
-from protrain.engine.weights.views import SimulatedLedger
-from protrain_kernels import adam_scalars
+from protrain.engine.updates.worker import HostWorker
 
 
 def assert_true(value: bool) -> None:
@@ -84,54 +76,6 @@ def test_jobs_run_in_order_on_one_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_an_update_is_sliced_until_no_commit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "_SLICE_ELEMENTS", 256)
-    first, second = (
-        adam_scalars(lr=lr, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True) for lr in (1, 2)
-    )
-    left = iter((True, True, True, False))
-    pieces = [(slice(128, 512), first), (slice(640, 1664), second)]
-    found = list(chunks._sliced(pieces, lambda: next(left)))
-    assert found == [
-        (slice(128, 384), first),
-        (slice(384, 512), first),
-        (slice(640, 896), second),
-        (slice(896, 1664), second),
-    ]
-
-
-def _commits(count: int, link: list[bool]) -> tuple[HostUpdates, list[Job], list[int]]:
-    """Commits of ``count`` updates that are done. ``link`` has the answers to whether the link is idle."""
-    taken: list[int] = []
-    jobs = [Job(functools.partial(taken.append, index)) for index in range(count)]
-    host = HostUpdates(threads=1, rate=Rate(0.0), link_is_idle=lambda: link.pop(0))
-    host.begin_step([cast(HostUpdate, SimpleNamespace(job=job, can_commit=lambda: True)) for job in jobs], None, 1.0)
-    return host, jobs, taken
-
-
-def test_between_slices_as_many_commits_run_as_the_link_has_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When no commit is left the rest of the update is one slice."""
-    monkeypatch.setattr(chunks, "_SLICE_ELEMENTS", 256)
-    host, _, taken = _commits(3, [False, True, False, True, True])
-    whole = (
-        slice(0, 2048),
-        adam_scalars(lr=1.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1, decoupled=True),
-    )
-    seen = [(part.start, part.stop, len(taken)) for part, _ in chunks._sliced([whole], host.run_commits)]
-    assert seen == [(0, 256, 0), (256, 512, 1), (512, 2048, 3)]
-
-
-def test_jobs_that_have_had_their_turn_are_not_run_again() -> None:
-    host, jobs, taken = _commits(3, [False, False])
-    assert host.run_commits()
-    for job in jobs[:2]:
-        job.run()
-    assert host.run_commits(), "the third is left"
-    jobs[2].run()
-    assert not host.run_commits(), "without a look at the link"
-    assert taken == [0, 1, 2]
-
-
 def test_a_job_that_is_run_ahead_is_done_once() -> None:
     worker = HostWorker(threads=1, device=torch.device("cpu"))
     done: list[str] = []
@@ -184,15 +128,6 @@ def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
     with pytest.raises(ArithmeticError, match="a failing job"):
         job.wait()
     assert worker._thread.is_alive()
-
-
-def test_the_thread_ends_with_its_owner() -> None:
-    worker = HostWorker(threads=1, device=torch.device("cpu"))
-    thread, gone = worker._thread, weakref.ref(worker)
-    worker.drain()
-    del worker
-    assert gone() is None
-    assert not thread.is_alive()
 
 
 def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
@@ -286,47 +221,11 @@ def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
     for _ in range(40):
         scale.update(False)
     assert scale.scale == 2.0**-24
+    with pytest.warns(UserWarning, match="42 steps were skipped.*train in bfloat16"):
+        scale.update(False)
     scale.load({"scale": 2.0**24, "finite_steps": 1999, "skipped": 3})
     scale.update(True)
     assert scale.scale == 2.0**24
     other = LossScale()
     other.load(scale.state())
     assert other.state() == scale.state()
-
-
-# -- ledger ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_ledger_counts_each_storage_while_it_is_held() -> None:
-    ledger = SimulatedLedger(budget_bytes=2000, fixed_bytes=100)
-    tensor = torch.zeros(100)
-    views: list[Tensor] = [tensor[:10], tensor.view(10, 10), tensor.detach()]
-    for view in views:
-        ledger.hold(view)
-    assert ledger.held_bytes == 400
-    del view, tensor
-    views.pop(0)
-    assert ledger.held_bytes == 400
-    views.clear()
-    assert ledger.held_bytes == 0
-    assert ledger.peak_bytes == 500
-
-
-def test_the_ledger_forgets_an_excess_once_it_is_gone() -> None:
-    ledger = SimulatedLedger(budget_bytes=1000, fixed_bytes=100)
-    small, large = torch.zeros(100), torch.zeros(200)
-    ledger.hold(small)
-    with pytest.raises(BudgetError, match=r"100 B fixed and 1.17 KiB of activations held exceed device_memory=1000 B"):
-        ledger.hold(large)
-    del large
-    ledger.hold(torch.zeros(100))
-    assert (ledger.held_bytes, ledger.peak_bytes) == (400, 900)
-
-
-def test_the_ledger_counts_nothing_of_what_is_there_for_good() -> None:
-    buffer, other = torch.zeros(100), torch.zeros(100)
-    ledger = SimulatedLedger(budget_bytes=1000, fixed_bytes=600, fixed=[buffer])
-    ledger.hold(buffer[:50])
-    assert ledger.held_bytes == 0
-    ledger.hold(other)
-    assert (ledger.held_bytes, ledger.peak_bytes) == (400, 1000)

@@ -165,7 +165,7 @@ def test_inputs_that_the_model_holds_are_in_the_plan_for_as_long(keep: str, mode
 
 
 def _small(h: Tensor) -> Tensor:
-    for index in range(20):
+    for index in range(6):
         h = h * (h.mean(-1, keepdim=True) * index).tanh().exp() * (h.mean() * 0.01).tanh()
     return torch.stack([row * row.tanh() for row in h])
 
@@ -271,7 +271,7 @@ GRADIENTS = ("of a copy", "of a copy, graph", "of the input", "of the input, gra
         *[(kind, "") for kind in (*SAVED, *GRADIENTS)],
         *[("tanh", between) for between in ("penalty", "retain", "gate", "heads", "skip", "gradient", "nested")],
         *[("tanh", "forces"), ("_slices", "forces"), ("tanh", "forces, graph")],
-        *[("_small", "penalty"), ("_conjugate", "heads"), ("of the input, graph", "gate"), ("of a copy", "retain")],
+        *[("_conjugate", "heads"), ("of the input, graph", "gate"), ("of a copy", "retain")],
     ],
 )
 def test_a_step_takes_no_more_than_its_plan(kind: str, between: str) -> None:

@@ -14,14 +14,12 @@ from torch.nn import functional as F
 
 import protrain
 from protrain.common.errors import MisuseError
-from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     NONE,
     SWAP,
     Loop,
     Spec,
-    Trainer,
     adamw,
     assert_same,
     check_equal_to_plain,
@@ -129,30 +127,6 @@ def test_a_loss_made_inside_full_parameters_has_the_plain_loops_bits(device: tor
         assert found[0][0] == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_penalty_with_a_backward_of_its_own(spec: Spec, device: torch.device) -> None:
-    """As for models whose weights' gradients must not all be on the device at once."""
-
-    def run(model: nn.Module, optimizer: Trainer) -> list[float]:
-        torch.manual_seed(1)
-        values = []
-        for batch in batches(2):
-            penalty = _penalty(model)
-            penalty.backward()
-            loss = default_loss(model, batch)
-            loss.backward()
-            values += [float(penalty.detach()), float(loss.detach())]
-            optimizer.step()
-            optimizer.zero_grad()
-        return values
-
-    first, second = make(), make()
-    wrapped = wrap_under(spec, first, adamw(first), batches()[0], device=device, accumulation=2)
-    resident = wrap_under(RESIDENT, second, adamw(second), batches()[0], device=device, accumulation=2)
-    assert run(*wrapped) == run(*resident)
-    assert_same(states(*wrapped), states(*resident))
-
-
 class FusedHead(nn.Module):
     """A model whose forward a trainer replaces by one that uses the head's weight and does not call the head."""
 
@@ -226,23 +200,6 @@ def test_tied_parameters_are_told_by_their_address(device: torch.device) -> None
 # -- data that forward replaces ----------------------------------------------------------------------------------------
 
 
-class Momentum(nn.Module):
-    """A second encoder that follows the first one, in forward, by other data for its parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = (nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)) for _ in range(2))
-        self.key.load_state_dict(self.query.state_dict())
-        self.key.requires_grad_(False)
-        self.share = 0.5
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
-                key.data = key.data * (1 - self.share) + query.data * self.share
-        return (self.query(x) - self.key(x).detach()).square().mean() + self.query(x).square().mean()
-
-
 class Restored(nn.Module):
     """A layer that gives its weight other storage in its own forward, past Python, as recurrent modules on a GPU do."""
 
@@ -273,53 +230,3 @@ def test_other_storage_does_no_harm_and_other_values_in_it_are_refused(spec: Spe
     layer.factor = 1.0
     model(x)
     assert_same(dict(model.state_dict()), before)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_data_that_forward_replaces_is_refused_and_changes_nothing(spec: Spec, device: torch.device) -> None:
-    def wrapped() -> tuple[Any, ProTrainOptimizer]:
-        with seeded():
-            model = Momentum()
-        return wrap_under(spec, model, adamw(model), (x,), device=device)
-
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    (model, optimizer), (other, its_optimizer) = wrapped(), wrapped()
-    for each in (model, other):
-        each.share = 0.0  # the same values elsewhere do no harm
-    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(other, its_optimizer, [(x,)] * 2)
-    model.share = 0.5
-    with pytest.raises(MisuseError, match=r"data of key\.0\.weight was replaced .*never in a forward"):
-        model(x)
-    model.share = 0.0
-    assert Loop().run(model, optimizer, [(x,)] * 2) == Loop().run(other, its_optimizer, [(x,)] * 2)
-    assert_same(states(model, optimizer), states(other, its_optimizer))
-
-
-def test_a_momentum_encoder_that_follows_after_the_step(device: torch.device) -> None:
-    """What the error for a forward that replaces data advises."""
-
-    def follow(model: Any) -> None:
-        with torch.no_grad():
-            for query, key in zip(model.query.parameters(), model.key.parameters(), strict=True):
-                key.data = key.data * 0.5 + query.data * 0.5
-
-    def run(model: Any, optimizer: Trainer) -> list[float]:
-        values = []
-        for _ in range(4):
-            model.share = 0.0
-            values += Loop(scheduler=False).run(model, optimizer, [(x,)])
-            with protrain.full_parameters(model):
-                follow(model)
-        return values
-
-    def build() -> nn.Module:
-        with seeded():
-            return Momentum()
-
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
-    found = []
-    for spec in SPECS:
-        model = build()
-        found.append(run(*wrap_under(spec, model, adamw(model), (x,), device=device)))
-    assert len(set(found[0])) == 4
-    assert all(values == found[0] for values in found)

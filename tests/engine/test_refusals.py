@@ -189,13 +189,6 @@ def test_scripted_modules(batch: Batch) -> None:
     )
 
 
-def test_sparse_tensors() -> None:
-    model = nn.Linear(4, 4)
-    model.register_buffer("graph", torch.eye(4).to_sparse())
-    optimizer = torch.optim.AdamW(model.parameters())
-    refused(model, optimizer, (torch.ones(2, 4),), "buffer graph is torch.sparse_coo.*a dense one", ValueError)
-
-
 def test_modules_that_exchange_gradients() -> None:
     model = nn.DataParallel(nn.Linear(4, 4))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -120,23 +120,6 @@ def test_gradients_are_unscaled_by_what_they_were_scaled_with(make: Make, batche
     assert norms == [pytest.approx(float(optimizer.clip_grad_norm_(1e6)), rel=1e-2)] * 2
 
 
-def test_the_loss_scale_is_part_of_the_state(make: Make, batches: list[Batch]) -> None:
-    model, optimizer = make(FIRST, torch.float16)
-    scalars = optimizer.scalar_state()
-    optimizer.load_scalar_state({**scalars, "loss_scale": {"scale": 2.0**24, "finite_steps": 0, "skipped": 0}})
-    LOOP.run(model, optimizer, batches[:5])
-    assert optimizer.skipped_steps > 0
-    saved, weights = optimizer.state_dict(), model.state_dict()
-    expected = LOOP.run(model, optimizer, batches[5:])
-    other, other_optimizer = make(SECOND, torch.float16, seed=9)
-    other.load_state_dict(weights)
-    other_optimizer.load_state_dict(saved)
-    assert other_optimizer.skipped_steps == saved["loss_scale"]["skipped"]
-    assert LOOP.run(other, other_optimizer, batches[5:]) == expected
-    assert_same(states(other, other_optimizer), states(model, optimizer))
-    adamw(nn.Linear(1, 1)).load_state_dict({**adamw(nn.Linear(1, 1)).state_dict(), "loss_scale": saved["loss_scale"]})
-
-
 @pytest.mark.parametrize("loaded", [False, True])
 def test_groups_say_how_weights_decay(loaded: bool) -> None:
     """As torch's Adam: an option that may be set at any time, and comes with the state of an AdamW."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,16 +150,10 @@ def test_save_pretrained_writes_the_weights(
         assert_same(dict(loaded.state_dict()), {k: v.cpu() for k, v in model.state_dict().items()})
 
 
-def test_what_cannot_work_says_so(make: Make, batches: list[Batch]) -> None:
-    for spec in SPECS:
-        model, optimizer = make(spec)
-        with pytest.raises(MisuseError, match="use assign=False"):
-            model.load_state_dict(model.state_dict(), assign=True)
-        with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
-            copy.deepcopy(model)
-        with pytest.raises(MisuseError, match=r"use model.state_dict\(\)"):
-            pickle.dumps(model.lm_head)
-        assert len(LOOP.run(model, optimizer, batches[:2])) == 4
+def test_weights_cannot_be_assigned(make: Make) -> None:
+    model, _ = make()
+    with pytest.raises(MisuseError, match="use assign=False"):
+        model.load_state_dict(model.state_dict(), assign=True)
 
 
 @pytest.mark.slow

@@ -194,47 +194,6 @@ def test_a_step_after_no_sync_alone_is_an_error(wrapped: Wrap, tiny_batch: Calla
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
-def test_gradients_of_other_things_update_nothing(
-    wrapped: Wrap, tiny_batch: Callable[..., Batch], spec: Spec, device: torch.device
-) -> None:
-    """torch.autograd.grad, between backwards that accumulate and behind the one that updates."""
-
-    def look(model: Any) -> None:
-        embedded = list[Tensor]()
-        seen = model.transformer.wte.register_forward_hook(lambda module, args, output: embedded.append(output))
-        loss = model(**tiny_batch(2)).loss
-        seen.remove()
-        assert torch.autograd.grad(loss, embedded)[0].isfinite().all()
-
-    results = []
-    for looks in (False, True):
-        model, optimizer = wrapped(spec, during=True, accumulation=2)
-        model.eval()  # without dropout: looking draws no random numbers
-        quiet: Any = model.no_sync
-        for _ in range(2):
-            with quiet():
-                model(**tiny_batch()).loss.backward()
-            if looks:
-                look(model)
-            model(**tiny_batch(1)).loss.backward()
-            if looks:
-                look(model)
-            optimizer.step()
-        results.append(states(model, optimizer))
-    assert_same(results[1], results[0])
-
-
-def test_a_state_dict_after_backward_has_its_updates(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
-    model, optimizer = wrapped(SPECS[1], during=True)
-    before = model.state_dict()
-    optimizer.backward(model(**tiny_batch()).loss)
-    after = model.state_dict()  # while the one before is still held
-    optimizer.step()
-    assert all(torch.equal(after[name], value) for name, value in model.state_dict().items())
-    assert not any(torch.equal(after[name], value) for name, value in before.items() if value.ndim > 1)
-
-
 def enter_full_parameters(model: nn.Module, optimizer: ProTrainOptimizer, folder: Path) -> None:
     with protrain.full_parameters(model):
         pass

@@ -199,18 +199,3 @@ def test_parameters_that_the_model_computes_are_in_no_file(is_empty: bool, tmp_p
     )
     assert_same(dict(model.state_dict()), dict(reference.state_dict()))
     assert model.eval()(**batch).loss.item() == reference(**batch).loss.item()
-
-
-def test_a_computed_parameter_that_a_failed_wrap_took_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model: Any = transformers.MarianMTModel(_marian())
-    model.save_pretrained(tmp_path)
-    tokens = torch.randint(3, 96, (2, 16))
-    options: dict[str, Any] = {"example_batch": {"input_ids": tokens, "labels": tokens}, "device": "cpu"}
-    with monkeypatch.context() as patch:
-        patch.setattr("protrain.engine.build.BufferPool", None)
-        with pytest.raises(TypeError):
-            protrain.wrap(model, adamw(model), **options, progress=False)
-    with pytest.raises(ValueError, match=r"lacks 2 of \d+ parameters, among them model\.encoder\.embed_positions\.wei"):
-        protrain.wrap(model, adamw(model), **options, weights=tmp_path, progress=False)

@@ -19,17 +19,13 @@ from tests.engine import residual
 from tests.engine.harness import (
     NONE,
     Batch,
-    Loop,
     Spec,
     Trainer,
     adamw,
-    assert_same,
     default_loss,
-    states,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
-from tests.engine.speculative.trained import STEPS, clipping, counts, names_of_jobs, trained, updated_on_host
+from tests.engine.speculative.trained import STEPS, clipping, counts, trained
 
 
 @pytest.mark.parametrize(
@@ -49,17 +45,12 @@ def test_all_are_committed_when_nothing_is_clipped(
 ) -> None:
     optimizer, n_chunks = trained(clipping(max_norm), device, spec, dtype=dtype)
     assert counts(optimizer) == (STEPS * n_chunks, 0)
-    assert updated_on_host(optimizer) == STEPS
 
 
 @pytest.mark.parametrize("spec", ["states", "weights", "both"], indirect=True)
 def test_one_step_is_done_again_when_all_are_clipped(spec: Spec, device: torch.device) -> None:
     optimizer, n_chunks = trained(clipping(1e-3), device, spec)
     assert counts(optimizer) == (n_chunks, n_chunks)
-    # What is done again was a whole update before, or of a weight alone, which does not count.
-    n_weight_only = optimizer.plan.n_weight_only
-    sizes = [chunk.elements for chunk in optimizer._engine.chunks]
-    assert updated_on_host(optimizer) == pytest.approx(STEPS + sum(sizes[n_weight_only:]) / sum(sizes), rel=1e-12)
 
 
 def test_some_are_done_again_when_some_steps_are_clipped(spec: Spec, device: torch.device) -> None:
@@ -112,32 +103,6 @@ def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
 
     optimizer, _ = trained(run, device, spec)
     assert counts(optimizer) == (0, 0)
-
-
-@pytest.mark.parametrize(("spec", "idle"), [("states", 2), ("weights", 0), ("both", 4)], indirect=["spec"])
-def test_what_is_done_goes_up_while_the_host_makes_what_is_not(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch, idle: int
-) -> None:
-    data, model = residual.batches(STEPS), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    n_chunks, begun = optimizer.plan.n_chunks, itertools.count(1)
-    names = names_of_jobs(optimizer._engine.updates.worker, monkeypatch)
-
-    def link_is_idle() -> bool:
-        return sum(name.startswith("update") for name in names) % n_chunks < idle
-
-    # As if the host had begun all but the last before backward was over, and the link had time for so many chunks.
-    monkeypatch.setattr(Window, "is_closed", lambda _: next(begun) % n_chunks == 0)
-    monkeypatch.setattr(optimizer._engine.updates.host, "_link_is_idle", link_is_idle)
-    losses = Loop().run(wrapped, optimizer, data)
-    found = states(wrapped, optimizer)
-    order = [int(name.split()[-1]) for name in names if name.startswith("update")]
-    kind = f"speculative {'weight' if spec.weights else 'update'}"
-    assert names[n_chunks - 1] == f"{kind} 0", "its gradient comes last"
-    assert order == STEPS * [*range(1, 1 + idle), 0, *range(1 + idle, n_chunks)]
-    plain, trainer = prepare_plain(again := residual.make(), adamw(again), device=device, dtype=torch.bfloat16)
-    assert Loop().run(plain, trainer, data) == losses
-    assert_same(found, states(plain, trainer))
 
 
 def test_a_chunk_updated_in_stretches_has_the_same_bits(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from protrain.engine.updates.worker import HostWorker, Job
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -50,34 +48,9 @@ def trained(
     return optimizer, plan.n_speculate
 
 
-def names_of_jobs(worker: HostWorker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the jobs that ``worker`` is given from now on, each added when it is done."""
-    done: list[str] = []
-    job = worker.job
-
-    def noted(work: Callable[[], None], name: str = "") -> Job:
-        def run() -> None:
-            work()
-            done.append(name)
-
-        return job(run if name else work, name)
-
-    monkeypatch.setattr(worker, "job", noted)
-    return done
-
-
 def counts(optimizer: ProTrainOptimizer) -> tuple[int, int]:
     report = optimizer.report()
     return report.speculative_updates, report.redone_updates
-
-
-def updated_on_host(optimizer: ProTrainOptimizer) -> float:
-    """How often the report's rate counts the states in host memory."""
-    optimizer._engine.updates.wait()
-    updates = optimizer._engine.updates.host.rate.updates
-    elements, seconds = (sum(part) for part in zip(*updates, strict=True))
-    assert optimizer.report().host_gparams == elements / seconds / 1e9
-    return elements / sum(chunk.elements for chunk in optimizer._engine.chunks if not chunk.persistent)
 
 
 def clipping(max_norm: float | None, **options: Any) -> Run:
