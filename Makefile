@@ -1,4 +1,4 @@
-# The two commands of the README are `make demo` and `make test`; each prepares what it needs.
+# `make demo` and `make test` are the two commands to begin with; each prepares what it needs.
 
 VENV ?= .venv
 # The first Python that is new enough; PYTHON=... chooses another.
