@@ -57,13 +57,6 @@ def same_bits(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert wrong == 0, f"{name}: {wrong} of {found.numel()} elements differ from the reference"
 
 
-def same_bytes(name: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """AssertionError unless the two hold the same bytes in row-major order, payloads of NaN among them."""
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), f"{name}: {found.dtype} of {found.shape}"
-    one, other = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (found, wanted))
-    assert torch.equal(one, other.to(one.device)), f"{name}: its bytes differ"
-
-
 def close(name: str, found: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> float:
     """The relative error of ``found``, ‖found − wanted‖ / ‖wanted‖. AssertionError when it is above ``tolerance``."""
     difference = (found.double() - wanted.double()).norm()

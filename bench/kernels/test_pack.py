@@ -13,13 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.kernels.peers import installed, same_bytes
+from bench.kernels.peers import installed
 from bench.kernels.recorder import Recorder
 from bench.kernels.roofs import DEVICE, PCIE
 from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import EAGER, OURS
 from protrain.cli.shapes import SHAPES as SHAPES_OF_MODELS
 from protrain.cli.shapes import shape_config
+from protrain.common.parameters import same_bytes
 from protrain.common.tables import format_bytes
 from protrain.engine.states.arena import Arena
 from protrain_kernels import pack, unpack
@@ -168,7 +169,7 @@ def _expect_same(found: list[Tensor], wanted: list[Tensor], *, layouts: bool) ->
     """``layouts``: with strides, which a peer needn't keep."""
     assert len(found) == len(wanted), f"{len(found)} tensors came back, not {len(wanted)}"
     for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        same_bytes(f"tensor {index}", one, other)
+        assert same_bytes(one, other.to(one.device)), f"tensor {index}: its bytes differ"
         assert not layouts or one.stride() == other.stride(), f"tensor {index}: stride {one.stride()}"
     return "bytes and strides equal" if layouts else "bytes equal"
 

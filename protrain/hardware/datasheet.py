@@ -16,32 +16,31 @@ class Datasheet:
     """Peak rates of one card."""
 
     matmul_tflops: float
-    fp32_tflops: float  # outside the tensor cores
     memory_gbps: float
 
 
 # Each text must be in the name that the driver gives, as whole words. The first row that fits counts, so special cards
 # come first.
 _CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
-    (("H100", "PCIe"), Datasheet(matmul_tflops=756, fp32_tflops=51, memory_gbps=2000)),
-    (("H100", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=3900)),
-    (("H100",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=3350)),
-    (("GH200", "144G"), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4900)),
-    (("GH200",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4000)),
-    (("H200", "NVL"), Datasheet(matmul_tflops=835, fp32_tflops=60, memory_gbps=4800)),
-    (("H200",), Datasheet(matmul_tflops=989, fp32_tflops=67, memory_gbps=4800)),
-    (("A100", "40GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1555)),
-    (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=1935)),
-    (("A100",), Datasheet(matmul_tflops=312, fp32_tflops=19.5, memory_gbps=2039)),
-    (("B200",), Datasheet(matmul_tflops=2250, fp32_tflops=75, memory_gbps=8000)),
-    (("GB200",), Datasheet(matmul_tflops=2250, fp32_tflops=75, memory_gbps=8000)),
-    (("MI300X",), Datasheet(matmul_tflops=1307, fp32_tflops=163.4, memory_gbps=5300)),
-    (("L40S",), Datasheet(matmul_tflops=362, fp32_tflops=91.6, memory_gbps=864)),
-    (("A10G",), Datasheet(matmul_tflops=70, fp32_tflops=31.5, memory_gbps=600)),
-    (("RTX 5090",), Datasheet(matmul_tflops=209.5, fp32_tflops=104.8, memory_gbps=1792)),
-    (("RTX 4090",), Datasheet(matmul_tflops=165.2, fp32_tflops=82.6, memory_gbps=1008)),
-    (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, fp32_tflops=40, memory_gbps=1008)),
-    (("RTX 3090",), Datasheet(matmul_tflops=71, fp32_tflops=35.6, memory_gbps=936)),
+    (("H100", "PCIe"), Datasheet(matmul_tflops=756, memory_gbps=2000)),
+    (("H100", "NVL"), Datasheet(matmul_tflops=835, memory_gbps=3900)),
+    (("H100",), Datasheet(matmul_tflops=989, memory_gbps=3350)),
+    (("GH200", "144G"), Datasheet(matmul_tflops=989, memory_gbps=4900)),
+    (("GH200",), Datasheet(matmul_tflops=989, memory_gbps=4000)),
+    (("H200", "NVL"), Datasheet(matmul_tflops=835, memory_gbps=4800)),
+    (("H200",), Datasheet(matmul_tflops=989, memory_gbps=4800)),
+    (("A100", "40GB"), Datasheet(matmul_tflops=312, memory_gbps=1555)),
+    (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, memory_gbps=1935)),
+    (("A100",), Datasheet(matmul_tflops=312, memory_gbps=2039)),
+    (("B200",), Datasheet(matmul_tflops=2250, memory_gbps=8000)),
+    (("GB200",), Datasheet(matmul_tflops=2250, memory_gbps=8000)),
+    (("MI300X",), Datasheet(matmul_tflops=1307, memory_gbps=5300)),
+    (("L40S",), Datasheet(matmul_tflops=362, memory_gbps=864)),
+    (("A10G",), Datasheet(matmul_tflops=70, memory_gbps=600)),
+    (("RTX 5090",), Datasheet(matmul_tflops=209.5, memory_gbps=1792)),
+    (("RTX 4090",), Datasheet(matmul_tflops=165.2, memory_gbps=1008)),
+    (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, memory_gbps=1008)),
+    (("RTX 3090",), Datasheet(matmul_tflops=71, memory_gbps=936)),
 )
 # Names of parts of a card (MIG slices, and virtual GPUs such as "A100-10C") and of slower cards. The name of the whole
 # or faster card is in them.
