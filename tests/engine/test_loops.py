@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.streams import CudaStreams
-from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     FEW_PLANS,
     NONE,
@@ -170,28 +168,6 @@ def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) 
             optimizer.step()
             optimizer.zero_grad()
         return outputs
-
-    same_as_plain(run, device)
-
-
-def test_what_a_late_copy_reads_is_still_there(device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
-        losses = []
-        torch.manual_seed(1)
-        for batch in batches(2):
-            loss = default_loss(model, batch)
-            loss.backward()
-            optimizer.clip_grad_norm_(0.1)
-            streams = optimizer._engine.streams if isinstance(optimizer, ProTrainOptimizer) else None
-            if isinstance(streams, CudaStreams):
-                with torch.cuda.stream(streams.d2h.stream):  # copies to the host come late
-                    torch.cuda._sleep(50_000_000)
-            optimizer.step()
-            other = [torch.full((), float("nan"), device=device) for _ in range(64)]  # takes whatever was freed
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            del other
-        return losses
 
     same_as_plain(run, device)
 
