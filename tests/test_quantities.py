@@ -51,11 +51,6 @@ def test_a_size_that_is_nothing_or_that_64_bits_cannot_add_to_is_refused(wrong: 
     assert repr(wrong) in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "count"), [(1024, 1024), ("24KiB", 24 * 1024), ("100B", 100)])
-def test_memory_is_as_small_as_it_says(text: int | str, count: int) -> None:
-    assert parse_memory(text, name="device_memory") == count
-
-
 @pytest.mark.parametrize(
     ("count", "text"),
     [

@@ -165,13 +165,12 @@ def error_with_gpus(
     return ""
 
 
-@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize(
-    ("device", "visible", "uuids"),
+    ("use", "device", "visible", "uuids"),
     [
-        pytest.param("cuda:1", 2, (("a", "b"), ("a", "b")), id="the same index"),
-        pytest.param(None, 1, (("b",), ("b",)), id="the only GPU of both"),
-        pytest.param("cuda:1", 2, (("a", "b"), ("c", "b")), id="seen among others"),
+        pytest.param("protrain.wrap", "cuda:1", 2, (("a", "b"), ("a", "b")), id="the same index"),
+        pytest.param("protrain.calibrate", None, 1, (("b",), ("b",)), id="the only GPU of both"),
+        pytest.param("protrain.wrap", "cuda:1", 2, (("a", "b"), ("c", "b")), id="seen among others"),
     ],
 )
 def test_two_ranks_on_one_gpu_are_refused_on_both(

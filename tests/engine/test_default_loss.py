@@ -78,16 +78,6 @@ def test_the_first_call_decides_where_there_is_no_example_batch(
     assert (is_chunked(wrapped), optimizer.plan.chunked_loss) == (labelled, labelled)
 
 
-def test_a_plan_decides_by_what_it_was_made_for(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
-    options: dict[str, Any] = {"example_batch": tiny_batch(), "device": "cpu", "device_memory": "1GiB"}
-    for chunked in (True, False):
-        model = tiny_model("llama")
-        plan = protrain.wrap(model, adamw(model), chunked_loss=chunked, progress=False, **options)[1].plan
-        assert plan.chunked_loss is chunked
-        assert _chosen(tiny_model("llama"), tiny_batch(), plan=plan) is chunked
-        assert _chosen(tiny_model("llama"), tiny_batch(), plan=plan, chunked_loss=not chunked) is not chunked
-
-
 def test_the_bits_are_those_of_a_plain_loop_with_this_loss(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
     def with_this_loss() -> nn.Module:
         model = tiny_model("llama")

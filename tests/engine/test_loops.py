@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from protrain.engine.streams import CudaStreams
-from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     FEW_PLANS,
     NONE,
@@ -174,28 +172,6 @@ def test_an_evaluation_after_backward_has_the_old_weights(device: torch.device) 
     same_as_plain(run, device)
 
 
-def test_what_a_late_copy_reads_is_still_there(device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer) -> list[Tensor]:
-        losses = []
-        torch.manual_seed(1)
-        for batch in batches(2):
-            loss = default_loss(model, batch)
-            loss.backward()
-            optimizer.clip_grad_norm_(0.1)
-            streams = optimizer._engine.streams if isinstance(optimizer, ProTrainOptimizer) else None
-            if isinstance(streams, CudaStreams):
-                with torch.cuda.stream(streams.d2h.stream):  # copies to the host come late
-                    torch.cuda._sleep(50_000_000)
-            optimizer.step()
-            other = [torch.full((), float("nan"), device=device) for _ in range(64)]  # takes whatever was freed
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            del other
-        return losses
-
-    same_as_plain(run, device)
-
-
 @pytest.mark.parametrize("retain", [False, True])
 def test_several_backwards_of_one_forward(retain: bool, device: torch.device) -> None:
     def run(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
@@ -222,35 +198,3 @@ def test_several_backwards_of_one_forward(retain: bool, device: torch.device) ->
         options: dict[str, Any] = {"dtype": torch.bfloat16, "accumulation": 3}
         found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device, **options))
         assert_same(found, expected)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_training_goes_on_after_a_failure(where: str, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer) -> list[Any]:
-        torch.manual_seed(1)
-        losses = []
-        block: Any = model.get_submodule("blocks.2")
-        for number, batch in enumerate(batches(3)):
-            if number:
-                block.fails = where
-                with pytest.raises(ArithmeticError, match=f"{where} fails"):
-                    default_loss(model, batch).backward()
-                block.fails = ""
-                if number == 2:
-                    with torch.no_grad():
-                        losses.append(float(default_loss(model, batch)))
-                optimizer.zero_grad()
-            loss = default_loss(model, batch)
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [losses, states(model, optimizer)]
-
-    plain = make()
-    losses, final = run(*prepare_plain(plain, adamw(plain), device=device, dtype=torch.float32))
-    for spec in (*FEW_PLANS, Spec("none", "least", (SWAP,), packed=True)):
-        model = make()
-        found = run(*wrap_under(spec, model, adamw(model), batches()[0], device=device))
-        assert found[0] == losses, str(spec)
-        assert_same(found[1], final)

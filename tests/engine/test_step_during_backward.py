@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError
-from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import HostUpdates, Window
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
@@ -67,34 +65,6 @@ def test_same_bits_as_steps_after_backward(
         model, optimizer = wrapped(spec, during=True, family=family, dtype=dtype)
         assert Loop().run(model, optimizer, batches) == expected, str(spec)
         assert_same(states(model, optimizer), final, where=str(spec))
-
-
-@pytest.mark.parametrize("over", [False, True], ids=["in-time", "too-late"])
-def test_host_updates_begun_before_and_after_the_end_of_backward(
-    wrapped: Wrap, tiny_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch, over: bool
-) -> None:
-    # As if the host had begun every update before backward was over, or none.
-    monkeypatch.setattr(Window, "is_closed", lambda _: over)
-    done: list[int] = []
-    work = HostUpdates.update
-
-    def noted(host: HostUpdates, chunk: Chunk, *args: Any) -> None:
-        done.append(chunk.index)
-        work(host, chunk, *args)
-
-    monkeypatch.setattr(HostUpdates, "update", noted)
-    batches, spec = [tiny_batch(seed) for seed in range(2)], Spec("none", "least", (CKPT,), small=True)
-    model, optimizer = wrapped(spec, during=True)
-    losses = Loop().run(model, optimizer, batches)
-    found = states(model, optimizer)
-    n_chunks = optimizer.plan.n_chunks
-    for step in range(len(batches)):
-        order = done[step * n_chunks : (step + 1) * n_chunks]
-        assert sorted(order) == list(range(n_chunks))
-        assert (order == sorted(order)) == over, "the order of need only when backward is over"
-    model, optimizer = wrapped(spec, during=False)
-    assert Loop().run(model, optimizer, batches) == losses
-    assert_same(states(model, optimizer), found)
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:

@@ -94,7 +94,7 @@ def test_a_step_redoes_a_speculative_update_that_failed(
                 torch.manual_seed(index)
                 default_loss(wrapped, batch).backward()
                 optimizer.step()
-                optimizer._engine.updates.wait()
+                optimizer.state_dict()  # waits for all updates
             optimizer.zero_grad()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
