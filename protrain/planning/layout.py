@@ -20,7 +20,7 @@ choose from. So chunks have about the size of a block, and every larger paramete
 Large chunks have buffers of their own, no more than are held at one time (one, if embedding and head are two units).
 They have staging of their own for gradients, and a region of host memory each for gradients. They lie where they
 are first used, as all chunks do. An order with large chunks before all others, so that they would persist first, was
-measured and gained nothing: see docs/results/mechanisms.md.
+measured and gained nothing: see docs/results/appendix.md.
 
 [Note: shards] When several ranks train together, each of them owns one shard of every chunk, and all shards of a chunk
 have the same size. So a chunk is padded at its end to a multiple of ALIGNMENT elements for every rank. Which parameter
