@@ -6,13 +6,16 @@ torchrun or srun may start them as well. Without a launcher there is one process
 from __future__ import annotations
 
 import itertools
+import logging
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch.distributed as dist
+from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from protrain.common.progress import heard
 from protrain.common.signals import InterruptedRun
@@ -23,17 +26,29 @@ _runs = itertools.count()  # of this process: all ranks count alike, so that eac
 
 
 def start_ranks(gpus: int | None, words: Sequence[str]) -> None:
-    """Become torchrun with ``gpus`` processes of `protrain WORDS`, unless a launcher has started this process.
+    """Start torchrun with ``gpus`` processes of `protrain WORDS`, unless a launcher has started this process.
 
     Raises:
         ValueError: a launcher has started another number of processes.
+        SystemExit: the processes have ended, with the status of the one that failed first. It has said why.
+        OSError: a process was killed.
     """
     os.environ.update(announced_by_slurm(os.environ))
     announced = announced_processes()
     if announced == 1 and (gpus or 1) > 1:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_S))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-        os.execv(sys.executable, [sys.executable, *torchrun, "-m", "protrain", *words])
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes speak for themselves
+        torchrun = ["--standalone", "--nproc-per-node", str(gpus), "-m", "protrain", *words]
+        try:
+            run.run(run.parse_args(torchrun))
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:
+                raise OSError(f"the process of rank {rank} was ended by {failure.signal_name()}") from None
+            raise SystemExit(failure.exitcode) from None
+        except SignalException as error:
+            raise SystemExit(128 + error.sigval) from None
+        raise SystemExit(0)
     if gpus not in (None, announced):
         raise ValueError(f"--gpus {gpus}: {announced} processes were started, each for one GPU; leave --gpus out")
 

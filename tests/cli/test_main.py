@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -270,12 +271,13 @@ def test_calibrate_measures_this_machine(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_gpus_is_torchrun_that_waits_for_a_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr("os.execv", lambda _, words: started.append(words))
+    started: list[argparse.Namespace] = []
+    monkeypatch.setattr("torch.distributed.run.run", started.append)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
     words = ["calibrate", "--gpus", "2", "--device", "cpu"]
-    with pytest.raises(ValueError, match="--gpus 2: 1 processes were started"):  # as nothing took the process's place
+    with pytest.raises(SystemExit, match="0"):
         start_ranks(2, words)
-    assert started[0][-4 - len(words) :] == ["--nproc-per-node", "2", "-m", "protrain", *words]
+    assert (started[0].nproc_per_node, started[0].training_script) == ("2", "protrain")
+    assert started[0].training_script_args == words
     assert int(os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")) >= 600

@@ -340,9 +340,17 @@ def test_two_ranks_have_the_bits_of_one(workplace: Path, tmp_path: Path) -> None
     process = started(workplace, tmp_path / "two", gpus=2, **LONG)
     wait_for(tmp_path / "two/checkpoint-20/trainer_state.json")
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=200)
+    said = finished(process, 128 + signal.SIGTERM)
     assert "has stopped the training after step" in said
+    assert "Traceback" not in said
     shutil.copytree(tmp_path / "two", tmp_path / "one again")
     finished(started(workplace, tmp_path / "two", gpus=2, resume=True, **LONG))
     assert run(workplace, tmp_path / "one again", gradient_accumulation_steps=2, resume=True, **LONG) == 0
     assert weights(tmp_path / "two") == weights(tmp_path / "one") == weights(tmp_path / "one again")
+
+
+@pytest.mark.slow
+def test_an_error_of_two_ranks_is_said_once(workplace: Path, tmp_path: Path) -> None:
+    said = finished(started(workplace, tmp_path / "two", gpus=2, data="nowhere.jsonl"), 2)
+    assert said.count("nowhere.jsonl cannot be read") == 1
+    assert "Traceback" not in said
