@@ -353,6 +353,9 @@ def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any])
     (tmp_path / lost).unlink()
     with pytest.raises(ValueError, match=rf"weights: .*{lost} cannot be read: "):
         wrapped(empty(), weights=tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"weights: .*index.json cannot be read: 'weight_map'"):
+        wrapped(empty(), weights=tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"lacks \d+ of \d+ parameters"):
         wrapped(empty(), weights=tmp_path)

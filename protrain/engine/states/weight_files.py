@@ -58,8 +58,8 @@ def weight_files(folder: Path) -> list[Path]:
         return [whole]
     if index.is_file():
         with _must_be_readable(index):
-            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(named))]
+            named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return [folder / name for name in sorted(set(named.values()))]
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"weights: no .safetensors file in {folder}")
@@ -122,7 +122,7 @@ def _must_be_readable(file: Path) -> Iterator[None]:
     """Name ``file`` in the error if reading it fails. Only reads belong inside, as other code may raise the same."""
     try:
         yield
-    except (OSError, ValueError, safetensors_package().SafetensorError) as error:
+    except (OSError, ValueError, KeyError, safetensors_package().SafetensorError) as error:
         raise ValueError(f"weights: {file} cannot be read: {error}") from None
 
 
