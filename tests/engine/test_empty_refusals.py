@@ -109,11 +109,6 @@ def init_weights(block: Any) -> None:
     init.normal_(block.weight)
 
 
-@pytest.mark.filterwarnings("ignore:for .*weight. copying from a non-meta parameter")
-def _from_a_state(block: Any) -> None:
-    block.load_state_dict({"weight": torch.ones(8, 8), "bias": torch.ones(8)})
-
-
 WRITES = (_a_row, _all, _scaled, _constant, _a_part_of_its_data, _copied, _into_out, init_weights)
 UNSEEN = (_skipped_on_meta, _skipped_data)  # by the version of a parameter
 REPLACED = (_other_data, _data_of_itself)
