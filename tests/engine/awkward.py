@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -65,20 +64,10 @@ class SparseRows(Sparse):
 class SparseWeight(Plain):
     """Adds a sparse matrix to its weight, whose values are a parameter."""
 
-    layout = torch.sparse_coo
-
     def forward(self, x: Tensor, *_: Any) -> Tensor:
-        places = torch.arange(WIDTH, device=x.device)
-        if self.layout is torch.sparse_coo:
-            change = torch.sparse_coo_tensor(torch.stack([places, places]), self.norm.weight, (WIDTH, WIDTH))
-            return x + torch.tanh(F.linear(x, self.linear.weight + change, self.linear.bias))
-        starts = torch.arange(WIDTH + 1, device=x.device)
-        change = torch.sparse_csr_tensor(starts, places, self.norm.weight, (WIDTH, WIDTH))
-        return x + torch.tanh(self.linear(x) + (change @ x.t()).t())
-
-
-class SparseWeightRows(SparseWeight):
-    layout = torch.sparse_csr
+        places = torch.arange(WIDTH, device=x.device).expand(2, -1)
+        change = torch.sparse_coo_tensor(places, self.norm.weight, (WIDTH, WIDTH))
+        return x + torch.tanh(F.linear(x, self.linear.weight + change, self.linear.bias))
 
 
 class Nested(Plain):
@@ -104,18 +93,6 @@ class OwnOffsets(Nested):
         return offsets * 1 if self.makes else offsets
 
 
-class Counts(Plain):
-    """Counts its calls in an attribute, and does something else in every third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
-        self.calls += 1
-        return super().forward(x) if self.calls % 3 else super().forward(torch.sigmoid(x))
-
-
 class Initialises(Plain):
     """Sets a buffer from the first input that it meets, and notes that in another, as ActNorm does."""
 
@@ -132,18 +109,6 @@ class Initialises(Plain):
             self.ready.fill_(True)
             return super().forward(x * self.scale * 1.0)
         return super().forward(x * self.scale)
-
-
-class Draws(Plain):
-    """Draws from numpy and from generators of its own whether to add noise, and how much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = np.random.default_rng(0)
-
-    def forward(self, x: Tensor, *_: Any) -> Tensor:
-        x = x * float(np.random.uniform(0.5, 1.5)) + float(self.generator.normal())
-        return super().forward(torch.sigmoid(x) if np.random.random() < 0.5 else x)
 
 
 class Model(nn.Module):
@@ -182,11 +147,6 @@ class SparseOutside(Model):
 def make(block: type[Plain] = Plain, view: str = "") -> nn.Module:
     with seeded():
         return Model(block, view)
-
-
-def make_sparse_outside() -> nn.Module:
-    with seeded():
-        return SparseOutside()
 
 
 def batches(count: int = 3) -> list[Batch]:

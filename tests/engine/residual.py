@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -33,10 +35,12 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, width: int, depth: int) -> None:
+    """A layer, blocks that ``block(width)`` makes, and a layer."""
+
+    def __init__(self, width: int, depth: int, block: Callable[[int], nn.Module] = Block) -> None:
         super().__init__()
         self.enter = nn.Linear(8, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
         self.leave = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,9 +50,9 @@ class Model(nn.Module):
         return self.leave(x)
 
 
-def make(width: int = 48, depth: int = 5) -> nn.Module:
+def make(width: int = 48, depth: int = 5, block: Callable[[int], nn.Module] = Block) -> nn.Module:
     with seeded():
-        return Model(width, depth)
+        return Model(width, depth, block)
 
 
 def batches(count: int = 6) -> list[Batch]:

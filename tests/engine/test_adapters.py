@@ -13,16 +13,9 @@ from torch import Tensor, nn
 
 import protrain
 from tests.engine.harness import (
-    CKPT,
-    CKPT_SWAP,
     FEW_PLANS,
-    NONE,
-    SWAP,
     Loop,
-    Spec,
     adamw,
-    check_equal_to_plain,
-    plain_run,
     seeded,
     wrap_under,
 )
@@ -75,46 +68,6 @@ def batches(count: int = 4) -> list[dict[str, Tensor]]:
     return made
 
 
-@pytest.mark.slow
-def test_adapters_of_parameters_that_are_no_layers() -> None:
-    """peft registers a parametrization in forward, so the parameter belongs to another module while it runs."""
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = lora(target_parameters=targets)
-    check_equal_to_plain(lambda: adapted(mixtral(), config), batches(), device=CPU, specs=FEW_PLANS[:1])
-
-
-def of_both(model: Any, batch: Any) -> Tensor:
-    """A loss of two forwards, each with an adapter of its own, and of one without adapters and with a smaller one."""
-    total = torch.zeros(())
-    for name in ("one", "other"):
-        model.set_adapter(name)
-        train_adapters(model)
-        total = total + model(**batch).loss
-    with model.disable_adapter():
-        total = total - 0.1 * model(**batch).loss
-    with rescale_adapter_scale(model, 0.5):
-        return total + model(**batch).loss
-
-
-def train_adapters(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora" in name or "norm" in name)
-
-
-@pytest.mark.parametrize("mode", [CKPT, CKPT_SWAP, SWAP, NONE])
-def test_adapters_are_switched_between_the_forwards_of_a_loss(mode: Any) -> None:
-    def make() -> Any:
-        base = llama()
-        with seeded(1):
-            model = peft.get_peft_model(base, lora(), adapter_name="one")
-            model.add_adapter("other", lora())
-        train_adapters(model)
-        return model
-
-    specs = (Spec("none", "least", (mode,)),)
-    check_equal_to_plain(make, batches(3), device=CPU, loop=Loop(loss=of_both), specs=specs)
-
-
 def head_too() -> Any:
     return lora(modules_to_save=["lm_head"])
 
@@ -149,20 +102,6 @@ def test_an_export_is_what_peft_saves(config: Callable[[], Any], tmp_path: Path)
         assert torch.equal(read.logits, expected(**batches()[0]).logits)
         untrained = adapted(llama(tie_word_embeddings=tied), config()).eval()
         assert not torch.equal(untrained(**batches()[0]).logits, trained.logits)
-
-
-def test_a_merged_export_has_the_module_that_was_trained_as_a_whole(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        return adapted(llama(), head_too())
-
-    model = make()
-    model, optimizer = wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU)
-    Loop().run(model, optimizer, batches())
-    protrain.export(model, tmp_path / "merged", merge=True)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    _, final = plain_run(make, batches(), loop=Loop(), device=CPU, dtype=torch.float32)
-    assert torch.equal(found.lm_head.weight, final["model.base_model.model.lm_head.modules_to_save.default.weight"])
-    assert found.state_dict().keys() == llama().state_dict().keys()
 
 
 def test_a_merged_export_has_the_buffers_of_that_module_under_their_own_names(tmp_path: Path) -> None:
@@ -205,22 +144,3 @@ def test_modules_that_are_trained_as_a_whole_begin_as_the_files_say(whole: str, 
     found = base_weights_are(model, expected)
     expected.load_state_dict(found, strict=False)
     assert torch.equal(model(**batches()[0]).loss, expected(**batches()[0]).loss)
-
-
-def test_weights_for_adapters_of_parameters_that_are_no_layers(tmp_path: Path) -> None:
-    base: Any = mixtral()
-    config = lora(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    base.save_pretrained(tmp_path)  # in the layout of the files, which has three matrices for each expert
-    model, expected = wrapped_around(tmp_path, config), adapted(base, config)
-    base_weights_are(model, expected)
-
-
-@pytest.mark.parametrize("how", [{"use_dora": True}, {"init_lora_weights": "pissa"}, {"init_lora_weights": "olora"}])
-def test_adapters_that_are_computed_from_weights_of_files_are_refused(how: dict[str, Any], tmp_path: Path) -> None:
-    """They would be those of the random weights that the model was built with, and the files have others."""
-    base: Any = llama()
-    base.save_pretrained(tmp_path)
-    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **TASK, **how})
-    refused = r"lacks .*q_proj\.lora_\w+\.default\.weight\. It was set by .* build the model with its weights"
-    with pytest.raises(ValueError, match=refused):
-        wrapped_around(tmp_path, config)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.engine.streams import Streams, streams_for
+from tests.engine import residual
 from tests.engine.harness import (
+    NONE,
     PLANS,
     SWAP,
     Batch,
@@ -22,6 +24,8 @@ from tests.engine.harness import (
     Spec,
     adamw,
     assert_same,
+    check_equal_to_plain,
+    default_loss,
     plain_run,
     seeded,
     states,
@@ -134,6 +138,43 @@ def test_every_plan_has_the_bits_of_the_plain_loop(family: str, setting: str, sp
     assert chosen.loop.run(wrapped, optimizer, data) == expected
     assert_same(states(wrapped, optimizer), final)
     assert (0 < optimizer.skipped_steps <= STEPS[device.type] // 2) == (setting == "fp16-clip")
+
+
+def test_backward_finds_weights_in_another_buffer_than_forward_did(device: torch.device) -> None:
+    """Under most plans a chunk comes back to the buffer that it had, and a view that is not made anew is right."""
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        found = default_loss(model, batch)
+        with torch.no_grad():
+            default_loss(model, (batch[0][:4],))
+        return found
+
+    loop, spec = Loop(max_norm=1.0, loss=loss), Spec("none", "middle", (NONE,))
+    check_equal_to_plain(residual.make, residual.batches(2), device=device, loop=loop, specs=(spec,))
+
+
+def test_adam_with_coupled_weight_decay(device: torch.device) -> None:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=3e-3, weight_decay=0.1)
+
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "optimizer": adam}
+    check_equal_to_plain(residual.make, residual.batches(2), **options)
+
+
+def test_another_default_dtype_of_torch_changes_nothing() -> None:
+    outcomes = []
+    for default in (torch.float32, torch.bfloat16):
+        model, data = residual.make(), residual.batches(3)
+        torch.set_default_dtype(default)
+        try:
+            options: dict[str, Any] = {"device": "cpu", "dtype": "bfloat16", "progress": False}
+            model, optimizer = protrain.wrap(model, adamw(model), example_batch=data[0], **options)
+            Loop().run(model, optimizer, data)
+            state = optimizer.full_state_dict()["state"]
+            outcomes.append(states(model, optimizer) | {f"step {at}": each["step"] for at, each in state.items()})
+        finally:
+            torch.set_default_dtype(torch.float32)
+    assert_same(*outcomes)
 
 
 def test_swapping_moves_what_it_claims_to(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

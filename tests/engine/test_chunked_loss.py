@@ -1,4 +1,4 @@
-"""wrap(chunked_loss=True): the usual loss to rounding, the same bits under every plan, and logits for who uses them."""
+"""The loss in chunks: the usual loss to rounding, the same bits under every plan, and logits for who uses them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError, PlanError
-from protrain.forward.chunked_loss import LaterLogits, can_chunk, causal_lm_loss, chunk_loss, is_chunked
-from tests.engine.harness import FEW_PLANS, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
+from protrain.forward.chunked_loss import LaterLogits, can_chunk, chunk_loss, is_chunked
+from tests.engine.harness import FEW_PLANS, Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 
 _LARGE = 4096  # a vocabulary
 _ODD = 101  # one whose rows of logits are no multiple of 16 bytes
@@ -22,7 +22,6 @@ _ODD = 101  # one whose rows of logits are no multiple of 16 bytes
 transformers = pytest.importorskip("transformers")
 _Llama: Any = transformers.LlamaForCausalLM
 Build = Callable[..., nn.Module]
-Batch = dict[str, Tensor]
 
 
 def _model(family: str, words: int = 96, seed: int = 0, **options: Any) -> nn.Module:
@@ -94,23 +93,6 @@ def test_loss_gradients_and_logits_are_the_usual_ones(
             assert first.grad is second.grad, name
             continue
         torch.testing.assert_close(second.grad / 3, first.grad, rtol=1e-3, atol=1e-5 * largest)
-
-
-def test_autocast_is_that_of_a_linear_layer(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
-    batch = tiny_batch(sequence=6)
-    losses = []
-    for change in (lambda model: model, _with_chunks):
-        model = change(tiny_model("llama"))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        head = model.get_submodule("lm_head")
-        assert isinstance(head.weight, nn.Parameter)
-        assert head.weight.grad is not None
-        assert head.weight.grad.dtype == torch.float32
-        losses.append((loss.item(), head.weight.grad))
-    assert losses[0][0] == pytest.approx(losses[1][0], rel=1e-3)
-    torch.testing.assert_close(losses[0][1], losses[1][1], rtol=0.05, atol=1e-4)
 
 
 def _looking(when: str) -> Loop:
@@ -278,20 +260,6 @@ def test_where_it_is_known_to_be_the_same_loss(tiny_model: Build, tiny_batch: Ca
     assert around(**tiny_batch()).loss.item() == pytest.approx(expected, rel=1e-6)
 
 
-def test_an_adapter_around_a_frozen_head(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
-    peft = pytest.importorskip("peft")
-    options = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
-    gradients = []
-    for change in (lambda model: model, _with_chunks):
-        torch.manual_seed(0)
-        model = change(peft.get_peft_model(tiny_model("llama"), options))
-        model(**tiny_batch()).loss.backward()
-        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0].keys() == gradients[1].keys()
-    for name, gradient in gradients[0].items():
-        torch.testing.assert_close(gradients[1][name], gradient, rtol=1e-3, atol=1e-6)
-
-
 def test_what_does_not_fit_is_refused_and_nothing_is_left(
     tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
 ) -> None:
@@ -310,6 +278,55 @@ def test_what_does_not_fit_is_refused_and_nothing_is_left(
     assert (dict(vars(model)), dict(vars(model.get_submodule("lm_head")))) == before
 
 
+class Around(nn.Module):
+    """A user's module, with a loss of its own beside that of the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        out = self.inner(input_ids=input_ids, labels=labels)
+        return out.logits.float().square().mean() if labels is None else 2 * out.loss
+
+
+def _cohere() -> nn.Module:
+    """It scales its logits."""
+    sizes = {"vocab_size": 96, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.CohereConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    model: nn.Module = transformers.CohereForCausalLM(config)
+    return model
+
+
+def _adapted(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    return adapted
+
+
+def _chosen(model: nn.Module, batch: Batch, **options: Any) -> bool:
+    """Whether wrap, if it is not told, computes the loss of ``model`` in pieces. The plan says the same."""
+    model, optimizer = protrain.wrap(
+        model, adamw(model), example_batch=batch, device="cpu", device_memory="1GiB", progress=False, **options
+    )
+    assert optimizer.plan.chunked_loss == is_chunked(model)
+    return is_chunked(model)
+
+
+def test_it_is_computed_in_pieces_where_it_is_the_same(tiny_model: Build, tiny_batch: Callable[..., Batch]) -> None:
+    batch = tiny_batch()
+    tokens = batch["input_ids"]
+    assert _chosen(tiny_model("llama"), batch)
+    assert _chosen(Around(tiny_model("llama")), batch)
+    assert _chosen(_adapted(tiny_model("llama")), batch)
+    assert not _chosen(tiny_model("llama"), batch, chunked_loss=False)
+    assert not _chosen(tiny_model("llama"), {"input_ids": tokens})
+    assert not _chosen(tiny_model("llama"), {"input_ids": tokens, "labels": None})
+    assert not _chosen(Around(tiny_model("llama")), (tokens, tokens))
+    assert not _chosen(_cohere(), batch)
+    assert not _chosen(tiny_model("t5"), batch)
+
+
 def test_logits_that_a_later_change_uses_before_the_loss_are_refused(
     tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
 ) -> None:
@@ -318,10 +335,3 @@ def test_logits_that_a_later_change_uses_before_the_loss_are_refused(
     model.lm_head.register_forward_hook(lambda module, args, output: output / 2)
     with pytest.raises(ValueError, match="uses the logits before the loss, which is computed without them"):
         model(**{name: value.to(device) for name, value in tiny_batch().items()})
-
-
-def test_labels_of_another_length_are_refused(device: torch.device) -> None:
-    """A kernel that read beyond them would compute something."""
-    hidden, weight = torch.randn(2, 5, 8, device=device), torch.randn(16, 8, device=device)
-    with pytest.raises(ValueError, match=r"hidden states \[10, 8\] need as many targets of int64, not \[8\]"):
-        causal_lm_loss(hidden, weight, None, torch.zeros(2, 4, dtype=torch.int64, device=device))

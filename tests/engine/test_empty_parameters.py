@@ -76,14 +76,6 @@ def test_values_follow_from_seed_and_name_alone() -> None:
     assert len({value.view(-1)[0].item() for value in found.values()}) == 6, "no two are alike"
 
 
-def test_making_values_leaves_the_generator_alone() -> None:
-    model = built(Model)
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    start_of(model)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def test_layers_of_torch() -> None:
     def fill(part: Any) -> None:
         part.attention = nn.MultiheadAttention(8, 2)
@@ -130,20 +122,6 @@ def test_initialisers_are_called_with_the_arguments_that_they_had() -> None:
     torch.testing.assert_close(turned.T @ turned, torch.eye(5))
     assert found["gate.inner.weight"].std().item() == pytest.approx(0.05, rel=0.3)
     assert (found["gate.inner.bias"] == 3).all()
-
-
-class Wide(Gate):
-    """A subclass that scales what the class above it sets."""
-
-    def reset_parameters(self, std: float, *, bias: int) -> None:
-        super().reset_parameters(2 * std, bias=bias)
-        self.scale.data.mul_(2)
-
-
-def test_a_method_that_calls_that_of_the_class_above() -> None:
-    found = part_of(lambda part: part.add_module("gate", Wide(0.1)))
-    assert torch.equal(found["gate.scale"], torch.tensor([14.0, 14, *[2e-4] * 6]))
-    assert is_uniform(found["gate.cut"], 0.2)
 
 
 class Titan(Model):
@@ -269,37 +247,6 @@ def test_attributes_hooks_and_groups_survive() -> None:
 
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**SMALL, "num_key_value_heads": 2},
-    "qwen3": {**SMALL, "num_key_value_heads": 2, "head_dim": 8},
-    "gemma2": {**SMALL, "num_key_value_heads": 2, "head_dim": 8},
-    "mixtral": {**SMALL, "num_key_value_heads": 2, "num_local_experts": 4},
-    "opt": {"vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
-    "bloom": {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4},
-    "bert": {**SMALL, "is_decoder": True},  # its head has a tied bias, which transformers pads
-    "mamba": {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_families_of_transformers_start_as_they_say(family: str) -> None:
-    """Constants are those of plain construction, and random values have its mean and its deviation."""
-    transformers = pytest.importorskip("transformers")
-    tokens = torch.arange(16).view(2, 8)
-    config = transformers.AutoConfig.for_model(family, use_cache=False, **FAMILIES[family])
-
-    def make() -> Any:
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-    found = starts(make, {"input_ids": tokens, "labels": tokens})
-    for name, expected in make().state_dict().items():
-        if expected.std() == 0 or name.endswith("A_log"):
-            assert torch.equal(found[name], expected), name
-        elif expected.numel() > 64:
-            deviation = expected.std().item()
-            assert found[name].std().item() == pytest.approx(deviation, rel=0.25), name
-            assert abs(found[name].mean() - expected.mean()) < 6 * deviation / expected.numel() ** 0.5, name
 
 
 @pytest.mark.slow
@@ -319,12 +266,3 @@ def test_adapters_start_as_peft_says(how: str | bool, deviation: float) -> None:
     assert not found["base_model.model.model.embed_tokens.lora_embedding_A.default"].any()
     plain = starts(lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL)), {"input_ids": tokens})
     assert torch.equal(found[f"{layer}.base_layer.weight"], plain["model.layers.1.self_attn.q_proj.weight"])
-
-
-def test_adapters_may_be_added_in_another_block() -> None:
-    model = built(Model)
-    with seeded(5), protrain.empty_parameters():
-        model.blocks[1].adapter = Gate()
-    found = start_of(model)
-    assert torch.equal(found["blocks.1.weight"], start_of(built(Model))["blocks.1.weight"])
-    assert (found["blocks.1.adapter.inner.bias"] == 3).all()

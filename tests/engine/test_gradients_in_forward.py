@@ -14,21 +14,26 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import protrain
+from protrain.common.errors import BudgetError
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
     FEW_PLANS,
     NONE,
     SWAP,
+    Batch,
     Loop,
     Spec,
     adamw,
+    assert_same,
     check_equal_to_plain,
+    default_loss,
     seeded,
+    states,
     wrap_under,
 )
-from tests.engine.residual import Block, Model, batches
-from tests.engine.test_second_derivatives import count_up, leave_device_thread_behind
+from tests.engine.residual import Block, Model, batches, make
 
 MODES = [Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP)]
 MODES.append(Spec("none", "least", (SWAP,), small=True, packed=True))
@@ -198,3 +203,43 @@ def test_weights_that_the_graph_of_forces_holds_are_planned_for() -> None:
     spec = Spec("none", "least", (NONE,))
     wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), tight=True)
     assert len(set(Loop().run(wrapped, optimizer, batches(3)))) > 1
+
+
+def of_inputs(model: nn.Module, batch: Batch) -> Tensor:
+    """The loss, and a penalty on its gradient with respect to the inputs."""
+    x = batch[0].clone().requires_grad_()
+    loss = default_loss(model, (x,))
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + gradient.square().sum()
+
+
+def leave_device_thread_behind(device: torch.device) -> None:
+    """Have this thread number its operations far above those of the thread that runs a GPU's backward.
+
+    Backward goes through a graph by these numbers, and a gradient of three terms has other bits in another order. Each
+    thread counts for itself, so which of the two is ahead hangs on what ran in a process before, without us as well.
+    """
+    if device.type == "cuda":
+        count_up()
+
+
+def count_up() -> None:
+    """This thread numbers its next operation above 50,000."""
+    ours = torch.zeros((), requires_grad=True)
+    for _ in range(50_000):
+        ours * 1.0
+
+
+def test_weights_that_they_hold_are_counted() -> None:
+    def wrapped(*, tight: bool) -> tuple[nn.Module, ProTrainOptimizer]:
+        model = make(width=128)
+        spec = Spec("none", "least", (NONE,))
+        return wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), tight=tight)
+
+    model, optimizer = wrapped(tight=True)
+    with pytest.raises(BudgetError, match=r"simulated device is full.*allow more device_memory"):
+        of_inputs(model, batches(1)[0])
+    optimizer.zero_grad()
+    untouched = wrapped(tight=False)
+    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
+    assert_same(states(model, optimizer), states(*untouched))

@@ -31,7 +31,6 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 
 CPU = torch.device("cpu")
 ROWS, WIDTH, DEPTH = 64, 32, 6
@@ -123,32 +122,6 @@ def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device,
         step(wrapped, optimizer, rows()[0])
         assert offloaded == [INPUT_BYTES] * count, modes
         offloaded.clear()
-
-
-def test_a_leaf_stays_and_gets_its_gradient(device: torch.device, offloaded: list[int]) -> None:
-    def make() -> nn.Module:
-        with seeded():
-            return nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
-
-    def run(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        gradients = {}
-        for at in range(3):
-            x = data[at].clone().requires_grad_()
-            default_loss(model, (x,)).backward()
-            assert x.grad is not None
-            gradients[f"gradient {at}"] = x.grad.cpu()
-            optimizer.step()
-            optimizer.zero_grad()
-        return gradients | states(model, optimizer)
-
-    data = [torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(at)).to(device) for at in range(3)]
-    model = make()
-    expected = run(*prepare_plain(model, adamw(model), device=device, dtype=torch.float32))
-    model = make()
-    spec = Spec("none", "least", (CKPT_SWAP,))
-    assert_same(run(*wrap_under(spec, model, adamw(model), (data[0],), device=device)), expected)
-    assert offloaded == [INPUT_BYTES] * 2 * 3  # of the second and third block, in three steps
 
 
 # -- device memory -----------------------------------------------------------------------------------------------------

@@ -19,14 +19,11 @@ from tests.engine.harness import (
     NONE,
     SWAP,
     Batch,
-    Loop,
     Spec,
     adamw,
-    assert_same,
     check_equal_to_plain,
     default_loss,
     generate_no_code,
-    plain_run,
     seeded,
     states,
     wrap_under,
@@ -146,13 +143,6 @@ def test_bits_are_those_of_the_plain_loop(device: torch.device, dtype: torch.dty
     check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
-def test_what_has_no_backward_is_computed_again(device: torch.device) -> None:
-    """It may have been written over since."""
-    model = make_rows(frozen=True)
-    wrapped, _ = wrap_under(KEEPING[0], model, adamw(model), rows()[0], device=device)
-    assert computed(wrapped, rows()[0]) == 2 * DEPTH
-
-
 @pytest.mark.parametrize(("spec", "again"), [(KEEPING[0], DEPTH), (KEEPING[1], 0)], ids=str)
 def test_a_graph_that_is_used_twice(device: torch.device, spec: Spec, again: int) -> None:
     """What is handed out on the device is gone with its use; what is in host memory can be fetched anew."""
@@ -207,25 +197,6 @@ def test_what_is_written_over_is_not_kept(device: torch.device, dtype: torch.dty
     check_equal_to_plain(make, rows(2), device=device, dtype=dtype, specs=KEEPING)
 
 
-def test_dropout_inside_attention_draws_what_it_drew(device: torch.device) -> None:
-    """The plain formula on a CPU, where nothing is kept; fused on a GPU, where random numbers go on behind it."""
-
-    class Dropped(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            heads = self.heads(self.norm(x)).unflatten(-1, (3, HEADS, HEAD_SIZE)).permute(2, 0, 3, 1, 4)
-            query, key, value = heads.unbind(0)
-            hidden = F.scaled_dot_product_attention(query, key, value, dropout_p=0.3)
-            return x + F.dropout(self.out(hidden.transpose(1, 2).flatten(2)), 0.3)
-
-    def make() -> nn.Module:
-        with seeded():
-            model = Rows()
-            model.blocks = nn.ModuleList(Dropped() for _ in range(DEPTH))
-            return model
-
-    check_equal_to_plain(make, rows(2), device=device, dtype=torch.bfloat16, specs=KEEPING)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_models_of_transformers_keep_it(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., dict[str, Tensor]], family: str
@@ -233,38 +204,3 @@ def test_models_of_transformers_keep_it(
     model, batch = tiny_model(family), tiny_batch()
     wrapped, optimizer = wrap_under(KEEPING[0], model, adamw(model), batch, device=CPU, dtype=torch.bfloat16)
     assert computed(wrapped, batch) == len(optimizer.plan.block_modes)
-
-
-@pytest.mark.slow
-def test_the_bits_of_a_compiled_model(
-    monkeypatch: pytest.MonkeyPatch,
-    tiny_model: Callable[..., nn.Module],
-    tiny_batch: Callable[..., dict[str, Tensor]],
-    device: torch.device,
-) -> None:
-    if device.type == "cpu":
-        generate_no_code(monkeypatch)
-    torch._dynamo.reset()
-    batches = [tiny_batch(seed=seed) for seed in range(2)]
-    loop, found = Loop(max_norm=0.5), []
-    for spec in (Spec("all", "least", (NONE,)), *KEEPING[1:]):
-        model = tiny_model("llama")
-        wrapped, optimizer = wrap_under(
-            spec, model, adamw(model), batches[0], device=device, dtype=torch.bfloat16, compile=True
-        )
-        found.append((loop.run(wrapped, optimizer, batches), states(wrapped, optimizer)))
-    torch._dynamo.reset()
-    for losses, final in found[1:]:
-        assert losses == found[0][0]
-        assert_same(final, found[0][1])
-
-
-def test_forwards_without_a_backward_leave_the_next_step_whole(device: torch.device) -> None:
-    expected, final = plain_run(make_rows, rows(2), loop=Loop(), device=device, dtype=torch.float32)
-    for spec in KEEPING:
-        model = make_rows()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), rows()[0], device=device)
-        for _ in range(2):
-            default_loss(wrapped, rows()[0])
-        assert Loop().run(wrapped, optimizer, rows(2)) == expected
-        assert_same(states(wrapped, optimizer), final)

@@ -11,10 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import protrain
-from protrain.engine.activations.swap import HostSlots
-from protrain.engine.states.arena import Arena
-from protrain.engine.streams import Mark, Streams
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
@@ -135,18 +131,11 @@ def looked_at_inside(model: nn.Module, batch: Batch) -> Tensor:
     return loss
 
 
-def dropped(model: nn.Module, batch: Batch) -> Tensor:
-    default_loss(model, batch)
-    return default_loss(model, batch)
-
-
 LOOPS = {
     "plain": Loop(),
-    "clipped": Loop(max_norm=0.1),
     "two forwards": Loop(max_norm=0.5, loss=two_forwards),
     "evaluation between": Loop(loss=looked_at_between),
     "evaluation inside": Loop(loss=looked_at_inside),
-    "a forward dropped": Loop(loss=dropped),
     "accumulation": Loop(max_norm=0.5, accumulate=2),
     "accumulation without sync": Loop(accumulate=2, no_sync=True),
 }
@@ -178,20 +167,6 @@ def test_updates_inside_backward(lateness: Lateness) -> None:
 # -- what is done between the parts of a step --------------------------------------------------------------------------
 
 
-def evaluate_after_backward(model: nn.Module, optimizer: Trainer) -> list[float]:
-    values = []
-    for batch in batches(3):
-        default_loss(model, batch).backward()
-        optimizer.clip_grad_norm_(0.1)
-        with torch.no_grad():
-            values.append(float(default_loss(model, batch)))
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            values.append(float(default_loss(model, batch)))
-    return values
-
-
 def several_backwards(model: nn.Module, optimizer: Trainer) -> None:
     for batch in batches(2):
         first, second = default_loss(model, batch), default_loss(model, (batch[0].flip(1),))
@@ -200,14 +175,6 @@ def several_backwards(model: nn.Module, optimizer: Trainer) -> None:
         second.backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
-        optimizer.zero_grad()
-
-
-def backwards_without_step(model: nn.Module, optimizer: Trainer) -> None:
-    for number, batch in enumerate(batches(4)):
-        default_loss(model, batch).backward()
-        if number % 2:
-            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -259,9 +226,7 @@ def states_between(model: nn.Module, optimizer: Trainer) -> list[float]:
 BETWEEN: dict[str, Run] = {
     run.__name__.replace("_", " "): run
     for run in (
-        evaluate_after_backward,
         several_backwards,
-        backwards_without_step,
         inputs_get_gradients,
         failures,
         states_between,
@@ -289,29 +254,6 @@ def test_steps_in_a_row(lateness: Lateness) -> None:
         results.append(states(wrapped, optimizer))
     for found in results[1:]:
         assert_same(found, results[0])
-
-
-def test_edited_weights_reach_the_device(lateness: Lateness) -> None:
-    for spec in met(lateness, "edited weights"):
-        model = make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU)
-        for batch in batches(2):
-            loss = default_loss(wrapped, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                default_loss(wrapped, batch)  # leaves uploads behind
-            with protrain.full_parameters(wrapped):
-                for parameter in wrapped.parameters():
-                    parameter.data.mul_(0.5)
-            weights = {name: value.clone() for name, value in wrapped.state_dict().items()}
-            plain = make().eval()
-            plain.load_state_dict(weights)
-            wrapped.eval()
-            with torch.no_grad():
-                assert torch.equal(wrapped(*batch), plain(*batch)), str(spec)
-            wrapped.train()
 
 
 def test_a_model_is_dropped_while_copies_are_on_their_way(lateness: Lateness) -> None:
@@ -393,23 +335,3 @@ def test_swapped_activations_come_back_after_a_backward_that_skipped_some(latene
     ):
         model = blocks()
         assert_same(run(*wrap_under(spec, model, adamw(model), batch, device=CPU)), expected)
-
-
-class _Interrupted(list[Any]):
-    """Grows just after it was looked through, as when the garbage collector finds a frame then."""
-
-    given = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from list(super().__iter__())
-        self.given += 1
-        self.append((torch.zeros(512, dtype=torch.uint8), Mark()))
-
-
-def test_a_region_given_back_while_another_is_taken_is_kept() -> None:
-    arena = Arena(torch.device("cpu"))
-    slots = HostSlots(arena, Streams(), limit_bytes=0)
-    free = slots._free = _Interrupted([(torch.zeros(256, dtype=torch.uint8), Mark())])
-    assert slots.take(256)[0].numel() == 256
-    assert free.given > 0
-    assert len(slots._free) == free.given

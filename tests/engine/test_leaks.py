@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from protrain.engine.engine import Engine
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.plan import BlockMode
 from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Spec, adamw, wrap_under
 from tests.engine.true_memory import Batch, train
 
@@ -72,54 +71,6 @@ def test_nothing_grows_from_step_to_step(
                 model(**tiny_batch(step))
     assert census(optimizer) - before == Counter()
     assert not math.isnan(float(optimizer.report().step_ms))
-
-
-class Scaled(nn.Module):
-    """A block with tables that are no buffers and outlive every step."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(width, width), torch.full((width,), 0.5)
-        self.table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0.5, 1.0, x.shape[0])[:, None]
-        return x + torch.tanh(self.linear(x) * self.scale * self.table)
-
-
-@pytest.mark.parametrize("mode", [NONE, CKPT, CKPT_SWAP, SWAP], ids=str)
-def test_tables_of_the_model_are_held_by_no_step(mode: BlockMode) -> None:
-    model, batch = nn.Sequential(nn.Linear(8, 8), *(Scaled(8) for _ in range(3))), (torch.randn(4, 8),)
-    wrapped, optimizer = wrap_under(Spec("some", "least", (mode,)), model, adamw(model), batch, device=CPU)
-
-    def after_steps(count: int) -> Counter[Any]:
-        for _ in range(count):
-            wrapped(*batch).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        gc.collect()
-        return census(optimizer)
-
-    before = after_steps(2)
-    assert after_steps(3) == before
-    ledger: Any = optimizer._engine.ledger
-    assert ledger.held_bytes == 0
-
-
-def test_forwards_without_a_backward_leave_nothing(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
-) -> None:
-    for modes in ((SWAP, CKPT, NONE), (CKPT_SWAP,)):
-        model = tiny_model("gpt2")
-        spec = Spec("none", "least", modes)
-        model, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=CPU)
-        train(model, optimizer, tiny_batch())
-        before = census(optimizer)
-        for _ in range(3):
-            model(**tiny_batch())
-        train(model, optimizer, tiny_batch())
-        assert census(optimizer) - before == Counter()
 
 
 # -- dropping ----------------------------------------------------------------------------------------------------------

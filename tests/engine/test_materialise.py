@@ -120,14 +120,6 @@ def test_initialising_has_the_room_that_states_take_later(device: torch.device) 
     assert max(draws.taken) - before < 4 * elements + 8 * elements / 8  # weights and remainders, one parameter in fp32
 
 
-def test_buffers_on_the_meta_device_are_an_error(batch: Batch, tmp_path: Path, device: torch.device) -> None:
-    saved("llama", tmp_path, shards=False, prefix=True)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(llama_config())
-    with pytest.raises(ValueError, match=r"buffer .*inv_freq is on the meta device.*protrain\.empty_parameters"):
-        wrap_under(SPECS[0], model, adamw(model), batch, device=device, weights=tmp_path)
-
-
 # -- weights= ----------------------------------------------------------------------------------------------------------
 
 
@@ -221,14 +213,6 @@ def test_nothing_is_said_of_what_the_model_does_without(more: str, tmp_path: Pat
     saved("gpt2", tmp_path, shards=False, prefix=True)
     _rewrite(tmp_path, lambda tensors: tensors.setdefault(more, tensors["transformer.wte.weight"].clone()))
     wrapped(empty(), weights=tmp_path)
-
-
-@pytest.mark.filterwarnings("error:weights")
-def test_files_that_the_index_does_not_name_are_not_the_models(tmp_path: Path, wrapped: Callable[..., Any]) -> None:
-    reference = saved("llama", tmp_path, shards=True, prefix=True)
-    safetensors_torch.save_file({"layers.0.attention.wk": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
-    model, _ = wrapped(empty("llama"), weights=tmp_path)
-    assert_same({k: v.cpu() for k, v in model.state_dict().items()}, dict(reference.state_dict()))
 
 
 @pytest.mark.filterwarnings("error:weights")
@@ -359,3 +343,17 @@ def test_a_missing_shard_is_noticed(tmp_path: Path, wrapped: Callable[..., Any])
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(ValueError, match=r"lacks \d+ of \d+ parameters"):
         wrapped(empty(), weights=tmp_path)
+
+
+@pytest.mark.usefixtures("no_profile")
+def test_a_tied_head_whose_values_differ_in_the_files_is_an_error(tmp_path: Path) -> None:
+    config = gpt2_config()
+    tensors = {name: value.clone() for name, value in transformers.GPT2LMHeadModel(config).state_dict().items()}
+    tensors["lm_head.weight"] += 1
+    safetensors_torch.save_file(tensors, tmp_path / "model.safetensors")
+    with protrain.empty_parameters():
+        model: Any = transformers.GPT2LMHeadModel(config)
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long)}
+    words = r"transformer\.wte\.weight and lm_head\.weight in .* have different values, and both are transformer\.wte"
+    with pytest.raises(ValueError, match=rf"weights: {words}.*: where it ties the two, build it so that it does not"):
+        protrain.wrap(model, adamw(model), example_batch=batch, weights=tmp_path, device="cpu", progress=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import Spec, assert_same, states
-from tests.engine.unharmed import MIXED, OFFLOADED, RESIDENT, Batch, Wrap, assert_unharmed, train, wrapper
+from protrain.engine.streams import CudaStreams
+from tests.engine.harness import CKPT, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine.residual import batches, make
+from tests.engine.unharmed import CPU, MIXED, OFFLOADED, RESIDENT, Batch, Wrap, assert_unharmed, wrapper
 
 Unharmed = Callable[..., None]
 
@@ -32,19 +35,6 @@ def unharmed(tiny_model: Callable[..., nn.Module], batch: Batch) -> Unharmed:
 
 
 # -- the optimizer's methods -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_step_and_clip_need_a_backward(wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec) -> None:
-    model, optimizer = wrapped(spec)
-    for call, name in ((optimizer.step, "step"), (lambda: optimizer.clip_grad_norm_(1.0), "clip_grad_norm_")):
-        with pytest.raises(MisuseError, match=rf"{name}\(\) without gradients: call loss.backward\(\) first"):
-            call()
-    model(**batch).loss.backward()
-    optimizer.zero_grad()
-    with pytest.raises(MisuseError, match="without gradients"):
-        optimizer.step()
-    unharmed((model, optimizer))
 
 
 def test_groups_are_fixed_by_wrapping(wrapped: Wrap, unharmed: Unharmed) -> None:
@@ -102,80 +92,7 @@ def test_nonfinite_gradients_are_an_error_on_request(
     unharmed((model, optimizer))
 
 
-@pytest.mark.parametrize("during_backward", [False, True])
-@pytest.mark.parametrize("learning_rate", [-1.0, float("nan")])
-def test_a_wrong_learning_rate_leaves_no_half_step_behind(
-    wrapped: Wrap, unharmed: Unharmed, batch: Batch, learning_rate: float, during_backward: bool
-) -> None:
-    model, optimizer = wrapped(MIXED, step_during_backward=during_backward)
-    right = optimizer.param_groups[1]["lr"]
-    optimizer.param_groups[1]["lr"] = learning_rate  # of the second group: chunks of the first one come before
-    with pytest.raises(ValueError, match="lr must be finite and at least 0, not"):
-        train(model, optimizer, batch)
-    optimizer.param_groups[1]["lr"] = right
-    optimizer.zero_grad()
-    unharmed((model, optimizer))
-
-
 # -- gradients and parameters ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("spec", [RESIDENT, MIXED, OFFLOADED], ids=str)
-def test_gradients_of_parameters_say_where_they_are(
-    wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec
-) -> None:
-    model, optimizer = wrapped(spec)
-    for parameter in model.parameters():
-        assert parameter.grad is None
-        parameter.grad = None
-    model(**batch).loss.backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        with pytest.raises(MisuseError, match=f"{name} is kept in ProTrain's chunks and cannot be assigned"):
-            parameter.grad = torch.zeros(parameter.shape)
-    optimizer.zero_grad()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    unharmed((model, optimizer))
-
-
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_gradients_that_are_used_up_are_not_taken_for_none(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
-    model, optimizer = wrapped(spec, step_during_backward=True)
-    model(**batch).loss.backward()
-    with pytest.raises(MisuseError, match=r"made inside backward\. To clip or read gradients wrap with step_during_"):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_an_optimizer_in_the_guise_of_another(wrapped: Wrap, batch: Batch) -> None:
-    """Lightning's and Fabric's take the class of the one that they hold, and its methods with it."""
-
-    class Guise:
-        def __init__(self, optimizer: ProTrainOptimizer) -> None:
-            self._held = optimizer
-            self.__class__ = type("Guise", (type(self), type(optimizer)), {})
-
-        def step(self) -> None:
-            self._held.step()
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._held, name)
-
-    found = []
-    for make in (lambda optimizer: optimizer, Guise):
-        model, optimizer = wrapped(MIXED, dtype=torch.float16)
-        used: Any = make(optimizer)
-        used.backward(model(**batch).loss)
-        used.clip_grad_norm_(1e-3)
-        with pytest.raises(MisuseError, match="clip once"):
-            used.backward(model(**batch).loss)
-        used.zero_grad()
-        used.backward(model(**batch).loss)
-        used.clip_grad_norm_(1e-3)
-        used.step()
-        found.append(states(model, optimizer))
-    assert_same(*found)
 
 
 @pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
@@ -203,59 +120,6 @@ def test_a_wrapped_model_stays_where_it_is(wrapped: Wrap, unharmed: Unharmed, sp
     for part in (model, model.get_submodule("model.layers.0")):
         with pytest.raises(MisuseError, match=r"cannot share its memory .* give them model.state_dict\(\)"):
             part.share_memory()
-    unharmed((model, optimizer))
-
-
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_zeros_in_place_of_gradients_count_where_backward_reaches_all(
-    wrapped: Wrap, unharmed: Unharmed, batch: Batch, spec: Spec
-) -> None:
-    """In torch zero_grad(set_to_none=False) leaves zeros, with which Adam moves on what backward does not reach."""
-    model, optimizer = wrapped(spec)
-    frozen = model.get_submodule("model.layers.1")
-    for is_trained in (True, True, False):
-        frozen.requires_grad_(is_trained)
-        model(**batch).loss.backward()
-        if is_trained:
-            optimizer.step()
-        else:
-            with pytest.raises(MisuseError, match=r"reached model\.layers\.1\..* call zero_grad\(\) without set_to"):
-                optimizer.step()
-        model.zero_grad(set_to_none=False)
-    frozen.requires_grad_()
-    unharmed((model, optimizer), steps_before=2)
-
-
-def test_zeros_of_a_step_that_was_given_up_count_too(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
-    """torch decays a weight whose gradient is zeros, though no step came before."""
-    model, optimizer = wrapped(OFFLOADED)
-    model(**batch).loss.backward()
-    optimizer.zero_grad(set_to_none=False)
-    model.get_parameter("model.norm.weight").square().sum().backward()
-    with pytest.raises(
-        MisuseError, match=r"no backward\(\) has reached .* call zero_grad\(\) without set_to_none=False"
-    ):
-        optimizer.step()
-    optimizer.zero_grad()
-    unharmed((model, optimizer))
-
-
-def test_zeros_in_place_of_no_gradients_are_none(wrapped: Wrap, batch: Batch) -> None:
-    """A parameter that had a gradient in an earlier step has none when zero_grad is called, so torch leaves none."""
-    model, optimizer = wrapped(OFFLOADED)
-    model(**batch).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.zero_grad(set_to_none=False)
-    model.get_parameter("model.norm.weight").square().sum().backward()
-    optimizer.step()
-    assert {int(state["step"]) for state in optimizer.state_dict()["state"].values()} == {1, 2}
-
-
-def test_zeros_where_backward_uses_gradients_up(wrapped: Wrap, unharmed: Unharmed, batch: Batch) -> None:
-    model, optimizer = wrapped(MIXED, step_during_backward=True)
-    with pytest.raises(MisuseError, match=r"call zero_grad\(\) without set_to_none=False"):
-        optimizer.zero_grad(set_to_none=False)
     unharmed((model, optimizer))
 
 
@@ -289,24 +153,77 @@ def test_a_step_in_the_middle_of_a_blocks_backward_is_refused(wrapped: Wrap, bat
     assert len(steps) == 1
 
 
-# -- float16 -----------------------------------------------------------------------------------------------------------
+# -- kernels of another stream than the one that copies are ordered with -----------------------------------------------
 
 
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_a_float16_overflow_skips_the_step_and_halves_the_scale(wrapped: Wrap, batch: Batch, spec: Spec) -> None:
-    model, optimizer = wrapped(spec, dtype=torch.float16)
-    train(model, optimizer, batch)
-    before = states(model, optimizer)
-    assert optimizer.scalar_state()["loss_scale"]["scale"] == 2.0**16
-    optimizer.backward(model(**batch).loss * 1e6)
-    assert not torch.isfinite(optimizer.clip_grad_norm_(1.0))
-    optimizer.step()
-    optimizer.zero_grad()
-    assert optimizer.scalar_state()["loss_scale"] == {"scale": 2.0**15, "finite_steps": 0, "skipped": 1}
-    assert optimizer.skipped_steps == 1
-    after = states(model, optimizer)
-    assert after.pop("skipped steps") == before.pop("skipped steps") + 1
-    assert_same(after, before)
-    first, second = train(model, optimizer, batch, steps=2)
-    assert second < first
-    assert optimizer.skipped_steps == 1
+def test_forward_and_step_on_another_stream_are_refused(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for misused in (False, True):
+        model, spec = make(), Spec("none", "least", (CKPT,))
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+        streams = optimizer._engine.streams
+        if not isinstance(streams, CudaStreams):  # as if it were
+            named = CudaStreams.__new__(CudaStreams)
+            vars(named).update(device=device, compute=SimpleNamespace(stream="compute"))
+            monkeypatch.setattr(streams, "refuse_another", named.refuse_another)
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
+
+        @contextmanager
+        def another_stream() -> Iterator[None]:
+            with monkeypatch.context() as patch:
+                if device.type == "cuda":
+                    with torch.cuda.stream(torch.cuda.Stream(device)):
+                        yield
+                else:
+                    patch.setattr(torch.cuda, "current_stream", lambda _: "another")
+                    yield
+
+        torch.manual_seed(1)
+        if misused:
+            with another_stream(), pytest.raises(MisuseError, match="the current CUDA stream is not the one"):
+                wrapped(*batches()[0])
+        default_loss(wrapped, batches()[0]).backward()
+        if misused:
+            with another_stream(), pytest.raises(MisuseError, match=r"outside `with torch.cuda.stream\(...\)`"):
+                optimizer.step()
+        optimizer.step()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inside", [False, True])
+def test_backward_alone_may_be_called_on_another_stream(inside: bool) -> None:
+    results = []
+    cuda = torch.device("cuda")
+    for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
+        model = make(width=1024)
+        wrapped, optimizer = wrap_under(
+            Spec("some", "least", (CKPT,)), model, adamw(model), batches()[0], device=cuda, step_during_backward=inside
+        )
+        for batch in batches():
+            torch.manual_seed(1)
+            loss = default_loss(wrapped, batch)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_a_loss_of_float16_that_is_not_scaled_is_refused_and_leaves_nothing() -> None:
+    results = []
+    for refused in (False, True):
+        model = make()
+        wrapped, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], device=CPU, dtype=torch.float16)
+        torch.manual_seed(1)
+        loss = default_loss(wrapped, batches()[1])
+        if refused:
+            with pytest.raises(MisuseError, match="float16 needs a scaled loss"):
+                loss.backward(retain_graph=True)
+        optimizer.backward(loss)
+        optimizer.step()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from warnings import catch_warnings
 
 import pytest
 import torch
@@ -76,84 +75,6 @@ def test_with_memory_for_it_a_larger_batch_trains(
     (losses, left), (expected, right) = outcomes
     assert losses == expected
     assert_same(left, right)
-
-
-_RUNS: list[None] = []  # one for each run of a block; what a module holds is put back after a second run
-
-
-class Counted(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        _RUNS.append(None)
-        out: Tensor = x + self.down(torch.tanh(self.up(x)))
-        return out
-
-
-@pytest.mark.parametrize("modes", [(NONE,), (NONE, CKPT), (NONE, NONE, SWAP)])
-def test_where_it_does_not_fit_as_planned_blocks_are_recomputed_for_a_larger_batch(
-    modes: Any, device: torch.device
-) -> None:
-    """It trains within the limit, to the bits of a plan with any memory, and later batches as planned again."""
-
-    def run(*, tight: bool) -> tuple[list[int], dict[str, Tensor]]:
-        torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(*(Counted(width) for _ in range(6)))
-        spec, runs = Spec("all", "least", modes), []
-        others_bytes = torch.cuda.memory_allocated() if device.type == "cuda" else 0
-        model, optimizer = wrap_under(spec, model, adamw(model), (small,), device=device, tight=tight)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        for x in (small, large, large, small):
-            _RUNS.clear()
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            runs.append(len(_RUNS))
-        if device.type == "cuda" and tight:
-            assert torch.cuda.max_memory_allocated() - others_bytes <= optimizer.plan.device_bytes
-        return runs, states(model, optimizer)
-
-    width, rows = (256, 16_384) if device.type == "cuda" else (16, 64)  # more than a workspace of CUDA takes
-    generator = torch.Generator().manual_seed(1)
-    small, large = (torch.randn(count, width, generator=generator) for count in (rows, rows + rows // 4))
-    planned = 6 + 6 * modes.count(CKPT) // len(modes)
-    words = rf"input has shape \({len(large)}, {width}\), larger than the \({rows}, {width}\).*recomputed"
-    with pytest.warns(UserWarning, match=words) as given:
-        tight_runs, tight = run(tight=True)
-    assert len(given) == 1
-    with catch_warnings(action="ignore"):
-        ample_runs, ample = run(tight=False)
-    assert tight_runs == [planned, 12, 12, planned]
-    assert ample_runs == (tight_runs if SWAP in modes else [planned] * 4)  # a host may have no memory for more swaps
-    assert_same(tight, ample)
-
-
-def test_what_one_larger_batch_takes_the_next_one_has(
-    wrapped: Wrap, tiny_model: Callable[..., nn.Module], batch: Batch, tiny_batch: Callable[..., Batch]
-) -> None:
-    """Memory for activations is counted once, and what is left of it is said."""
-    plan = wrapped()[1].plan
-    model = tiny_model("llama")
-    model, optimizer = protrain.wrap(
-        model,
-        adamw(model),
-        example_batch=batch,
-        device="cpu",
-        dtype=torch.float32,
-        plan=plan,
-        device_memory=2 * plan.device_bytes,  # enough for twice the activations
-        host_memory="4GiB",
-        progress=False,
-    )
-    twice, more = tiny_batch(batch=1, sequence=32), tiny_batch(batch=2, sequence=160)
-    losses = train(model, optimizer, twice, steps=3)
-    with pytest.raises(MisuseError, match=r"\(2, 160\), larger than the \(2, 16\) .* more of device memory, and [1-9]"):
-        model(**more)
-    losses += train(model, optimizer, twice, steps=2)
-    assert losses == sorted(losses, reverse=True)
 
 
 class SequenceFirst(nn.Module):
@@ -237,27 +158,6 @@ def test_more_forwards_than_the_host_has_room_to_swap() -> None:
             optimizer.zero_grad()
     assert_same(states(*tight), states(*roomy))
     assert tight[1].report().host_bytes <= tight[1].plan.host_bytes
-
-
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE,))], ids=str)
-def test_one_backward_more_than_planned_is_refused_and_nothing_is_lost(spec: Spec, accumulation: int) -> None:
-    results = []
-    for more in (False, True):
-        model, data = residual.make(), residual.batches(2)
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, accumulation=accumulation)
-        torch.manual_seed(1)
-        for _ in range(accumulation):
-            default_loss(wrapped, data[0]).backward()
-        if more:
-            message = rf"another backward\(\) .*pass accumulation={accumulation + 1} or more to protrain.wrap"
-            loss = default_loss(wrapped, data[1])
-            for _ in range(2):
-                with pytest.raises(MisuseError, match=message):
-                    loss.backward(retain_graph=True)
-        optimizer.step()
-        results.append(states(wrapped, optimizer))
-    assert_same(results[1], results[0])
 
 
 def test_no_sync_begins_a_sum_that_must_be_planned() -> None:

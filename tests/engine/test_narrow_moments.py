@@ -93,20 +93,6 @@ def test_bits(spec: Spec, dtype: torch.dtype, loop: Loop, options: dict[str, Any
     assert_same(states(found, optimizer), final)
 
 
-def test_they_are_other_bits_than_those_of_fp32(device: torch.device) -> None:
-    """And no others than 16 bits can hold."""
-    data, ends = residual.batches(STEPS), []
-    for moment_dtype in ("float32", "bfloat16"):
-        model, optimizer = wrapped(FIRST, device, moment_dtype=moment_dtype)
-        CLIPPED.run(model, optimizer, data)
-        ends.append({name: value for name, value in states(model, optimizer).items() if name.startswith("exp_avg")})
-    whole, narrow = ends
-    for name, value in narrow.items():
-        assert torch.equal(value.bfloat16().float(), value)
-        if whole[name].count_nonzero():
-            assert not torch.equal(whole[name].bfloat16().float(), whole[name])
-
-
 @pytest.mark.parametrize(("dtype", "speculate"), [(BFLOAT16, False), (FLOAT16, True)], ids=str)
 def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch.device) -> None:
     """Four bytes a parameter less, and as many of a second copy."""
@@ -154,19 +140,6 @@ def test_training_goes_on_from_its_state(before: Spec, after: Spec, device: torc
             trainer.load_state_dict(saved["optimizer"])
         assert STEADY.run(other, trainer, data[STEPS:]) == expected
         assert_same(states(other, trainer), final, where=load)
-
-
-def test_moments_of_fp32_are_taken_over_to_the_nearest(device: torch.device) -> None:
-    """From a run that had them whole, as from torch's own AdamW."""
-    data = residual.batches(STEPS)
-    model, optimizer = wrapped(FIRST, device, moment_dtype="float32")
-    CLIPPED.run(model, optimizer, data)
-    other, trainer = wrapped(SECOND, device)
-    trainer.load_state_dict(optimizer.state_dict())
-    for name, value in states(other, trainer).items():
-        if name.startswith("exp_avg"):
-            kind, _, parameter = name.partition(".")
-            assert torch.equal(value, optimizer.export_parameter(parameter)[kind].bfloat16().float())
 
 
 @pytest.mark.parametrize("wrong", ["float16", torch.int8, None])

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import protrain
 from protrain.common.errors import MisuseError
-from tests.engine.harness import CKPT, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
+from tests.engine import residual
+from tests.engine.harness import CKPT, NONE, Loop, Spec, adamw, assert_same, default_loss, plain_run, states, wrap_under
 from tests.engine.residual import batches, make
 
 RESIDENT = Spec("all", "least", (NONE,))
@@ -31,61 +32,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
         optimizer.step()
         optimizer.zero_grad()
     return values
-
-
-# -- hooks on parameters -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
-@BOTH
-def test_hooks_that_come_after_wrap_see_the_gradients_of_the_plain_loop(
-    spec: Spec, kind: str, device: torch.device
-) -> None:
-    """As watchers of gradients do: by the gradient itself, or by ``.grad`` once it is there."""
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-        seen: dict[str, float] = {}
-
-        def hook(name: str) -> Callable[[Any], None]:
-            def see(tensor: Any) -> None:
-                gradient = tensor if kind == "register_hook" else tensor.grad
-                seen[name] = float(gradient.double().norm())
-
-            return see
-
-        handles = [getattr(p, kind)(hook(name)) for name, p in model.named_parameters()]
-        losses = train(model, optimizer, 2)
-        for handle in handles[1:]:
-            handle.remove()
-        norms = [seen[name] for name, _ in model.named_parameters()]
-        seen.clear()
-        losses += train(model, optimizer, 1)
-        assert list(seen) == ["enter.weight"]
-        return [*losses, *norms]
-
-    plain, model = make().to(device), make()
-    expected = run(plain, adamw(plain))
-    assert run(*wrap_under(spec, model, adamw(model), batches()[0], device=device)) == pytest.approx(expected, rel=1e-4)
-
-
-@BOTH
-def test_the_place_of_a_parameter_in_the_graph(spec: Spec, device: torch.device) -> None:
-    """Autograd finds it by a view of the parameter: for a hook on several gradients, and for a gradient of its own."""
-
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
-        seen: list[Any] = []
-        parameters = [model.get_parameter("blocks.0.first.weight"), model.get_parameter("leave.bias")]
-        handle = register_multi_grad_hook(parameters, seen.extend)
-        losses = train(model, optimizer, 2)
-        handle.remove()  # torch does not have it called by autograd.grad
-        loss = default_loss(model, (batches()[0][0].to(device),))
-        seen += torch.autograd.grad(loss, [get_gradient_edge(parameters[0])])
-        return [*losses, *(float(gradient.double().norm()) for gradient in seen)]
-
-    plain, model = make().to(device), make()
-    expected = run(plain, adamw(plain))
-    assert len(expected) == 2 * 2 + 2 * 2 + 1  # losses and norms, two gradients in each of two steps, and the last
-    assert run(*wrap_under(spec, model, adamw(model), batches()[0], device=device)) == pytest.approx(expected, rel=1e-4)
 
 
 # -- gradients that somebody else leaves -------------------------------------------------------------------------------
@@ -111,7 +57,6 @@ def test_a_gradient_that_something_else_put_there_is_refused(spec: Spec, device:
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
-
 
 COMPILES: dict[str, Callable[[Any, Any], Any]] = {
     "the model": lambda model, batch: torch.compile(model)(*batch),
@@ -208,3 +153,52 @@ def test_what_was_prepared_before_wrap_is_refused_by_name() -> None:
     prepared, optimizer = accelerate.Accelerator(cpu=True).prepare(model, adamw(model))
     with pytest.raises(ValueError, match=r"not AcceleratedOptimizer of .*: .*Wrap first.*prepare"):
         protrain.wrap(prepared, optimizer, example_batch=batches()[0], device="cpu", progress=False)
+
+
+# -- weights that accelerate moves about -------------------------------------------------------------------------------
+
+accelerate = pytest.importorskip("accelerate")
+hooks = pytest.importorskip("accelerate.hooks")
+
+DEVICE = torch.device("cpu")
+DATA = residual.batches(3)
+MAP = {"enter": "cpu", **{f"blocks.{index}": "disk" if index == 1 else "cpu" for index in range(5)}, "leave": "cpu"}
+
+
+def cpu_offload(model: nn.Module, _: Path) -> Any:
+    return accelerate.cpu_offload(model, execution_device="cpu")
+
+
+def disk_offload(model: nn.Module, folder: Path) -> Any:
+    return accelerate.disk_offload(model, str(folder), execution_device="cpu")
+
+
+def partly_on_the_disk(model: nn.Module, folder: Path) -> Any:
+    return accelerate.dispatch_model(model, MAP, main_device="cpu", offload_dir=str(folder), force_hooks=True)
+
+
+def two_hooks(model: nn.Module, _: Path) -> Any:
+    hooks.add_hook_to_module(model.get_submodule("leave"), hooks.ModelHook())
+    offloading = hooks.AlignDevicesHook(execution_device="cpu", offload=True)
+    hooks.add_hook_to_module(model.get_submodule("leave"), offloading, append=True)
+    return model
+
+
+def refused(model: nn.Module, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        protrain.wrap(model, torch.optim.AdamW(model.parameters()), example_batch=DATA[0], device="cpu", progress=False)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("dispatch", [cpu_offload, disk_offload, partly_on_the_disk, two_hooks])
+def test_offloaded_models_are_refused_and_train_when_their_weights_are_back(
+    dispatch: Callable[[nn.Module, Path], Any], tmp_path: Path
+) -> None:
+    expected, final = plain_run(residual.make, DATA, loop=Loop(), device=DEVICE, dtype=torch.float32)
+    model = dispatch(residual.make(), tmp_path)
+    refused(model, r"has a hook of accelerate \(\w+\) that fetches its weights.*without device_map.*remove_hook_")
+    hooks.remove_hook_from_submodules(model)
+    spec = Spec("none", "least", (CKPT, NONE))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), DATA[0], device=DEVICE)
+    assert Loop().run(wrapped, optimizer, DATA) == expected
+    assert all(torch.equal(value, final[name]) for name, value in states(wrapped, optimizer).items())

@@ -23,7 +23,6 @@ from tests.engine.harness import (
     SWAP,
     Loop,
     Spec,
-    Trainer,
     adamw,
     assert_same,
     default_loss,
@@ -31,7 +30,6 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 from tests.engine.residual import batches, make
 
 RESIDENT = Spec("all", "least", (NONE,))
@@ -40,35 +38,6 @@ SPECS = (
     Spec("some", "least", (CKPT, SWAP, NONE), speculate=True),
     Spec("none", "least", (CKPT_SWAP, NONE), small=True, speculate=True),
 )
-
-
-_frozen_for_some_steps: dict[torch.device, tuple[list[float], dict[str, Tensor]]] = {}  # by the plain loop
-
-
-@pytest.mark.parametrize("inside", [False, True], ids=["step", "step-during-backward"])
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_freezing_for_some_steps_has_the_plain_loops_bits(spec: Spec, inside: bool, device: torch.device) -> None:
-    def run(model: nn.Module, optimizer: Trainer) -> list[float]:
-        loop, parts = Loop(), [model.get_submodule(name) for name in ("enter", "blocks.0", "blocks.2.norm")]
-        losses = loop.run(model, optimizer, data[:1])
-        for part in parts:
-            part.requires_grad_(False)
-        model.get_parameter("blocks.4.first.weight").requires_grad = False
-        losses += loop.run(model, optimizer, data[1:3])
-        model.requires_grad_(True)
-        return losses + loop.run(model, optimizer, data[3:])
-
-    data, again = batches(4), make()
-    if device not in _frozen_for_some_steps:
-        model = make()
-        plain, trainer = prepare_plain(model, adamw(model), device=device, dtype=torch.bfloat16)
-        _frozen_for_some_steps[device] = run(plain, trainer), states(plain, trainer)
-    expected, final = _frozen_for_some_steps[device]
-    wrapped, optimizer = wrap_under(
-        spec, again, adamw(again), data[0], device=device, dtype=torch.bfloat16, step_during_backward=inside
-    )
-    assert run(wrapped, optimizer) == expected
-    assert_same(states(wrapped, optimizer), final)
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -162,49 +131,6 @@ def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -
             protrain.full_parameters(model.get_submodule("blocks.1")),
         ):
             run()
-    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
-    assert_same(states(model, optimizer), states(*untouched))
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_full_parameters_within_others_and_their_state_dict(spec: Spec, device: torch.device) -> None:
-    data, inner = batches(2), make()
-    model, optimizer = wrap_under(spec, inner, adamw(inner), data[0], device=device)
-    block: Any = model.get_submodule("blocks.1")
-    with protrain.full_parameters(block), torch.no_grad():
-        block.norm.bias.fill_(0.25)
-        with protrain.full_parameters(model):
-            assert (block.norm.bias == 0.25).all()
-            model.get_parameter("leave.bias").fill_(0.125)
-        assert (model.state_dict()["leave.bias"] == 0.125).all()
-        assert (model.state_dict()["blocks.1.norm.bias"] == 0.25).all()
-        block.first.bias.fill_(0.5)
-        block.load_state_dict({**block.state_dict(), "second.bias": torch.full((48,), 0.75)})
-    after = model.state_dict()
-    for name, value in (("norm.bias", 0.25), ("first.bias", 0.5), ("second.bias", 0.75)):
-        assert (after[f"blocks.1.{name}"] == value).all()
-    assert len(set(Loop().run(model, optimizer, data))) == 2
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_entering_full_parameters_without_memory_leaves_all_as_it_was(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = batches(3)
-    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
-    pointed = 0
-
-    def point(*args: Any) -> None:
-        nonlocal pointed
-        pointed += 1
-        if pointed == 4:
-            raise MemoryError("no memory for the copy")
-        make_full(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("protrain.engine.weights.state_hooks.make_full", point)
-        with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
-            raise AssertionError("not reached")
     assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
     assert_same(states(model, optimizer), states(*untouched))
 
@@ -335,3 +261,26 @@ def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool,
         Loop().run(wrapped, optimizer, batches())
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_entering_full_parameters_without_memory_leaves_all_as_it_was(
+    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = batches(3)
+    (model, optimizer), untouched = (wrap_under(spec, m, adamw(m), data[0], device=device) for m in (make(), make()))
+    pointed = 0
+
+    def point(*args: Any) -> None:
+        nonlocal pointed
+        pointed += 1
+        if pointed == 4:
+            raise MemoryError("no memory for the copy")
+        make_full(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("protrain.engine.weights.state_hooks.make_full", point)
+        with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
+            raise AssertionError("not reached")
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))

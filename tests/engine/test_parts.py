@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import mmap
 import subprocess
 import sys
 import threading
@@ -26,25 +24,6 @@ def assert_true(value: bool) -> None:
 # -- arena -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_arena_is_exact_to_the_page() -> None:
-    page, arena = mmap.PAGESIZE, Arena(torch.device("cpu"))
-    arena.reserve(3 * page)
-    assert (arena.total_bytes, arena.free_bytes) == (3 * page, 3 * page)
-    first, second = arena.take(1, torch.float32), arena.take(page // 2 + 1, torch.int16)
-    assert (arena.total_bytes, arena.free_bytes) == (3 * page, 0)
-    third = arena.take(page, torch.uint8)
-    assert arena.total_bytes == 4 * page, "what does not fit is mapped, and no more"
-    pieces = [first, second, third]
-    assert [piece.numel() for piece in pieces] == [1, page // 2 + 1, page]
-    for value, piece in enumerate(pieces):
-        assert piece.data_ptr() % page == 0
-        assert not piece.any()
-        piece.fill_(value + 1)
-    assert all(piece.eq(value + 1).all() for value, piece in enumerate(pieces)), "pieces overlap"
-    arena.reserve(0)
-    assert arena.total_bytes == 4 * page
-
-
 def test_memory_that_the_system_does_not_have_is_an_error() -> None:
     arena = Arena(torch.device("cpu"))
     with pytest.raises(MemoryError, match=r"cannot map 1024 TiB of host memory"):
@@ -54,45 +33,6 @@ def test_memory_that_the_system_does_not_have_is_an_error() -> None:
 
 
 # -- host worker -------------------------------------------------------------------------------------------------------
-
-
-def test_jobs_run_in_order_on_one_thread() -> None:
-    worker = HostWorker(threads=1, device=torch.device("cpu"))
-    done: list[tuple[int, int]] = []
-
-    def note(index: int) -> None:
-        done.append((index, threading.get_ident()))
-
-    for index in range(50):
-        worker.submit(functools.partial(note, index))
-    worker.drain()
-    assert [index for index, _ in done] == list(range(50))
-    assert len({thread for _, thread in done}) == 1
-    assert done[0][1] != threading.get_ident()
-    worker.submit(lambda: done.append((50, 0)))
-    thread = worker._thread
-    del worker
-    assert done[-1] == (50, 0), "what is queued comes first"
-    assert not thread.is_alive()
-
-
-def test_a_job_that_is_run_ahead_is_done_once() -> None:
-    worker = HostWorker(threads=1, device=torch.device("cpu"))
-    done: list[str] = []
-    later = worker.job(lambda: done.append("later"))
-
-    def first() -> None:
-        later.run()
-        done.append("first")
-        own.run()  # it runs already
-
-    own = worker.job(first)
-    worker.queue(own)
-    worker.queue(later)
-    worker.drain()
-    assert done == ["later", "first"]
-    assert later.done
-    assert own.done
 
 
 def fail() -> None:

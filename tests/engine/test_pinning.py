@@ -84,23 +84,6 @@ def test_what_the_driver_refuses_is_not_taken_for_pinned(driver: Driver, monkeyp
     assert driver.done == ["synchronize cuda", "unregister"]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_it_is_unpinned_though_the_device_has_failed(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(device: torch.device) -> None:
-        raise RuntimeError(f"a kernel failed on {device}")
-
-    monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    Arena(CUDA).take(100, torch.float32)
-    assert driver.done == ["unregister"]
-
-
-def test_what_is_not_transferred_is_never_registered(driver: Driver) -> None:
-    arena = Arena(torch.device("cpu"))
-    arena.take(100, torch.float32)
-    del arena
-    assert driver.done == []
-
-
 def test_a_model_dropped_during_its_updates_stays_pinned_until_they_are_up(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import wrapping
+from protrain.cli import plan_trace
+from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
-from tests.engine.harness import CKPT, Spec, adamw, wrap_under
+from protrain.profiler.trace import profile_together
+from tests.engine.harness import CKPT, Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 from tests.engine.refusing import refused
-
-Batch = dict[str, Tensor]
 
 
 @pytest.fixture
@@ -205,3 +207,139 @@ def test_more_host_memory_than_is_free_is_warned_of_before_it_is_taken(
     )
     with pytest.raises(InterruptedError), pytest.warns(UserWarning, match=words):
         wrap()
+
+
+# -- where a GPU cannot even run the model for its profile -------------------------------------------------------------
+
+
+def _runs_out(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+@pytest.fixture
+def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wrapping, "cached_profile", _runs_out)
+
+
+def test_a_batch_that_is_too_large_is_said_to_be(
+    no_room: None, tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
+) -> None:
+    model, batch = tiny_model("llama"), tiny_batch(batch=8)
+    words = "no plan fits the device memory: .* To fit: a batch of [1-7] instead of 8 fits"
+    refused(model, adamw(model), batch, words, PlanError, device_memory="200KiB", compile=True)
+    torch._dynamo.reset()
+
+
+def test_a_plan_that_just_fits_trains_as_ever(
+    no_room: None,
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Batch],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    batches = [tiny_batch(seed=seed) for seed in range(3)]
+    loop = Loop(max_norm=0.5)
+    device = torch.device("cpu")
+    values, expected = plain_run(lambda: tiny_model("llama"), batches, loop=loop, device=device, dtype=torch.float32)
+    model = tiny_model("llama")
+    limits: dict[str, Any] = {"device": device, "device_memory": "400KiB"}
+    model, optimizer = protrain.wrap(model, adamw(model), example_batch=batches[0], chunked_loss=False, **limits)
+    assert "memory is counted from shapes, and times are estimated" in capsys.readouterr().err
+    assert optimizer.plan.n_persist < optimizer.plan.n_chunks
+    assert loop.run(model, optimizer, batches) == values
+    assert_same(states(model, optimizer), expected)
+
+
+def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x) * len(x[x.abs() < 1e9])
+            return x
+
+    model = Choosing()
+    refused(model, adamw(model), (torch.randn(2, 8),), "Tried to allocate 20.00 GiB", torch.OutOfMemoryError)
+
+
+@pytest.fixture
+def small_gpu() -> Iterator[torch.device]:
+    """An allocator that refuses more than 2 GiB."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(2 * 2**30 / total, device)
+    try:
+        yield device
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+@pytest.mark.gpu
+def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
+    batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
+    optimizer = torch.optim.AdamW(model.parameters())
+    monkeypatch.setattr(wrapping, "cached_profile", profile_together)
+    with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
+        protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
+    smaller: Any = (batch[0][:2000],)
+    model, trainer = protrain.wrap(model, optimizer, example_batch=smaller, device_memory="2GiB", progress=False)
+    model(*smaller).float().square().mean().backward()
+    trainer.step()
+
+
+# -- limits of the environment -----------------------------------------------------------------------------------------
+
+
+def _plan(**limits: Any) -> protrain.Plan:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    batch = torch.randn(4, 256)
+    return protrain.wrap(model, optimizer, example_batch=batch, device="cpu", progress=False, **limits)[1].plan
+
+
+def test_the_device_is_limited_unless_the_call_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DEVICE_MEMORY", "3MiB")
+    limited = _plan()
+    assert limited.device_bytes <= 3 << 20
+    assert limited == _plan(device_memory="3MiB")
+    assert _plan(device_memory="64MiB").n_persist > limited.n_persist
+
+
+def test_the_host_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _plan(device_memory="3MiB").host_bytes > 1 << 20
+    monkeypatch.setenv("PROTRAIN_HOST_MEMORY", "1MiB")
+    with pytest.raises(PlanError):
+        _plan(device_memory="3MiB")
+
+
+def test_what_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROTRAIN_DEVICE_MEMORY", "much")
+    with pytest.raises(ValueError, match="much"):
+        _plan()
+
+
+def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = protrain.profile
+    devices = []
+
+    def runs_out(*_: Any, **options: Any) -> Any:
+        devices.append(str(options["device"]))
+        return _runs_out()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        devices.append(str(options["device"]))
+        return profile(*args, **options)
+
+    monkeypatch.setattr(plan_trace, "cached_profile", runs_out)
+    monkeypatch.setattr(plan_trace, "profile", counted)
+    assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
+    assert devices == ["cpu", "meta"]
+    told = capsys.readouterr()
+    assert "n_persist" in told.out
+    assert "memory is counted from shapes" in told.err

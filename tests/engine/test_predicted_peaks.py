@@ -265,22 +265,22 @@ PLANS = {
 GRADIENTS = ("of a copy", "of a copy, graph", "of the input", "of the input, graph", "of the weight", "of many copies")
 
 
-@pytest.mark.parametrize(
-    ("kind", "between"),
-    [
-        *[(kind, "") for kind in (*SAVED, *GRADIENTS)],
-        *[("tanh", between) for between in ("penalty", "retain", "gate", "heads", "skip", "gradient", "nested")],
-        *[("tanh", "forces"), ("_slices", "forces"), ("tanh", "forces, graph")],
-        *[("_conjugate", "heads"), ("of the input, graph", "gate"), ("of a copy", "retain")],
-    ],
-)
+PAIRS = [
+    *[(kind, "") for kind in (*SAVED, *GRADIENTS)],
+    *[("tanh", between) for between in ("penalty", "retain", "gate", "heads", "skip", "gradient", "nested")],
+    *[("tanh", "forces"), ("_slices", "forces"), ("tanh", "forces, graph")],
+    *[("_conjugate", "heads"), ("of the input, graph", "gate"), ("of a copy", "retain")],
+]
+
+
+@pytest.mark.parametrize(("kind", "between"), PAIRS)
 def test_a_step_takes_no_more_than_its_plan(kind: str, between: str) -> None:
-    """Whatever blocks save or compute, and whatever is done between them; in the plan is little more, if not packed."""
-    ratios = {}
-    for name, (modes, packed) in PLANS.items():
+    """Whatever blocks save or compute, and is done between them. Every other pair meets either half of the plans."""
+    ratios, half = {}, PAIRS.index((kind, between)) % 2
+    for name, (modes, packed) in list(PLANS.items())[half::2]:
         torch.manual_seed(0)
         model, x = _Between(kind, between), torch.randn(64, 32)
         ratios[name] = planned_to_true(model, x, modes, packed=packed, tight=True)
     assert min(ratios.values()) >= 1.0, ratios
-    assert max(ratios[name] for name in ("ckpt", "ckpt_swap")) <= 1.1, ratios
+    assert max(ratios.get(name, 1.0) for name in ("ckpt", "ckpt_swap")) <= 1.1, ratios
     assert max(ratios.values()) <= 1.5, ratios

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import CheckpointError
 from tests.engine import residual
-from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, default_loss, wrap_under
+from tests.engine.harness import CKPT, CKPT_SWAP, NONE, SWAP, Loop, Spec, adamw, wrap_under
 from tests.engine.plain_loop import prepare_plain
-from tests.engine.quantised import WIDTH, Adapted, Float64, Fp8, Int8, OwnClass, Scaled
+from tests.engine.quantised import WIDTH, Adapted, Float64, Fp8, Int8, OwnClass
 
 SPECS = (
     Spec("none", "least", (CKPT,), speculate=True),
@@ -100,25 +99,6 @@ def test_saves_resume_to_the_same_bits(kind: Callable[[], nn.Module], tmp_path: 
     assert loop.run(wrapped, optimizer, data) == expected
 
 
-def test_parts_of_a_tensor_are_saved_and_loaded(tmp_path: Path) -> None:
-    data = residual.batches(1)
-    model = Adapted(OwnClass)
-    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), data[0], device=CPU)
-    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
-    other = Adapted(OwnClass, seed=1)
-    loaded, trainer = wrap_under(SPECS[0], other, adamw(other), data[0], device=CPU)
-    protrain.load_checkpoint(tmp_path, loaded, trainer)
-    found, expected = (m.get_parameter("blocks.1.base.weight") for m in (loaded, wrapped))
-    assert isinstance(found, Scaled)
-    assert isinstance(expected, Scaled)
-    assert torch.equal(found.numbers, expected.numbers)
-    assert torch.equal(found.scale, expected.scale)
-    torch.manual_seed(0)
-    after = default_loss(loaded, data[0])
-    torch.manual_seed(0)
-    assert torch.equal(after, default_loss(wrapped, data[0]))
-
-
 @pytest.mark.parametrize("kind", [Int8, bitsandbytes_4bit, bitsandbytes_8bit])
 def test_saves_of_weights_that_were_quantised_otherwise_are_refused(
     kind: Callable[[], nn.Module], tmp_path: Path
@@ -156,40 +136,3 @@ def test_a_base_that_is_on_the_device_already_needs_no_room_a_second_time(monkey
             model, adamw(model), example_batch=residual.batches(1)[0], device="cpu", device_memory=limit, progress=False
         )
         assert optimizer.hardware.device_bytes == expected
-
-
-class Carried(nn.Parameter):
-    """A parameter that takes something along where it goes, in an attribute that it changes in place."""
-
-    table: dict[str, Tensor]
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        self.table["scale"] = self.table["scale"].to(*args, **kwargs)
-        moved = Carried(self.data.to(*args, **kwargs), requires_grad=False)
-        moved.table = self.table
-        return moved
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        copied = Carried(self.data.clone(), requires_grad=False)
-        copied.table = copy.deepcopy(self.table, memo)
-        return copied
-
-
-def test_a_parameter_moves_by_its_own_method() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = Carried(torch.randn(WIDTH, WIDTH), requires_grad=False)
-            self.weight.table = {"scale": torch.ones(1)}
-
-        def forward(self, x: Tensor) -> Tensor:
-            assert self.weight.table["scale"].device == x.device
-            result: Tensor = x @ self.weight * self.weight.table["scale"]
-            return result
-
-    model = Adapted(Layer)
-    protrain.profile(model, residual.batches(1)[0], device="meta", dtype=torch.float32)
-    for block in model.blocks:
-        layer: Any = block.base
-        assert type(layer.weight) is Carried
-        assert layer.weight.table["scale"].is_cpu

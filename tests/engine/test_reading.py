@@ -96,14 +96,6 @@ def _with_penalty(model: nn.Module, batch: Any) -> Tensor:
     return default_loss(model, batch) + _penalty(model)
 
 
-@pytest.mark.parametrize(("dtype", "specs"), [(torch.float32, SPECS[:2]), (torch.bfloat16, SPECS[1:])], ids=str)
-def test_weights_in_a_loss_have_the_plain_loops_bits(
-    dtype: torch.dtype, specs: tuple[Spec, ...], device: torch.device
-) -> None:
-    loop = Loop(loss=_with_penalty, max_norm=1.0)
-    check_equal_to_plain(make, batches(2), device=device, dtype=dtype, loop=loop, specs=specs)
-
-
 def test_a_loss_made_inside_full_parameters_has_the_plain_loops_bits(device: torch.device) -> None:
     def loss(model: nn.Module, batch: Any, *, late_s: float) -> Tensor:
         first = default_loss(model, batch)
@@ -125,44 +117,6 @@ def test_a_loss_made_inside_full_parameters_has_the_plain_loops_bits(device: tor
         assert_same(found[0][1], final)
     else:  # the term is computed on the CPU, whose sums are not the GPU's to the last bit
         assert found[0][0] == pytest.approx(expected, rel=1e-3)
-
-
-class FusedHead(nn.Module):
-    """A model whose forward a trainer replaces by one that uses the head's weight and does not call the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
-        self.head = nn.Linear(16, 64, bias=False)
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(self.hidden(ids)).flatten(0, 1), ids.flatten())
-
-
-def test_a_forward_that_was_replaced_may_use_weights_of_modules_that_it_does_not_call(device: torch.device) -> None:
-    def fused(model: Any, ids: Tensor) -> Tensor:
-        weight, losses = model.head.weight, []
-        for hidden, wanted in zip(model.hidden(ids).flatten(0, 1).split(8), ids.flatten().split(8), strict=True):
-            losses.append(F.cross_entropy(hidden @ weight.t(), wanted, reduction="sum"))
-        return torch.stack(losses).sum() / ids.numel()
-
-    def build() -> nn.Module:
-        with seeded():
-            return FusedHead()
-
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        model.forward = functools.partial(fused, model)
-        return model(*batch)
-
-    ids = [(torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(seed)),) for seed in range(2)]
-    check_equal_to_plain(build, ids, device=device, loop=Loop(loss=loss), specs=SPECS)
 
 
 def test_views_of_what_was_read_are_read_only_and_end_with_the_step(device: torch.device) -> None:
@@ -230,3 +184,41 @@ def test_other_storage_does_no_harm_and_other_values_in_it_are_refused(spec: Spe
     layer.factor = 1.0
     model(x)
     assert_same(dict(model.state_dict()), before)
+
+
+class FusedHead(nn.Module):
+    """A model whose forward a trainer replaces by one that uses the head's weight and does not call the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(16, 64, bias=False)
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.hidden(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_a_forward_that_was_replaced_may_use_weights_of_modules_that_it_does_not_call(device: torch.device) -> None:
+    def fused(model: Any, ids: Tensor) -> Tensor:
+        weight, losses = model.head.weight, []
+        for hidden, wanted in zip(model.hidden(ids).flatten(0, 1).split(8), ids.flatten().split(8), strict=True):
+            losses.append(F.cross_entropy(hidden @ weight.t(), wanted, reduction="sum"))
+        return torch.stack(losses).sum() / ids.numel()
+
+    def build() -> nn.Module:
+        with seeded():
+            return FusedHead()
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        model.forward = functools.partial(fused, model)
+        return model(*batch)
+
+    ids = [(torch.randint(0, 64, (4, 8), generator=torch.Generator().manual_seed(seed)),) for seed in range(2)]
+    check_equal_to_plain(build, ids, device=device, loop=Loop(loss=loss), specs=SPECS)

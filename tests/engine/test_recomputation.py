@@ -1,10 +1,12 @@
-"""What happens between forward and backward does not reach the recomputation of a checkpointed block."""
+"""A recomputed block meets what its first run met, whatever it changes itself, and whatever happens until backward."""
 
 from __future__ import annotations
 
 import random
 import weakref
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,19 +19,27 @@ from protrain.forward.module_state import SHARED, RandomState
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
+    NONE,
     SWAP,
     Batch,
     Loop,
     Spec,
     adamw,
+    assert_same,
     check_equal_to_plain,
     seeded,
     wrap_under,
 )
+from tests.engine.plain_loop import prepare_plain
+from tests.engine.profiles import shared_profile
 from tests.engine.residual import batches, make
 
-SPECS = tuple(Spec("none", "least", (mode,)) for mode in (CKPT, CKPT_SWAP, SWAP))
 CPU = torch.device("cpu")
+WIDTH = 16
+MODES = (CKPT, CKPT_SWAP, SWAP, NONE)
+SPECS = tuple(Spec("none", "least", (mode,), attention=mode is CKPT_SWAP) for mode in MODES)
+
+# -- what forward changes ----------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -37,18 +47,180 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x)) * self.factor(x.detach())
+
+    def factor(self, x: Tensor) -> Tensor:
+        """What depends on the state of the module, which it changes."""
+        raise NotImplementedError
+
+
+class Averaging(Block):
+    """An exponential average in a buffer that could be a table."""
+
+    rows = 5000
+    starts = 0  # in which forward it is updated first
+    hidden = False  # updates have no version
+    average: Tensor
+    table: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("average", torch.ones(self.rows, width))
+        self.register_buffer("table", torch.full((5000,), 2.0))
+        self.forwards = 0
+
+    def factor(self, x: Tensor) -> Tensor:
+        factor = self.average.mean(0) * self.table[0]
+        if self.forwards >= self.starts:
+            average = self.average.data if self.hidden else self.average
+            average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.forwards += 1
+        return factor
+
+
+class Hidden(Averaging):
+    hidden = True
+
+
+class Late(Averaging):
+    """As some quantisers do, which begin when training has settled."""
+
+    starts = 2
+
+
+class HugeLate(Late):
+    rows = (1 << 18) + 1  # of 16 numbers: more than a buffer may have for a copy to be kept of it in case it is changed
+
+
+class Lazy(Block):
+    """Statistics that are made when they are first needed, and told by an attribute of the module."""
+
+    ready = False
+    average: Tensor
+
+    def factor(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.register_buffer("average", torch.ones(WIDTH, device=x.device))
+            self.ready = True
+        factor = self.average.clone()
+        self.average.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        return factor
+
+
+class Replaced(Block):
+    """A buffer that becomes another one, as tables do that grow."""
+
+    average: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("average", torch.ones(1, width))
+        self.longest = 1
+
+    def factor(self, x: Tensor) -> Tensor:
+        factor = self.average.mean(0) / self.longest
+        if self.longest < 3:
+            self.longest += 1
+            self.average = torch.cat([self.average, x.mean(0, keepdim=True)])
+        return factor
+
+
+class Counting(Block):
+    calls = 0
+
+    def factor(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tensor(0.5 if self.calls % 2 else 2.0)
+
+
+class Dropping(Block):
+    """Draws from generators of Python and numpy, and from one of torch that it makes anew from time to time."""
+
+    generator: torch.Generator | None = None
+    calls = 0
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.numbers = np.random.default_rng(0)
+
+    def factor(self, x: Tensor) -> Tensor:
+        if self.generator is None or self.calls % 3 == 2:
+            self.generator = torch.Generator().manual_seed(self.calls)
+        self.calls += 1
+        own = torch.rand(WIDTH, generator=self.generator).to(x.device)
+        return own * random.choice([0.5, 1.0, 2.0]) * np.random.rand() * self.numbers.random()
+
+
+def changing(block: type[Block]) -> nn.Module:
+    random.seed(0)
+    np.random.seed(0)
+    return make(WIDTH, 3, block)
+
+
+@pytest.mark.parametrize("block", [Averaging, Hidden, Late, Lazy, Replaced, Counting, Dropping])
+def test_what_forward_changes(block: type[Block], device: torch.device) -> None:
+    # As when the profile is in the cache: in taking it forward changes more than it puts back.
+    model = changing(block)
+    shared_profile(model, batches()[0], optimizer=adamw(model), device=device, dtype=torch.float32)
+    specs = (SPECS[0], SPECS[1], SPECS[3])
+    check_equal_to_plain(partial(changing, block), batches(4), device=device, specs=specs)
+
+
+def test_a_huge_buffer_that_is_first_changed_later_is_refused_once(device: torch.device) -> None:
+    model = changing(HugeLate)
+    shared_profile(model, batches()[0], optimizer=adamw(model), device=device, dtype=torch.float32)
+    model = changing(HugeLate)
+    wrapped, optimizer = wrap_under(SPECS[0], model, adamw(model), batches()[0], device=device)
+    Loop().run(wrapped, optimizer, batches(HugeLate.starts))
+    loss = wrapped(*batches()[0]).square().mean()
+    with pytest.raises(MisuseError, match="needs average as it was in forward"):
+        loss.backward()
+    optimizer.zero_grad()
+    assert len(Loop().run(wrapped, optimizer, batches(2))) == 2
+
+
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
+def test_parameters_that_the_call_gives(spec: Spec, device: torch.device) -> None:
+    """torch.func.functional_call: no parameter of the model's own is used, in no run of a block."""
+
+    def given(model: nn.Module) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        made = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+        return {name: value.to(device).requires_grad_() for name, value in made.items()}
+
+    def gradients(model: nn.Module) -> dict[str, Tensor]:
+        parameters = given(model)
+        loss = torch.func.functional_call(model, parameters, batches()[0]).square().mean()
+        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+    model = changing(Counting)
+    expected = gradients(prepare_plain(model, adamw(model), device=device, dtype=torch.float32)[0])
+    model = changing(Counting)
+    wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)
+    assert_same(gradients(wrapped), expected)
+    parameters = given(wrapped)
+    loss = torch.func.functional_call(wrapped, parameters, batches()[0]).square().mean()
+    with torch.no_grad():
+        parameters["blocks.2.linear.weight"].mul_(2.0)
+    with pytest.raises(MisuseError, match=r"blocks\.2 needs weight as it was in forward"):
+        loss.backward()
+
+
+# -- what happens between forward and backward -------------------------------------------------------------------------
+
 
 class FromAll(Block):
     """A block that takes the outputs of all before it, in a list that grows."""
 
-    def forward(self, features: list[Tensor]) -> Tensor:
+    def forward(self, features: Any) -> Tensor:
         return torch.tanh(self.linear(torch.stack(features).sum(0)))
 
 
 class FromContext(Block):
     """One that takes the last output out of a dictionary."""
 
-    def forward(self, context: dict[str, Tensor]) -> Tensor:
+    def forward(self, context: Any) -> Tensor:
         return torch.tanh(self.linear(context["last"])) + context["first"]
 
 
@@ -73,7 +245,7 @@ def test_collections_that_grow_meanwhile(block: type[Block], device: torch.devic
         with seeded():
             return Growing(block)
 
-    check_equal_to_plain(build, batches(2), device=device, specs=SPECS)
+    check_equal_to_plain(build, batches(2), device=device, specs=SPECS[:3])
 
 
 def evaluated(model: nn.Module, batch: Batch) -> Tensor:
@@ -110,115 +282,67 @@ def frozen_before(model: nn.Module, batch: Batch) -> Tensor:
 
 @pytest.mark.parametrize("loss", [evaluated, trained, frozen_since, frozen_before])
 def test_modes_that_are_switched_meanwhile(loss: Callable[[nn.Module, Batch], Tensor], device: torch.device) -> None:
-    check_equal_to_plain(make, batches(2), loop=Loop(loss=loss), device=device, specs=SPECS)
-
-
-class HoldsMemory(torch.autograd.Function):
-    """Its node holds memory that is no saved tensor."""
-
-    held: ClassVar[list[weakref.ref[Tensor]]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.memory = torch.ones(8)
-        HoldsMemory.held.append(weakref.ref(ctx.memory))
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0]
-
-
-class SavesView(torch.autograd.Function):
-    """Saves a view of its input, as kernels for rows do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.view(-1))
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * 2.0
-
-
-class Counts(torch.autograd.Function):
-    """Counts in its backward, which begins with the second run, what nodes before it hold."""
-
-    alive: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        _ = ctx.saved_tensors
-        Counts.alive.append(sum(reference() is not None for reference in HoldsMemory.held))
-        return gradients[0]
-
-
-class Holding(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        held = HoldsMemory.apply(self.linear(x))
-        return x + torch.tanh(Counts.apply(SavesView.apply(held)))
-
-
-def test_nodes_of_the_second_run_hold_no_memory() -> None:
-    """Only those of the first run have a backward."""
-    model, batch = nn.Sequential(*(Holding(8) for _ in range(3))), (torch.randn(4, 8),)
-    wrapped, _ = wrap_under(Spec("all", "least", (CKPT,)), model, adamw(model), batch, device=CPU)
-    HoldsMemory.held.clear()
-    Counts.alive.clear()
-    loss = wrapped(*batch).square().mean()
-    loss.backward()
-    assert len(HoldsMemory.held) == 6, "each block ran twice"
-    assert Counts.alive == [3, 3, 3], "only what the first runs hold"
+    check_equal_to_plain(make, batches(2), loop=Loop(loss=loss), device=device, specs=SPECS[:3])
 
 
 def test_other_operations_are_named() -> None:
-    class Wavering(nn.Module):
+    class Wavering(Block):
         wide = False
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
             y = self.linear(x)
             return torch.tanh(y.view(-1, 4) if self.wide else y).view(x.shape)
 
-    model = nn.Sequential(*(Wavering() for _ in range(3)))
-    batch = (torch.randn(4, 8),)
-    wrapped, _ = wrap_under(Spec("none", "least", (CKPT,)), model, adamw(model), batch, device=CPU)
-    loss = wrapped(*batch).square().mean()
+    model = make(8, 3, Wavering)
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), batches()[0], device=CPU)
+    loss = wrapped(*batches()[0]).square().mean()
     Wavering.wide = True
-    with pytest.raises(MisuseError, match=r"of shape \(4, 8\) in forward and .* of shape \(8, 4\) in its place when"):
+    with pytest.raises(MisuseError, match=r"of shape \(16, 8\) in forward and .* of shape \(32, 4\) in its place when"):
         loss.backward()
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
-@pytest.mark.parametrize("inside", [0, 1, 2, 3])
-@pytest.mark.parametrize("between", [0, 1])  # forward and backward something else draws
-def test_normal_numbers_of_numpy_are_drawn_again_from_either_half_of_a_pair(
-    before: int, inside: int, between: int
-) -> None:
-    np.random.seed(5)
-    expected = np.random.randn(before + inside + between + 2)
-    np.random.seed(5)
-    np.random.randn(before)
-    state = RandomState(CPU, SHARED)
-    first = np.random.randn(inside)
-    np.random.randn(between)
-    with state:
-        assert np.array_equal(np.random.randn(inside), first)
-    assert np.array_equal(np.random.randn(2), expected[-2:])
+class HoldsMemory(torch.autograd.Function):
+    """Its node holds memory that is no saved tensor, and its backward counts what nodes before it hold."""
+
+    held: ClassVar[list[weakref.ref[Tensor]]] = []
+    alive: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.view(-1))  # a view of its input, as kernels for rows save it
+        ctx.memory = torch.ones(8)
+        HoldsMemory.held.append(weakref.ref(ctx.memory))
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        _ = ctx.saved_tensors  # now the second run is made
+        HoldsMemory.alive.append(sum(reference() is not None for reference in HoldsMemory.held))
+        return gradients[0] * 2.0
+
+
+def test_nodes_of_the_second_run_hold_no_memory() -> None:
+    """Only those of the first run have a backward."""
+
+    class Holding(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = x + torch.tanh(HoldsMemory.apply(self.linear(x)))
+            return result
+
+    model = make(8, 3, Holding)
+    wrapped, _ = wrap_under(Spec("all", "least", (CKPT,)), model, adamw(model), batches()[0], device=CPU)
+    HoldsMemory.held.clear()
+    HoldsMemory.alive.clear()
+    loss = wrapped(*batches()[0]).square().mean()
+    loss.backward()
+    assert len(HoldsMemory.held) == 6, "each block ran twice"
+    assert HoldsMemory.alive == [3, 3, 3], "only what the first runs hold"
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64], ids=["usual", "replaced"])
-@pytest.mark.parametrize("before", [0, 1])
-@pytest.mark.parametrize("between", [0, 1])  # forward and backward something else draws
 @pytest.mark.parametrize(
     "draw",
     [
@@ -232,8 +356,9 @@ def test_normal_numbers_of_numpy_are_drawn_again_from_either_half_of_a_pair(
     ids=["random", "gauss", "getrandbits", "rand", "randn", "permutation"],
 )
 def test_numbers_of_shared_generators_are_drawn_again(
-    draw: Callable[[], object], between: int, before: int, kind: type[np.random.BitGenerator]
+    draw: Callable[[], object], kind: type[np.random.BitGenerator]
 ) -> None:
+    """Whatever was drawn before, and by something else between forward and backward."""
     numpy_random: Any = np.random  # not all of which is typed
 
     def begin() -> None:
@@ -242,19 +367,20 @@ def test_numbers_of_shared_generators_are_drawn_again(
 
     usual = numpy_random.get_bit_generator()
     try:
-        begin()
-        numbers = [draw() for _ in range(before + 3)]
-        begin()
-        RandomState(CPU, SHARED)  # the block before
-        assert [draw() for _ in range(before)] == numbers[:before]
-        state = RandomState(CPU, SHARED)
-        assert draw() == numbers[before]
-        assert [draw() for _ in range(between)] == numbers[before + 1 :][:between]
-        with state:
+        for before, between in product((0, 1), (0, 1)):
+            begin()
+            numbers = [draw() for _ in range(before + 3)]
+            begin()
+            RandomState(CPU, SHARED)  # the block before
+            assert [draw() for _ in range(before)] == numbers[:before]
+            state = RandomState(CPU, SHARED)
             assert draw() == numbers[before]
-        with state:
-            assert [draw(), draw()] == numbers[before:][:2]
-        assert draw() == numbers[before + 1 + between]
+            assert [draw() for _ in range(between)] == numbers[before + 1 :][:between]
+            with state:
+                assert draw() == numbers[before]
+            with state:
+                assert [draw(), draw()] == numbers[before:][:2]
+            assert draw() == numbers[before + 1 + between]
     finally:
         numpy_random.set_bit_generator(usual)
 
@@ -272,3 +398,43 @@ def test_a_state_that_the_script_sets_is_noticed() -> None:
     np.random.seed(6)
     with state:
         assert (random.random(), np.random.rand()) == expected
+
+
+# -- key/value caches --------------------------------------------------------------------------------------------------
+
+
+def with_cache(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(**batch, use_cache=True).loss
+    return loss
+
+
+def with_past(model: nn.Module, batch: Batch) -> Tensor:
+    """The second half of the text, after what the first half left in the cache, with gradients through that too."""
+    halves = ({name: value.chunk(2, dim=1)[half].contiguous() for name, value in batch.items()} for half in (0, 1))
+    first, second = halves
+    output: Any = model(**first, use_cache=True)
+    loss: Tensor = model(**second, past_key_values=output.past_key_values).loss
+    return loss + output.loss
+
+
+@pytest.mark.parametrize(("family", "loss"), [("gpt2", with_past), ("llama", with_cache), ("t5", with_past)])
+def test_a_recomputed_block_adds_once_to_a_cache(
+    tiny_model: Callable[..., nn.Module],
+    tiny_batch: Callable[..., Batch],
+    family: str,
+    loss: Callable[[nn.Module, Batch], Tensor],
+    device: torch.device,
+) -> None:
+    data, specs = [tiny_batch(seed) for seed in range(2)], SPECS[:2]
+    check_equal_to_plain(lambda: tiny_model(family), data, loop=Loop(loss=loss), device=device, specs=specs)
+
+
+def test_caches_that_are_written_to_are_refused(
+    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    model, batch = tiny_model("llama"), tiny_batch()
+    wrapped: Any = wrap_under(SPECS[0], model, adamw(model), batch, device=CPU)[0]
+    cache = transformers.StaticCache(config=wrapped.config, max_cache_len=32)
+    with pytest.raises(MisuseError, match=r"layers\.0 was given a key/value cache whose tensors were written to since"):
+        wrapped(**batch, past_key_values=cache)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import linecache
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import wrapping
-from tests.engine.harness import adamw
+from protrain.common.errors import MisuseError
+from tests.engine.harness import Batch, adamw
 from tests.engine.refusing import refused
-
-Batch = dict[str, Tensor]
+from tests.engine.residual import Model, batches, make
 
 
 @pytest.fixture
@@ -78,12 +78,6 @@ def test_a_batch_holds_tensors_in_a_mapping_or_a_tuple(model: nn.Module, batch: 
     refused(model, adamw(model), kind(batch), words, ValueError)
 
 
-def test_the_tests_see_warnings_as_users_do(model: nn.Module, batch: Batch) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        protrain.wrap(model, adamw(model), example_batch=batch, device="cpu", progress=False)
-
-
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
@@ -105,13 +99,6 @@ def test_optimizers_that_are_not_adam(
     model: nn.Module, batch: Batch, make: Callable[[Any], torch.optim.Optimizer], words: str
 ) -> None:
     refused(model, make(model.parameters()), batch, words, ValueError)
-
-
-def test_an_option_of_one_group_counts(model: nn.Module, batch: Batch) -> None:
-    first, *rest = model.parameters()
-    groups: list[dict[str, Any]] = [{"params": rest}, {"params": [first], "amsgrad": True}]
-    optimizer = torch.optim.AdamW(groups)
-    refused(model, optimizer, batch, "amsgrad=True of Adam and AdamW is not supported", ValueError)
 
 
 def test_the_optimizer_of_another_model(model: nn.Module, tiny_model: Callable[..., nn.Module], batch: Batch) -> None:
@@ -295,3 +282,108 @@ def test_tensors_that_lie_beside_each_other_or_are_frozen_may_share_memory() -> 
     model = nn.Sequential(first, second)
     protrain.wrap(model, adamw(model), example_batch=(torch.ones(2, 4),), device="cpu", progress=False)
     assert torch.equal(second.bias.detach(), bias)
+
+
+# -- several models ----------------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two models that one optimizer trains, and a parameter of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Model(24, 3), Model(24, 3)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compare(x)
+
+    def compare(self, x: Tensor) -> Tensor:
+        return ((self.first(x) - self.second(x.flip(0))) * self.scale).square().mean()
+
+
+def _pair() -> nn.Module:
+    torch.manual_seed(0)
+    return Pair()
+
+
+def _of_method(model: nn.Module, batch: Batch) -> Tensor:
+    assert isinstance(model, Pair)
+    return model.compare(*batch)
+
+
+def test_a_step_before_the_model_itself_was_called_says_so() -> None:
+    pair = _pair()
+    pair, optimizer = protrain.wrap(pair, adamw(pair), device="cpu", progress=False)
+    _of_method(pair, batches(1)[0]).backward()
+    with pytest.raises(MisuseError, match="call the model itself, and not a method or part of it, on a training batch"):
+        optimizer.step()
+
+
+def test_a_model_that_shares_a_part_with_a_wrapped_one_is_told_to_wrap_both() -> None:
+    actor, critic = nn.Sequential(make(), nn.Linear(4, 2)), nn.Sequential(nn.Identity(), nn.Linear(4, 1))
+    critic[0] = actor[0]
+    protrain.wrap(actor, adamw(actor), example_batch=batches(1)[0], device="cpu", progress=False)
+    with pytest.raises(
+        ValueError, match=r"0\.enter\.weight belongs to a wrapped model.*share parameters are wrapped as one"
+    ):
+        protrain.wrap(critic, adamw(critic), example_batch=batches(1)[0], device="cpu", progress=False)
+
+
+# -- warnings name the line of the script ------------------------------------------------------------------------------
+
+WIDTH = 16
+ROWS = torch.ones(8, WIDTH)
+
+
+class Layers(nn.Module):
+    """Blocks with a switch for checkpointing, as those of transformers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradient_checkpointing = False
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def wrapped(model: nn.Module, optimizer: Any = None) -> nn.Module:
+    options: dict[str, Any] = {"device": "cpu", "progress": False, "example_batch": (ROWS,)}
+    model, _ = protrain.wrap(model, optimizer or adamw(model), **options)  # called from wrapped
+    return model
+
+
+def checkpointed_later() -> None:
+    model = wrapped(Layers())
+    vars(model)["gradient_checkpointing"] = True
+    model(ROWS)  # here
+
+
+def checkpointed_before() -> None:
+    model = Layers()
+    model.gradient_checkpointing = True
+    wrapped(model)
+
+
+def in_no_group() -> None:
+    model = Layers()
+    wrapped(model, torch.optim.AdamW(model.blocks[0].parameters()))
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "line"),
+    [
+        (checkpointed_later, "gradient checkpointing of the model was switched off", "# here"),
+        (checkpointed_before, "gradient checkpointing of the model was switched off", "# called from wrapped"),
+        (in_no_group, "4 parameters require a gradient", "# called from wrapped"),
+    ],
+)
+def test_a_warning_is_shown_at_the_line_of_the_script(script: Callable[[], object], words: str, line: str) -> None:
+    with pytest.warns(UserWarning, match=words) as caught:
+        script()
+    (warned,) = [one for one in caught if words in str(one.message)]
+    assert warned.filename == __file__
+    assert line in linecache.getline(warned.filename, warned.lineno)

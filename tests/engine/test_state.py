@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import protrain
-from protrain.common.errors import MisuseError
+from protrain.common.errors import CheckpointError, MisuseError
 from tests.engine import residual
 from tests.engine.harness import NONE, Batch, Loop, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.stateful import DTYPES, FIRST, LOOP, RESIDENT, SECOND, SPECS, Make, maker
@@ -149,14 +148,6 @@ def test_groups_say_how_weights_decay(loaded: bool) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_states_are_on_the_cpu_under_any_default_device(make: Make, batches: list[Batch]) -> None:
-    model, optimizer = make()
-    LOOP.run(model, optimizer, batches[:1])
-    with torch.device("meta"):
-        state = optimizer.state_dict()["state"][0]
-    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
-
-
 def test_imports_of_another_model_are_errors(make: Make) -> None:
     model, optimizer = make()
     with pytest.raises(ValueError, match="no parameter 'nowhere'"):
@@ -237,25 +228,6 @@ def test_an_optimizer_with_state_goes_on(
         assert optimizer.param_groups[0]["lr"] == plain_optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_state_is_loaded_after_a_backward_that_raised(spec: Spec, device: torch.device) -> None:
-    data, model = residual.batches(2), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    weights, state, before = wrapped.state_dict(), optimizer.state_dict(), states(wrapped, optimizer)
-    default_loss(wrapped, data[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    block: Any = wrapped.get_submodule("blocks.1")
-    for load in (lambda: optimizer.load_state_dict(state), lambda: wrapped.load_state_dict(weights)):
-        block.fails = "backward"
-        with pytest.raises(ArithmeticError, match="backward fails"):
-            default_loss(wrapped, data[1]).backward()
-        block.fails = ""
-        load()
-        optimizer.zero_grad()
-    assert_same(states(wrapped, optimizer), before)
-
-
 @pytest.mark.parametrize("weights_first", [True, False])
 def test_steps_of_another_optimizer_stay_made(weights_first: bool, device: torch.device) -> None:
     """torch's AdamW hands back the master that it was given, which is not of its last step."""
@@ -288,29 +260,6 @@ def test_steps_of_another_optimizer_stay_made(weights_first: bool, device: torch
         state = optimizer.export_parameter(name)
         assert state["step"] == 3
         assert torch.equal(state["master"], expected[name]), name
-
-
-LOOKS: dict[str, Callable[[Any], Any]] = {
-    "a parameter's": lambda optimizer: optimizer.state[optimizer.param_groups[0]["params"][0]],
-    "all": lambda optimizer: [moments["exp_avg"].zero_() for moments in optimizer.state.values()],
-    "whether there are any": lambda optimizer: bool(optimizer.state),
-    "whether there is one": lambda optimizer: optimizer.param_groups[0]["params"][0] in optimizer.state,
-    "clear": lambda optimizer: optimizer.state.clear(),
-}
-
-
-def test_states_are_not_looked_for_where_there_are_none(device: torch.device) -> None:
-    """A script that reads or resets moments would find nothing, and would change nothing."""
-    model, data = residual.make(), residual.batches(1)
-    inner = adamw(model)
-    wrapped, optimizer = wrap_under(RESIDENT, model, inner, data[0], device=device)
-    Loop().run(wrapped, optimizer, data)
-    looks = [functools.partial(look, each) for look in LOOKS.values() for each in (inner, optimizer)]
-    looks += [functools.partial(setattr, optimizer, "state", {})]
-    looks += [functools.partial(get_optimizer_state_dict, wrapped, optimizer)]
-    for look in looks:
-        with pytest.raises(MisuseError, match=r"in chunks: read them with optimizer\.state_dict\(\), and set them"):
-            look()
 
 
 def without(kind: str) -> Callable[[dict[str, Any]], None]:
@@ -375,3 +324,57 @@ def test_moments_begin_anew_where_a_state_has_none(device: torch.device) -> None
         loop.run(wrapped, optimizer, data)
         found.append(states(wrapped, optimizer))
     assert_same(*found)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.device, tmp_path: Path) -> None:
+    data = residual.batches(3)
+    model = residual.make()
+    wrapped, optimizer = wrap_under(Spec("none", "least", (NONE,)), model, adamw(model), data[0], device=device)
+    Loop().run(wrapped, optimizer, data)
+    protrain.save_checkpoint(tmp_path, wrapped, optimizer)
+    expected = {name: value.clone() for name, value in wrapped.state_dict().items()}
+    frozen = residual.make()
+    frozen.get_submodule("blocks.1").requires_grad_(False)
+    again, other = wrap_under(Spec("none", "least", (NONE,)), frozen, adamw(frozen), data[0], device=device)
+    protrain.load_checkpoint(tmp_path, again, other)
+    assert_same(dict(again.state_dict()), expected)
+
+
+def _in_groups(*groups: str) -> tuple[nn.Module, Any]:
+    """A wrapped model, of whose parameters each group has those of a name; only "weight" decays."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    of_kind = [[value for name, value in model.named_parameters() if name.endswith(kind)] for kind in groups]
+    decays = [0.1 if kind == "weight" else 0.0 for kind in groups]
+    optimizer = torch.optim.AdamW([{"params": p, "weight_decay": d} for p, d in zip(of_kind, decays, strict=True)])
+    return protrain.wrap(model, optimizer, example_batch=(torch.ones(4, 8),), device="cpu", progress=False)
+
+
+def test_groups_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Their options would become those of other parameters."""
+    model, optimizer = _in_groups("weight", "bias")
+    save = protrain.save_checkpoint(tmp_path, model, optimizer)
+    other, other_optimizer = _in_groups("bias", "weight")
+    before = {name: value.clone() for name, value in other.state_dict().items()}
+    words = f"{save} is of another optimizer: 0.bias is in group 1 of its param_groups, and in group 0 here: make the"
+    with pytest.raises(CheckpointError, match=words):
+        protrain.load_checkpoint(tmp_path, other, other_optimizer)
+    assert_same(dict(other.state_dict()), before)
+    assert [group["weight_decay"] for group in other_optimizer.param_groups] == [0.0, 0.1]
+    same, same_optimizer = _in_groups("weight", "bias")
+    protrain.load_checkpoint(tmp_path, same, same_optimizer)
+
+
+def test_a_load_inside_full_parameters_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = _in_groups("weight", "bias")
+    model.register_buffer("count", torch.zeros(()))
+    protrain.save_checkpoint(tmp_path, model, optimizer)
+    model.get_buffer("count").fill_(5.0)
+    with (
+        pytest.raises(MisuseError, match=r"inside `with protrain.full_parameters\(...\)`"),
+        protrain.full_parameters(model),
+    ):
+        protrain.load_checkpoint(tmp_path, model, optimizer)
+    assert model.get_buffer("count") == 5.0

@@ -16,7 +16,7 @@ from protrain.common.errors import MisuseError
 from tests.engine import residual
 from tests.engine.harness import NONE, Batch, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.plain_loop import rounded
-from tests.engine.stateful import DTYPES, LOOP, RESIDENT, SECOND, SPECS, Make, maker
+from tests.engine.stateful import DTYPES, LOOP, SECOND, SPECS, Make, maker
 
 
 @pytest.fixture(params=DTYPES)
@@ -87,31 +87,6 @@ def test_a_state_dict_is_a_copy_of_its_moment(make: Make, batches: list[Batch]) 
         assert not any((value == 7.0).all() for value in model.state_dict().values())
 
 
-def test_a_state_dict_is_nobody_elses(make: Make, batches: list[Batch]) -> None:
-    """What is written into one shows neither in the next nor in that of a part, also where one was interrupted."""
-    for spec in SPECS:
-        model, _ = make(spec)
-        first = model.state_dict()
-        expected = {name: value.clone() for name, value in first.items()}
-
-        def interrupt(*_: Any) -> None:
-            raise KeyError("interrupted")
-
-        stop = model.lm_head.register_state_dict_pre_hook(interrupt)
-        with pytest.raises(KeyError, match="interrupted"):
-            model.state_dict()
-        stop.remove()
-        for value in first.values():
-            value.numpy().fill(7)  # which no version tells
-        second = model.state_dict()
-        assert_same(second, expected)
-        part = model.transformer.h[0].state_dict()
-        for value in (*part.values(), model.transformer.wte.state_dict()["weight"]):
-            value.zero_()
-        assert_same(second, expected)
-        assert_same(model.state_dict(), expected)
-
-
 def test_tied_weights_are_one_tensor(make: Make, batches: list[Batch]) -> None:
     model, optimizer = make()
     LOOP.run(model, optimizer, batches[:1])
@@ -154,28 +129,6 @@ def test_weights_cannot_be_assigned(make: Make) -> None:
     model, _ = make()
     with pytest.raises(MisuseError, match="use assign=False"):
         model.load_state_dict(model.state_dict(), assign=True)
-
-
-@pytest.mark.slow
-def test_other_weights_for_a_while_leave_masters_as_they_were(
-    dtype: torch.dtype, make: Make, batches: list[Batch]
-) -> None:
-    """As docs/numerics.md has it: 16-bit weights that are put back would become the masters."""
-    model, optimizer = make(RESIDENT, dtype)
-    LOOP.run(model, optimizer, batches[:2])
-    losses, final = LOOP.run(model, optimizer, batches[2:4]), states(model, optimizer)
-    for spec in SPECS:
-        model, optimizer = make(spec, dtype)
-        LOOP.run(model, optimizer, batches[:2])
-        exported = {name: optimizer.export_parameter(name) for name in optimizer.parameter_names()}
-        masters = {name: state.get("master", state.get("weight")) for name, state in exported.items()}
-        averaged = {name: value * 0.5 for name, value in model.state_dict().items()}
-        expected = default_loss(model, batches[2]).item()
-        model.load_state_dict(averaged, strict=False)
-        assert default_loss(model, batches[2]).item() != expected
-        model.load_state_dict(masters, strict=False)
-        assert LOOP.run(model, optimizer, batches[2:4]) == losses, str(spec)
-        assert_same(states(model, optimizer), final, where=str(spec))
 
 
 # -- full_parameters ---------------------------------------------------------------------------------------------------
@@ -252,20 +205,6 @@ def test_edits_without_values_are_refused_and_none_is_kept(make: Make) -> None:
         assert_same(states(model, optimizer), before)
     give(model, weight, sparse)
     assert model.state_dict()["transformer.wpe.weight"].eq(1.0).all()
-
-
-def test_edits_last_even_when_the_body_raises(make: Make) -> None:
-    model, _ = make()
-
-    def edit() -> None:
-        with protrain.full_parameters(model), torch.no_grad():
-            model.transformer.wpe.weight.fill_(0.5)
-            raise KeyError("interrupted")
-
-    with pytest.raises(KeyError, match="interrupted"):
-        edit()
-    assert (model.state_dict()["transformer.wpe.weight"] == 0.5).all()
-    assert (model.transformer.wpe.weight == 0.5).all()
 
 
 @pytest.mark.parametrize("given", [nn.Linear(2, 2), torch.optim.AdamW(nn.Linear(2, 2).parameters())])

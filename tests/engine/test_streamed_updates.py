@@ -1,13 +1,10 @@
-"""Chunks in host memory that the device updates, beside the host: the bits of the plain loop, whoever did it.
-
-Which chunks the device takes depends on how fast both are. Here it is forced; test_sharing.py has the rest.
-"""
+"""Chunks in host memory that the device updates, beside the host: the bits of the plain loop, whoever did it."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
+import random
 import threading
 import time
 import weakref
@@ -19,9 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-import protrain
+from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import Streamer, Window
+from protrain.engine.updates.host_updates import HostUpdates, Rate, Window
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.sharing import Waiting
@@ -37,7 +34,6 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     default_loss,
-    make_plan,
     states,
     wrap_under,
 )
@@ -48,7 +44,7 @@ STEPS = 4
 Run = Callable[[nn.Module, Any, list[Batch]], Any]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device takes every update that it can do, before the host begins any."""
 
@@ -108,6 +104,7 @@ def check_streamed(optimizer: ProTrainOptimizer, *, steps: int) -> None:
     assert optimizer.report().streamed_updates == steps * n_away
 
 
+@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize(
     ("dtype", "max_norm"),
     [(torch.bfloat16, None), (torch.bfloat16, 0.05), (torch.float16, 0.05), (torch.float32, None)],
@@ -118,24 +115,7 @@ def test_bits(device: torch.device, dtype: torch.dtype, max_norm: float | None) 
     check_streamed(optimizer, steps=STEPS - optimizer.skipped_steps)
 
 
-def test_skipped_steps_change_nothing(device: torch.device) -> None:
-    def overflowing(model: nn.Module, batch: Batch) -> torch.Tensor:
-        return default_loss(model, batch) * 32
-
-    n_steps = 6  # the scale is halved in each of the first ones
-    optimizer = trained(looping(max_norm=0.5, loss=overflowing), device, dtype=torch.float16, batches=n_steps)
-    assert 0 < optimizer.skipped_steps < n_steps
-
-
-@pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("no_sync", [False, True], ids=["backwards", "no-sync"])
-def test_sums_of_several_backwards(device: torch.device, no_sync: bool, sums: bool) -> None:
-    spec = dataclasses.replace(SPEC, sums=sums)
-    run = looping(max_norm=0.5, accumulate=2, no_sync=no_sync)
-    optimizer = trained(run, device, spec=spec, accumulation=2)
-    check_streamed(optimizer, steps=STEPS // 2)
-
-
+@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_after_a_backward_with_updates_inside(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, accumulate: int
@@ -146,6 +126,7 @@ def test_after_a_backward_with_updates_inside(
     check_streamed(optimizer, steps=STEPS // accumulate)
 
 
+@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("weights", [False, True], ids=["states", "weights"])
 def test_beside_persistent_chunks_and_speculative_updates_that_are_redone(device: torch.device, weights: bool) -> None:
     spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, speculate=True, weights=weights, stream=True)
@@ -154,6 +135,7 @@ def test_beside_persistent_chunks_and_speculative_updates_that_are_redone(device
     check_streamed(optimizer, steps=STEPS)
 
 
+@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("weights", [False, True], ids=["states", "weights"])
 def test_what_can_be_committed_is_not_streamed(device: torch.device, weights: bool) -> None:
     spec = Spec("none", "least", (CKPT,), small=True, speculate=True, weights=weights, stream=True)
@@ -176,28 +158,7 @@ def test_what_can_be_committed_is_not_streamed(device: torch.device, weights: bo
     assert report.streamed_updates == STEPS * (plan.n_chunks - plan.n_speculate) > 0
 
 
-def test_states_are_read_after_every_update(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    update = Streamer.update
-
-    def late(*args: Any) -> None:
-        time.sleep(0.02)
-        update(*args)
-
-    monkeypatch.setattr(Streamer, "update", late)
-
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
-        values = []
-        for batch in data:
-            default_loss(model, batch).backward()
-            values.append(float(optimizer.clip_grad_norm_(0.5)))
-            optimizer.step()
-            values += [float(value.double().sum()) for _, value in sorted(states(model, optimizer).items())]
-            optimizer.zero_grad()
-        return values
-
-    trained(run, device)
-
-
+@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("waits", ["forward", "state_dict"])
 def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     data, model = residual.batches(1), residual.make()
@@ -217,6 +178,7 @@ def _fail(*_: Any, **__: Any) -> None:
     raise ArithmeticError("the streamed update failed")
 
 
+@pytest.mark.usefixtures("forced")
 def test_threads_end_with_the_model(device: torch.device) -> None:
     data, model, others = residual.batches(1), residual.make(), set(threading.enumerate())
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
@@ -233,19 +195,113 @@ def test_threads_end_with_the_model(device: torch.device) -> None:
     assert not any(thread.is_alive() for thread in threads if thread.name.startswith("protrain-"))
 
 
-def test_device_memory_is_as_planned(device: torch.device) -> None:
-    data, model = residual.batches(1), residual.make()
-    profile = protrain.profile(model, data[0], optimizer=adamw(model), device=device, dtype=torch.bfloat16)
-    streaming, without = (
-        make_plan(dataclasses.replace(SPEC, stream=stream), profile, device) for stream in (True, False)
+# -- who updates a chunk is chosen as a step runs ----------------------------------------------------------------------
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
+    """Let the host take longer for an update. Otherwise it may be done before the other thread looks."""
+
+    update = HostUpdates.update
+
+    def slow(*args: Any) -> None:
+        time.sleep(seconds)
+        update(*args)
+
+    monkeypatch.setattr(HostUpdates, "update", slow)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_whoever_does_it_the_bits_are_the_same(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int,
+    inside: bool,
+) -> None:
+    """The device takes an update at random, or waits until the host is done with one."""
+    choice = random.Random(seed)
+
+    def at_random(waiting: Sequence[Waiting], *_: float) -> int | None:
+        possible = [index for index, update in enumerate(waiting) if update.device_ms < inf]
+        return choice.choice([None, *possible])
+
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", at_random)
+    slow_down(monkeypatch, seconds=0.001)
+    if inside:
+        monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
+    run = looping() if inside else looping(max_norm=0.5)
+    steps = 200 if device.type == "cuda" else 12
+    optimizer = trained(run, device, batches=steps, step_during_backward=inside)
+    n_updates, streamed = (
+        steps * (optimizer.plan.n_chunks - optimizer.plan.n_persist),
+        optimizer.report().streamed_updates,
     )
-    reports = []
-    for spec in (SPEC, dataclasses.replace(SPEC, stream=False)):
-        model = residual.make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-        Loop().run(wrapped, optimizer, data)
-        reports.append(optimizer.report().device_bytes)
-    staging = 2 * 18 * streaming.chunk_elements
-    assert streaming.device_bytes - without.device_bytes == staging
-    if device.type == "cpu":  # a GPU's allocator rounds
-        assert reports[0] - reports[1] == staging
+    assert steps // 5 < streamed < n_updates - steps // 5
+
+
+def trained_beside_a_late_host(
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    spec: Spec = SPEC,
+    needed_ms: float = 0.0,
+    device_gparams: float = 1.0,
+) -> Report:
+    """The report of four steps. At first the host is taken for slow, and the device for as fast as ``device_gparams``.
+
+    ``needed_ms`` is when the forward needs each chunk.
+    """
+    data, model = residual.batches(4), residual.make()
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    streamer = optimizer._engine.updates.streamer
+    assert streamer is not None
+    sharing = streamer._sharing._replace(needed_ms=(needed_ms,) * optimizer.plan.n_chunks)
+    monkeypatch.setattr(streamer, "_sharing", sharing)
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, device_gparams
+    Loop(max_norm=1e9).run(wrapped, optimizer, data)
+    optimizer.state_dict()  # waits for all updates
+    return optimizer.report()
+
+
+def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_down(monkeypatch, seconds=0.005)
+    monkeypatch.setattr(Rate, "add", lambda *_: None)
+    assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
+    assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
+
+
+def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streamed, compiled = Chunk.step_streamed, threading.Event()
+
+    def compiling(*args: Any) -> None:
+        if not compiled.is_set():
+            compiled.set()
+            time.sleep(1.0)
+        streamed(*args)
+
+    monkeypatch.setattr(Chunk, "step_streamed", compiling)
+    slow_down(monkeypatch, seconds=0.02)
+    assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 1
+
+
+def test_the_device_leaves_the_host_the_update_that_it_is_at(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm comes while the host does a speculative update. Nobody does that update a second time."""
+    speculate = Chunk.step_speculatively
+
+    def slowly(*args: Any, **options: Any) -> None:
+        time.sleep(0.1)
+        speculate(*args, **options)
+
+    monkeypatch.setattr(Chunk, "step_speculatively", slowly)
+    monkeypatch.setattr(Rate, "add", lambda *_: None)
+    slow_down(monkeypatch, seconds=0.02)
+    spec = Spec("none", "least", (NONE, CKPT), small=True, speculate=True, stream=True)
+    report = trained_beside_a_late_host(device, monkeypatch, spec=spec)
+    assert report.streamed_updates > 0 < report.speculative_updates
+    assert report.redone_updates == 0

@@ -1,10 +1,11 @@
-"""protrain.trace: every unit, copy and update of the steps inside, beside the prediction, and nothing left behind."""
+"""protrain.trace and report(): every unit, copy and update beside the prediction, and nothing left behind."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import protrain
+from protrain.engine.report import Report
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, wrap_under
 
 Batch = dict[str, Tensor]
@@ -142,3 +144,44 @@ def test_a_profiler_of_the_users_own_sees_units_and_copies(
         assert f"ProTrain GPU: {phase} transformer.h.0" in names
     assert "ProTrain host to device: weights 0" in names
     assert "ProTrain device to host: gradients 0" in names
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+REPORT = Report(
+    plan="n_persist=1/4",
+    steps=1234,
+    step_ms=2040.0,
+    predicted_step_ms=2000.0,
+    device_bytes=3 * 2**30,
+    predicted_device_bytes=4 * 2**30,
+    host_bytes=20 * 2**20,
+    predicted_host_bytes=21 * 2**20,
+    fetches=24680,
+    uploaded_bytes=3 * 2**40,
+    received_bytes=0,
+    sent_bytes=0,
+    speculative_updates=30,
+    redone_updates=2,
+    streamed_updates=3,
+    host_gparams=4.0,
+    predicted_host_gparams=5.0,
+)
+
+
+def test_a_printed_report_has_each_figure_beside_its_prediction_and_the_remedy_for_a_slow_host() -> None:
+    lines, text = str(REPORT).splitlines(), " ".join(str(REPORT).split())
+    assert len({line[:21].rstrip() for line in lines}) == 9
+    for words in ("2.04 s in the median, predicted 2 s (measured +2.0%)", "3 GiB at its peak, predicted 4 GiB"):
+        assert words in text
+    assert "30, 2 of them done again" in text
+    assert "2 TiB of weights received, 1 TiB of gradients sent" in str(
+        replace(REPORT, received_bytes=2 * 2**40, sent_bytes=2**40)
+    )
+    assert "calibrate`" in str(replace(REPORT, step_ms=2200.0))
+    for in_time in (replace(REPORT, step_ms=2080.0), replace(REPORT, step_ms=2200.0, host_gparams=4.4)):
+        assert "calibrate" not in str(in_time)
+    unmeasured = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0, host_gparams=0.0))
+    assert "not measured before two steps, predicted 2 s" in unmeasured
+    assert unmeasured.endswith(" none")
+    assert Report.from_json(REPORT.to_json()) == REPORT

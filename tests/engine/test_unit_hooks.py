@@ -1,4 +1,4 @@
-"""Hooks on modules that are units use their parameters, and forwards are replaced, as on a plain model."""
+"""What a script or model puts around blocks works as on a plain model: hooks, other forwards, its own checkpointing."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import protrain
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
-    CKPT_SWAP,
     FEW_PLANS,
     NONE,
     SWAP,
@@ -28,9 +30,7 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.residual import Block, Model, batches
-
-SPECS = [*FEW_PLANS, *(Spec("none", "least", (mode,), small=True) for mode in (NONE, CKPT, SWAP, CKPT_SWAP))]
+from tests.engine.residual import Block, Model, batches, make
 
 
 def before(block: Any, args: tuple[Any, ...]) -> tuple[Tensor]:
@@ -41,11 +41,8 @@ def after(block: Any, _: Any, output: Tensor) -> Tensor:
     return torch.tanh(output @ block.second.weight) + output
 
 
-def note(calls: list[str], *_: Any) -> None:
-    calls.append("after")
-
-
 def hooked(model: nn.Module) -> nn.Module:
+    """The model with hooks that use the weights of their modules."""
     for block in model.get_submodule("blocks").children():
         block.register_forward_pre_hook(before)
         block.register_forward_hook(after)
@@ -53,44 +50,39 @@ def hooked(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hooks_use_the_weights_of_their_block(dtype: torch.dtype, device: torch.device) -> None:
+    specs = FEW_PLANS[(dtype is torch.bfloat16) :: 2]
+    check_equal_to_plain(lambda: hooked(make()), batches(2), device=device, dtype=dtype, specs=specs)
+
+
 class Rows(Model):
     """Blocks are single layers, normalised by hooks on the blocks themselves."""
 
     def __init__(self, normalise: Callable[[Any], Any]) -> None:
-        super().__init__(48, 0)
-        self.blocks = nn.ModuleList(normalise(nn.Linear(48, 48)) for _ in range(4))
+        super().__init__(48, 4, lambda width: normalise(nn.Linear(width, width)))
         self.leave = normalise(self.leave)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()
 
 
-def test_hooks_use_the_weights_of_their_block(device: torch.device) -> None:
-    def make() -> nn.Module:
-        with seeded():
-            return hooked(Model(48, 4))
-
-    for part, dtype in enumerate((torch.float32, torch.bfloat16)):
-        check_equal_to_plain(make, batches(2), device=device, dtype=dtype, specs=SPECS[part::2])
-
-
-@pytest.mark.parametrize(("normalise", "part"), [(nn.utils.weight_norm, 0), (nn.utils.spectral_norm, 1)])
-def test_normalised_by_hooks(normalise: Callable[[Any], Any], part: int, device: torch.device) -> None:
-    def make() -> nn.Module:
+@pytest.mark.parametrize("normalise", [nn.utils.weight_norm, nn.utils.spectral_norm])
+def test_normalised_by_hooks(normalise: Callable[[Any], Any], device: torch.device) -> None:
+    def build() -> nn.Module:
         with seeded(), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             return Rows(normalise)
 
-    check_equal_to_plain(make, batches(2), device=device, specs=SPECS[part::2])
+    check_equal_to_plain(build, batches(2), device=device, specs=FEW_PLANS[1:3])
 
 
 def test_hooks_that_come_after_wrapping_run_once_a_call(device: torch.device) -> None:
-    def make() -> nn.Module:
-        with seeded():
-            return Model(48, 4)
+    def note(calls: list[str], *_: Any) -> None:
+        calls.append("after")
 
     expected, final = plain_run(lambda: hooked(make()), batches(2), loop=Loop(), device=device, dtype=torch.float32)
-    for spec in FEW_PLANS:
+    for spec in FEW_PLANS[:2]:
         model = make()
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=device)
         calls: list[str] = []
@@ -107,10 +99,6 @@ def test_a_forward_that_is_replaced_after_wrapping(mode: Any, device: torch.devi
         block.forward = types.MethodType(lambda self, x: Block.forward(self, x) * 2, block)
         return model
 
-    def make() -> nn.Module:
-        with seeded():
-            return Model(48, 4)
-
     expected, final = plain_run(lambda: replaced(make()), batches(2), loop=Loop(), device=device, dtype=torch.float32)
     model = make()
     spec = Spec("none", "least", (mode,))
@@ -122,4 +110,50 @@ def test_a_forward_that_is_replaced_after_wrapping(mode: Any, device: torch.devi
     assert_same(states(wrapped, optimizer), final)
     said = [str(warning.message) for warning in caught if "replaced after protrain.wrap" in str(warning.message)]
     assert bool(said) == (mode is CKPT)
-    assert not said or "blocks.1" in said[0]
+    assert all("blocks.1" in words for words in said)
+
+
+# -- checkpointing of the model's own ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before wrap", "after wrap"])
+@pytest.mark.parametrize("spec", [Spec("all", "least", (NONE,)), Spec("none", "least", (NONE, CKPT, SWAP))], ids=str)
+def test_what_is_switched_on_is_switched_off_and_said(
+    tiny_model: Callable[..., Any], tiny_batch: Callable[..., dict[str, Tensor]], spec: Spec, when: str
+) -> None:
+    """As a training script does by its own flag: the plan decides what is recomputed, with the same results."""
+
+    def wrapped(switched_on: bool) -> tuple[Any, ProTrainOptimizer]:
+        model = tiny_model("llama").train()
+        if switched_on:
+            model.gradient_checkpointing_enable()
+        return wrap_under(spec, model, adamw(model), batch, device=torch.device("cpu"))
+
+    batch, words = tiny_batch(), "gradient checkpointing of model.* was switched off.*the same results"
+    untouched = wrapped(False)
+    if when == "before wrap":
+        with pytest.warns(UserWarning, match=words):
+            model, optimizer = wrapped(True)
+        losses = Loop().run(model, optimizer, [batch] * 2)
+    else:
+        model, optimizer = wrapped(False)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+        with pytest.warns(UserWarning, match=words):
+            losses = Loop().run(model, optimizer, [batch] * 2)
+    assert losses == Loop().run(*untouched, [batch] * 2)
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_that_the_model_runs_again_inside_backward_cannot_be_profiled(reentrant: bool) -> None:
+    class Checkpointing(Model):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.enter(x)
+            for block in self.blocks:
+                x = checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=reentrant)
+            return self.leave(x)
+
+    model = Checkpointing(48, 5)
+    words = r"the model itself computes blocks\.4 again inside backward: take out torch\.utils\.checkpoint"
+    with pytest.raises(ValueError, match=words):
+        protrain.wrap(model, adamw(model), example_batch=batches(1)[0], device="cpu", progress=False)

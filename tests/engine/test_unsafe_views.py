@@ -1,4 +1,4 @@
-"""What backward needs must not be changed in place: autograd watches that, but not through the engine's hooks."""
+"""What backward needs must not be changed in place, and no view of a weight outlives its forward: both are refused."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from tests.engine.harness import (
     Spec,
     adamw,
     assert_same,
+    check_equal_to_plain,
     plain_run,
     seeded,
     states,
     wrap_under,
 )
 from tests.engine.plain_loop import prepare_plain
+from tests.engine.residual import batches as rows
 
 WIDTH = 32
 
@@ -142,3 +144,97 @@ def test_inputs_that_nobody_saved_may_change(mode: BlockMode, device: torch.devi
     model.change("input")
     assert Loop().run(wrapped, optimizer, batches()) == expected
     assert_same(states(wrapped, optimizer), states(plain, trainer))
+
+
+# -- views of weights that are kept ------------------------------------------------------------------------------------
+
+SPECS = tuple(Spec(persist, "least", (mode,)) for persist in ("none", "all") for mode in (NONE, CKPT, SWAP))
+
+
+class Product(torch.autograd.Function):
+    """x @ w, whose backward needs a view of w: in an attribute of ctx, or saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, saves: bool) -> Tensor:
+        view = weight.t()
+        ctx.saves = saves
+        if saves:
+            ctx.save_for_backward(x, view)
+        else:
+            ctx.save_for_backward(x)
+            ctx.view = view
+        return x @ view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, view = ctx.saved_tensors if ctx.saves else (*ctx.saved_tensors, ctx.view)
+        (gradient,) = gradients
+        return gradient @ view.t(), gradient.t() @ x, None
+
+
+class Keeping(nn.Module):
+    def __init__(self, keeps: str) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.linear.weight
+        if self.keeps == "attribute":
+            self.kept = weight[0]
+        if self.keeps == "cycle":  # only the collector can tell that it is of no use
+            kept: list[Any] = [weight[0]]
+            kept.append(kept)
+        return torch.tanh(Product.apply(x, weight, self.keeps != "context")) + x
+
+
+def make_keeping(keeps: str) -> nn.Module:
+    with seeded():
+        model = nn.Sequential(nn.Linear(8, WIDTH), nn.Sequential(), nn.Linear(WIDTH, 4))
+        model[1] = nn.Sequential(*(Keeping(keeps) for _ in range(3)))
+        return model
+
+
+KEPT = r"1\.0 keeps a view of a weight \(1\.0\.linear\.weight, .*\) after its for"
+
+
+@pytest.mark.parametrize("keeps", ["nothing", "cycle"])
+def test_views_that_are_saved(keeps: str, device: torch.device) -> None:
+    check_equal_to_plain(lambda: make_keeping(keeps), rows(2), device=device, specs=SPECS[keeps == "cycle" :: 2])
+
+
+@pytest.mark.parametrize(("spec", "keeps"), [*zip(SPECS, ("context", "attribute") * 3, strict=True)], ids=str)
+def test_views_that_are_kept(keeps: str, spec: Spec, device: torch.device) -> None:
+    model = make_keeping(keeps)
+    wrapped, _ = wrap_under(spec, model, adamw(model), rows()[0], device=device)
+    with pytest.raises(MisuseError, match=KEPT):
+        wrapped(*rows()[0])
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_views_that_are_kept_beyond_hooks(by_hook: bool, device: torch.device) -> None:
+    """Hooks have the weights before and after forward: what they keep counts, and so does what forward keeps."""
+    kept: list[Tensor] = []
+
+    def hook(block: Any, *_: Any) -> None:
+        if by_hook:
+            kept.append(block.linear.weight[0])
+
+    model = make_keeping("nothing" if by_hook else "context")
+    wrapped, _ = wrap_under(Spec("none", "all", (NONE,)), model, adamw(model), rows()[0], device=device)
+    model.get_submodule("1.0").register_forward_hook(hook)
+    with pytest.raises(MisuseError, match=KEPT):
+        wrapped(*rows()[0])
+
+
+def test_a_view_from_an_evaluation_is_nobodys_fault(device: torch.device) -> None:
+    model = make_keeping("attribute")
+    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), rows()[0], device=device)
+    with torch.no_grad():
+        wrapped(*rows()[0])
+    blocks: Any = model.get_submodule("1")
+    assert all(block.kept is not None for block in blocks)
+    for block in blocks:
+        block.keeps = "nothing"
+    wrapped(*rows()[0]).sum().backward()

@@ -1,4 +1,4 @@
-"""What stands in ``.grad`` answers torch's own clipping, under every plan alike, and nothing else in silence."""
+"""What stands in .grad, and hooks behind it: torch's own clipping and values, or an error that names the remedy."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from protrain.common.errors import MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
-from tests.engine.harness import (
-    CKPT,
-    FEW_PLANS,
-    NONE,
-    Spec,
-    adamw,
-    assert_same,
-    default_loss,
-    states,
-    wrap_under,
-)
+from tests.engine.harness import CKPT, FEW_PLANS, NONE, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
 
 OFFLOADED = Spec("none", "least", (CKPT,))
@@ -140,33 +131,6 @@ def test_each_norm_is_that_of_the_gradient(spec: Spec, device: torch.device) -> 
     optimizer.step()
 
 
-@pytest.mark.parametrize("factor", [0.5, torch.tensor(0.5)], ids=["number", "tensor"])
-def test_a_factor_is_that_of_the_loss(factor: Any, device: torch.device) -> None:
-    """Half of the loss has half the gradients, to the bit."""
-    if isinstance(factor, Tensor):
-        factor = factor.to(device)
-
-    def halve(model: nn.Module, _: ProTrainOptimizer) -> int:
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor)
-        return 0
-
-    def run(scale: float, spec: Spec, after: Clip) -> dict[str, Tensor]:
-        model, optimizer = wrapped_under(spec, device)
-        torch.manual_seed(1)
-        for batch in batches(2):
-            (default_loss(model, batch) * scale).backward()
-            after(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        return states(model, optimizer)
-
-    expected = run(0.5, RESIDENT, lambda *_: 0)
-    for spec in (RESIDENT, OFFLOADED):
-        assert_same(run(1.0, spec, halve), expected)
-
-
 def test_gradients_of_others_are_clipped_with_them(device: torch.device) -> None:
     model, optimizer = wrapped_under(OFFLOADED, device)
     other = nn.Parameter(torch.ones(3, device=device))
@@ -243,22 +207,6 @@ def test_anything_else_names_the_parameter_and_the_remedy(device: torch.device) 
     optimizer.step()
 
 
-def test_a_factor_that_changes_on_the_way_is_several(device: torch.device) -> None:
-    """One for each layer."""
-    model, optimizer = wrapped_under(OFFLOADED, device)
-    default_loss(model, batches()[0]).backward()
-    before = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-    factor = torch.ones((), device=device)
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.mul_(factor)
-        factor *= 0.5
-    after = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-    assert after == pytest.approx([norm * 0.5**at for at, norm in enumerate(before)])
-    with pytest.raises(MisuseError, match="ProTrain multiplies all or none"):
-        optimizer.step()
-
-
 def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
     model, optimizer = wrapped_under(OFFLOADED, device)
     parameter = next(model.parameters())
@@ -275,55 +223,111 @@ def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
         parameter.grad = gradient
 
 
-def test_backward_after_a_factor_is_refused(device: torch.device) -> None:
-    model, optimizer = wrapped_under(OFFLOADED, device)
-    default_loss(model, batches()[0]).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
-    with pytest.raises(MisuseError, match=r"clip once, after the last backward\(\)"):
-        default_loss(model, batches()[1]).backward()
-    assert [float(p.grad.norm()) for p in model.parameters() if p.grad is not None] == norms
-    optimizer.zero_grad()
-    default_loss(model, batches()[1]).backward()
-    optimizer.step()
+# -- hooks of register_post_accumulate_grad_hook -----------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+SPECS = (Spec("all", "least", (NONE,)), *FEW_PLANS[:2])
+ALL_SPECS = pytest.mark.parametrize("spec", SPECS, ids=str)
+FIRST = "enter.weight"  # whose gradient comes last
+REFUSED = f"^{FIRST} has a hook .*register_post_accumulate_grad_hook.*earlier backward.*in a tensor hook"
 
 
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
-def test_all_gradients_are_set_to_none_or_no_others(spec: Spec, device: torch.device) -> None:
-    def run(clear: Callable[[nn.Module, ProTrainOptimizer], Any]) -> dict[str, Tensor]:
-        model, optimizer = wrapped_under(spec, device)
-        torch.manual_seed(1)
-        for batch in batches(2):
-            default_loss(model, batch).backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-            clear(model, optimizer)  # a backward that counts for nothing
-            default_loss(model, batch).backward()
-            optimizer.step()
-            clear(model, optimizer)
-            assert all(parameter.grad is None for parameter in model.parameters())
-        return states(model, optimizer)
+def in_fp32(spec: Spec, device: torch.device = CPU, **options: Any) -> tuple[Any, ProTrainOptimizer]:
+    model = make()
+    return wrap_under(spec, model, adamw(model), batches()[0], device=device, **options)
 
-    def set_to_none(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
-        for parameter in model.parameters():
+
+def clamp(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-1e-3, 1e-3)
+
+
+def backward(model: nn.Module, place: int) -> None:
+    """The backward of a loss of one of the batches."""
+    torch.manual_seed(place)
+    (batch,) = batches()[place]
+    default_loss(model, (batch.to(next(model.parameters()).device),)).backward()
+
+
+@pytest.mark.parametrize("spec", [SPECS[0], SPECS[2]], ids=str)
+def test_updates_inside_backward_are_not_begun(spec: Spec, device: torch.device) -> None:
+    model, optimizer = in_fp32(spec, device, accumulation=2, step_during_backward=True)
+    model.get_parameter(FIRST).register_post_accumulate_grad_hook(clamp)
+    before = states(model, optimizer)
+    with model.no_sync():
+        backward(model, 0)
+    with pytest.raises(MisuseError, match=REFUSED):
+        backward(model, 1)
+    assert_same(states(model, optimizer), before)
+
+
+@ALL_SPECS
+def test_backwards_that_bring_the_parameter_no_second_gradient_go_on(spec: Spec, device: torch.device) -> None:
+    """They are refused for none of the hooks that torch does not call, or calls with the gradient alone."""
+
+    def run(model: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+
+        def forget(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            seen.append(parameter.grad.double().norm().item())
             parameter.grad = None
 
-    def misuse(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
-        first, *others = model.parameters()
-        if first.grad is not None:
-            first.grad = None
-            assert first.grad is None
-            assert all(other.grad is not None for other in others)
-            with pytest.raises(MisuseError, match=r"step\(\) after \.grad of 1 parameters was set to None, of enter"):
-                optimizer.step()
-            state = torch.get_rng_state()
-            with pytest.raises(MisuseError, match=r"backward\(\) after (\.grad of 1 parameters|clip_grad_norm_)"):
-                default_loss(model, batches()[0]).backward()
-            torch.set_rng_state(state)
-            with pytest.raises(MisuseError, match=r"clip_grad_norm_\(\) after \.grad of 1 parameters"):
-                optimizer.clip_grad_norm_(1.0)
-        optimizer.zero_grad()
+        entering, leaving = model.get_parameter(FIRST), model.get_parameter("leave.weight")
+        hook = entering.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.double().norm().item()))
+        leaving.register_post_accumulate_grad_hook(forget)
+        backward(model, 0)
+        x = batches()[1][0].to(entering.device)
+        seen += [g.double().norm().item() for g in torch.autograd.grad(default_loss(model, (x,)), [entering])]
+        default_loss(model, (x,)).backward(inputs=[leaving])
+        entering.requires_grad_(False)
+        backward(model, 2)
+        entering.requires_grad_(True)
+        hook.remove()
+        entering.register_hook(lambda gradient: seen.append(gradient.double().norm().item()))
+        backward(model, 3)
+        return seen
 
-    expected = run(lambda _, optimizer: optimizer.zero_grad())
-    assert_same(run(set_to_none), expected)
-    if device.type == "cpu":  # whose generator is put back
-        assert_same(run(misuse), expected)
+    expected = run(make().to(device).eval())
+    assert len(expected) == 2 + 1 + 1 + 1 + 2
+    assert run(in_fp32(spec, device, accumulation=4)[0].eval()) == pytest.approx(expected, rel=1e-5)
+
+
+class Shared(nn.Module):
+    """Blocks that use one weight."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3))
+        for block in self.blocks:
+            block.get_submodule("0").weight = self.blocks[0].get_parameter("0.weight")
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
+        return self.leave(x)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@ALL_SPECS
+def test_sums_inside_one_backward_are_refused_where_the_hook_wants_them(spec: Spec, writes: bool) -> None:
+    """A reentrant checkpoint is a backward inside the backward: torch calls the hook after each."""
+    model = Shared()
+    trained, _ = wrap_under(spec, model, adamw(model), batches()[0], device=CPU)
+    model.reentrant, name, calls = True, "blocks.0.0.weight", []
+
+    def hook(parameter: Tensor) -> None:
+        calls.append(parameter)
+        if writes:
+            parameter.grad = torch.zeros_like(parameter)
+        else:
+            clamp(parameter)
+
+    trained.get_parameter(name).register_post_accumulate_grad_hook(hook)
+    with pytest.raises(MisuseError, match=f"^{name} has a hook"):
+        backward(trained, 0)
+    assert len(calls) == 2

@@ -1,4 +1,4 @@
-"""The wrapped optimizer does what torch's own does for schedulers, hooks and scalers that meet it."""
+"""The wrapped optimizer does what torch's own does for schedulers, hooks and scalers; its groups stay as they are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from protrain.common.errors import MisuseError
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
+    CKPT,
     FEW_PLANS,
     NONE,
     Loop,
@@ -33,7 +34,7 @@ def wrapped(
     optimizer: torch.optim.Optimizer | None = None, model: nn.Module | None = None, **options: Any
 ) -> tuple[nn.Module, ProTrainOptimizer]:
     model = make() if model is None else model
-    spec = Spec("none", "least", (NONE,))
+    spec = Spec("none", "least", (NONE, CKPT), speculate=True)
     return wrap_under(
         spec, model, adamw(model) if optimizer is None else optimizer, batches(1)[0], device=CPU, **options
     )
@@ -60,6 +61,8 @@ def test_the_optimizer_that_was_wrapped_says_which_one_to_use() -> None:
             MisuseError, match=rf"^{name}\(\) of the optimizer that protrain\.wrap was given.*it returned"
         ):
             call()
+    with pytest.raises(MisuseError, match=r"in chunks: read them with optimizer\.state_dict\(\), and set them"):
+        optimizer.state = {}
     assert_same(states(model, optimizer), expected)
     rates = [group["lr"] for group in optimizer.param_groups]
     with warnings.catch_warnings():
@@ -99,22 +102,6 @@ def test_hooks_on_the_state_see_it_and_may_change_it() -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [7.0, 7.0]
 
 
-def test_hooks_on_the_state_are_not_called_by_wrapping() -> None:
-    def stepped() -> tuple[torch.optim.Optimizer, nn.Module]:
-        torch.manual_seed(0)
-        model = make()
-        inner = adamw(model)
-        default_loss(model, batches(1)[0]).backward()
-        inner.step()
-        inner.zero_grad()
-        return inner, model
-
-    inner, model = stepped()
-    inner.register_state_dict_post_hook(lambda *_: {"state": {}, "param_groups": []})
-    expected = wrapped(*stepped())
-    assert_same(states(*wrapped(inner, model)), states(*expected))
-
-
 def test_steps_are_counted_and_nothing_else() -> None:
     model, optimizer = wrapped()
     Loop().run(model, optimizer, batches(2))
@@ -140,16 +127,6 @@ def test_a_gradient_hook_of_before_wrapping_has_the_gradient(
     check_equal_to_plain(hooked, batches(2), device=device, dtype=dtype, specs=specs)
 
 
-def test_a_gradient_hook_of_before_wrapping_may_forget_the_gradient() -> None:
-    model = make()
-    model.get_parameter("leave.bias").register_post_accumulate_grad_hook(forget)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optimizer = wrapped(None, model)
-    Loop().run(model, optimizer, batches(2))
-    after = model.state_dict()
-    assert [name for name in before if torch.equal(before[name], after[name])] == ["leave.bias"]
-
-
 def halve(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(0.5)
@@ -158,10 +135,6 @@ def halve(parameter: Tensor) -> None:
 def negate(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad = -parameter.grad
-
-
-def forget(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -181,22 +154,67 @@ def test_a_scaler_is_told_what_to_do(dtype: torch.dtype) -> None:
     assert_same(states(model, optimizer), states(*untouched))
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("of_all", [True, False])
-def test_a_second_optimizer_says_that_it_cannot_train(
-    kind: type[torch.optim.AdamW | torch.optim.SGD], of_all: bool
-) -> None:
-    """Scripts with an optimizer for embeddings and one for the rest, and optimizers made after wrapping."""
-    model = make()
-    rest = torch.optim.AdamW(model.get_submodule("blocks").parameters(), lr=1e-3)
-    with pytest.warns(UserWarning, match=r"Another optimizer cannot train them: give this one a group"):
-        model, optimizer = wrapped(rest, model)
-    second = kind(model.parameters() if of_all else model.get_submodule("enter").parameters(), lr=1e-3)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    default_loss(model, batches(1)[0]).backward()
-    with pytest.raises(
-        MisuseError, match=r"step\(\) of an optimizer that protrain\.wrap did not return.*enter\.weight.*a group"
-    ):
-        second.step()
-    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
-    optimizer.step()
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+Groups = list[dict[str, Any]]
+
+
+def take_out(groups: Groups) -> None:
+    groups[0]["params"].pop(1)
+
+
+def move(groups: Groups) -> None:
+    groups[1]["params"].append(groups[0]["params"].pop(1))
+
+
+def put_in(groups: Groups) -> None:
+    groups[1]["params"].append(nn.Parameter(torch.ones(3)))
+
+
+def append(groups: Groups) -> None:
+    groups.append({**groups[0], "params": [nn.Parameter(torch.ones(3))]})
+
+
+EDITS = [
+    (take_out, r"blocks\.0\.first\.weight is in no group of .*, and was in group 0 .*requires_grad_\(False\)"),
+    (move, r"blocks\.0\.first\.weight is in group 1 of optimizer\.param_groups, and was in group 0 when"),
+    (put_in, r"a parameter of shape \(3,\) is in group 1 .*, and was in no group .*all groups before protrain\.wrap"),
+    (append, r"a parameter of shape \(3,\) is in group 2 of optimizer\.param_groups, and was in no group when"),
+]
+
+
+@pytest.mark.parametrize("during_backward", [False, True])
+def test_a_parameter_that_comes_or_goes_is_refused(during_backward: bool) -> None:
+    model, optimizer = wrapped(step_during_backward=during_backward)
+    kept = [list(group["params"]) for group in optimizer.param_groups]
+
+    def restore() -> None:
+        del optimizer.param_groups[len(kept) :]
+        for group, parameters in zip(optimizer.param_groups, kept, strict=True):
+            group["params"] = list(parameters)
+
+    for edit, words in EDITS:
+        edit(optimizer.param_groups)
+        for call in (lambda: default_loss(model, batches(1)[0]).backward(), optimizer.state_dict):
+            with pytest.raises(MisuseError, match=words):
+                call()
+        restore()
+        optimizer.zero_grad()
+        if not during_backward:
+            default_loss(model, batches(1)[0]).backward()
+            edit(optimizer.param_groups)
+            with pytest.raises(MisuseError, match=words):
+                optimizer.step()
+            restore()
+            optimizer.zero_grad()
+    untouched = wrapped(step_during_backward=during_backward)
+    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
+    assert_same(states(model, optimizer), states(*untouched))
+
+
+def test_the_order_in_a_group_and_new_dicts_change_nothing() -> None:
+    model, optimizer = wrapped()
+    optimizer.param_groups = [{**group, "params": group["params"][::-1]} for group in optimizer.param_groups]
+    untouched = wrapped()
+    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
+    assert_same(states(model, optimizer), states(*untouched))

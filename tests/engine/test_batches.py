@@ -1,0 +1,293 @@
+"""Batches of every kind: objects, dictionaries that forward writes into, and tensors that it changes in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+import protrain
+from protrain.common.errors import MisuseError
+from tests.engine import residual
+from tests.engine.harness import (
+    CKPT,
+    CKPT_SWAP,
+    FEW_PLANS,
+    NONE,
+    SWAP,
+    Batch,
+    Loop,
+    Spec,
+    adamw,
+    check_equal_to_plain,
+    seeded,
+    wrap_under,
+)
+
+CPU = torch.device("cpu")
+SPECS = (
+    Spec("none", "least", (CKPT,), small=True, speculate=True),
+    Spec("some", "least", (CKPT_SWAP, SWAP, CKPT_SWAP, NONE)),
+)
+WIDTH = 24
+EDGES = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 2], [1, 2, 3, 4, 5, 0, 3, 5]])
+
+
+@dataclass
+class Graph:
+    """As users write it."""
+
+    x: Tensor
+    edges: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Cannot be changed, and has a field that its constructor does not take."""
+
+    x: Tensor
+    edges: Tensor
+    kind: str = field(init=False, default="ring")
+
+
+class Pair(NamedTuple):
+    """A named tuple."""
+
+    x: Tensor
+    edges: Tensor
+
+
+class Store:
+    """What keeps the tensors of a batch of graphs."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.x, self.edges = x, edges
+
+    def to(self, device: Any) -> Store:
+        """In place."""
+        self.x, self.edges = self.x.to(device), self.edges.to(device)
+        return self
+
+
+class Stored:
+    """Keeps its tensors in another object, and moves itself, as batches of graphs do."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.store = Store(x, edges)
+
+    x = property(lambda self: self.store.x, lambda self, x: setattr(self.store, "x", x))
+    edges = property(lambda self: self.store.edges)
+
+    def to(self, device: Any) -> Stored:
+        """In place."""
+        self.store.to(device)
+        return self
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "dataclass": Graph,
+    "frozen": Frozen,
+    "named tuple": Pair,
+    "stored": Stored,
+}
+
+
+class Layer(nn.Module):
+    """A layer of a graph that returns an object, if it can the one that it was given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.own, self.others = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, graph: Any) -> Any:
+        sums = torch.zeros_like(graph.x).index_add(0, graph.edges[1], graph.x[graph.edges[0]])
+        x = graph.x + self.drop(torch.tanh(self.own(graph.x) + self.others(sums)))
+        if self.kind == "frozen":
+            return replace(graph, x=x)
+        if self.kind == "named tuple":
+            return graph._replace(x=x)
+        graph.x = x
+        return graph
+
+
+class Network(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.enter = nn.Linear(4, WIDTH)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(4))
+
+    def forward(self, graph: Any) -> Tensor:
+        graph = KINDS[self.kind](self.enter(graph.x), graph.edges)
+        for layer in self.layers:
+            graph = layer(graph)
+        loss: Tensor = graph.x.square().mean()
+        return loss
+
+
+def build(module: Callable[[], nn.Module]) -> nn.Module:
+    with seeded():
+        return module()
+
+
+def graphs(kind: str, count: int, nodes: int = 6) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(KINDS[kind](torch.randn(nodes, 4, generator=generator), EDGES),) for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_objects_train_as_in_the_plain_loop(kind: str) -> None:
+    make = partial(build, partial(Network, kind))
+    check_equal_to_plain(make, graphs(kind, 2), device=CPU, specs=SPECS)
+
+
+def test_an_example_batch_may_be_the_one_argument() -> None:
+    data, losses = graphs("dataclass", 3), []
+    for example in (data[0], data[0][0]):
+        model = build(partial(Network, "dataclass"))
+        model, optimizer = protrain.wrap(model, adamw(model), example_batch=example, device="cpu", progress=False)
+        losses.append(Loop().run(model, optimizer, data))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("dataclass", r"graph\.x"), ("stored", r"graph\.store\.x")])
+def test_objects_that_are_larger_than_planned_are_refused(kind: str, name: str) -> None:
+    """With no byte to spare, so no tensor in an object escapes what the plan counts."""
+    model, data = build(partial(Network, kind)), graphs(kind, 2)
+    spec = Spec("none", "least", (CKPT,))
+    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=CPU, tight=True)
+    Loop().run(wrapped, optimizer, data)
+    with pytest.raises(MisuseError, match=rf"{name} has shape \(7, 4\), larger than the \(6, 4\)"):
+        wrapped(*graphs(kind, 1, nodes=7)[0])
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(2))
+
+    def forward(self, packed: PackedSequence) -> Tensor:
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        hidden, _ = pad_packed_sequence(packed, batch_first=True)
+        return F.mse_loss(hidden, torch.ones_like(hidden))
+
+
+def test_packed_sequences_keep_their_lengths_on_the_host(device: torch.device) -> None:
+    generator, lengths = torch.Generator().manual_seed(0), torch.tensor([5, 3, 1])
+    rows = [torch.randn(3, 5, 8, generator=generator) for _ in range(2)]
+    data = [(pack_padded_sequence(each, lengths, batch_first=True),) for each in rows]
+
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        found: Tensor = model(batch[0].to(device))
+        return found
+
+    check_equal_to_plain(partial(build, Recurrent), data, device=device, loop=Loop(loss=loss), specs=SPECS)
+
+
+# -- what forward writes into ------------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """Writes into its dictionary and takes from there what somebody has computed before, as sentence-transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, WIDTH)
+        self.layers = nn.ModuleList(residual.Block(WIDTH) for _ in range(3))
+
+    def forward(self, features: dict[str, Tensor]) -> dict[str, Tensor]:
+        if "embedded" not in features:
+            features["embedded"] = self.embedding(features["ids"])
+        hidden = features["embedded"]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        features["sentence"] = hidden.mean(1)
+        return features
+
+
+def sentences(seed: int) -> Batch:
+    return ({"ids": torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(seed))},)
+
+
+def test_features_that_are_written_and_read_train_as_in_the_plain_loop(device: torch.device) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        found: Tensor = model(dict(batch[0]))["sentence"].square().mean()
+        return found
+
+    data = [sentences(seed) for seed in range(2)]
+    check_equal_to_plain(partial(build, Encoder), data, device=device, loop=Loop(loss=loss), specs=FEW_PLANS[:2])
+
+
+def test_the_callers_dictionary_has_what_the_model_wrote() -> None:
+    """And the one that was the example has not: the model ran on it several times before the training began."""
+    example, features = sentences(0), sentences(1)
+    model = build(Encoder)
+    with seeded(1):
+        expected = model.train()(dict(features[0]))
+    wrapped, _ = wrap_under(FEW_PLANS[0], model, adamw(model), example, device=CPU)
+    assert example[0].keys() == {"ids"}
+    with seeded(1):
+        returned = wrapped(features[0])
+    assert features[0].keys() == expected.keys()
+    for name, value in expected.items():
+        assert features[0][name] is returned[name]
+        assert torch.equal(returned[name], value)
+
+
+def test_a_dictionary_of_what_is_cast_is_a_copy() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = Encoder()
+
+        def forward(self, features: Any, images: Any) -> Any:
+            images["seen"] = images["pixels"].mean()
+            return self.encoder(features)
+
+    model = Two()
+    batch = (*sentences(0), {"pixels": torch.ones(2)})
+    options: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16, "progress": False}
+    wrapped, _ = protrain.wrap(model, adamw(model), example_batch=batch, **options)
+    wrapped(*batch)
+    assert batch[0].keys() == {"ids", "embedded", "sentence"}
+    assert batch[1].keys() == {"pixels"}, "the model had bfloat16 pixels, in a dictionary of its own"
+
+
+class Shifted(residual.Model):
+    """Changes its input in place, unless that is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * 1 if x.requires_grad else x).add_(1))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_the_example_batch_keeps_its_values(requires_grad: bool) -> None:
+    model, (data,) = build(Shifted), residual.batches(1)[0]
+    example = data.clone().requires_grad_(requires_grad)
+    protrain.wrap(model, adamw(model), example_batch=(example,), device="cpu", progress=False)
+    assert torch.equal(example, data)
+    assert example.grad is None
+
+
+def test_inputs_changed_in_place_train_as_in_the_plain_loop(device: torch.device) -> None:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        x = batch[0].clone().to(device)
+        loss: Tensor = model(x).square().mean()
+        assert torch.equal(x, batch[0].to(device) + 1), "the caller sees the change"
+        return loss
+
+    data, loop = residual.batches(2), Loop(loss=loss)
+    check_equal_to_plain(partial(build, Shifted), data, device=device, loop=loop, specs=FEW_PLANS[2:])
