@@ -188,8 +188,8 @@ def parse(words: Sequence[str]) -> Options:
     if task == "dpo":
         if training.precompute_ref_log_probs not in (None, not model.use_peft):
             raise ValueError(
-                "--precompute_ref_log_probs is true without an adapter, so that there is no second model in memory, and "
-                "false with one: leave it out"
+                "--precompute_ref_log_probs is true without an adapter, so that there is no second model in memory, "
+                "and false with one: leave it out"
             )
         training.precompute_ref_log_probs = not model.use_peft
     if training.learning_rate is None:

@@ -40,7 +40,7 @@ def longest_rows(dataset: Any, collate: Callable[[list[Any]], Any], limit: int |
         return [row for rows in parts for row in rows] if all(parts) and len(columns) == 1 else []
     kind = type(dataset).__module__
     if kind == "datasets.iterable_dataset":
-        row = next(iter(dataset), None)
+        row: Any = next(iter(dataset), None)
         lengths = _lengths_in([row]) if row and limit else None
         return [_stretched(row, dict.fromkeys(lengths, limit))] if lengths and limit else []
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
