@@ -109,8 +109,7 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
                 found["chunked_loss"] = False
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            finding = smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext()
-            with finding:
+            with smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext():
                 if precision_of(self.args) == "bf16":
                     mix_precision(self.accelerator, self.model, whole)
                 # To place the state on a device, Accelerate would take the whole of it on every rank.
@@ -287,6 +286,17 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
 
 class ProTrainTrainer(ProTrainMixin, Trainer):
     """The Trainer of transformers on ProTrain."""
+
+
+def on_protrain(trainer: type[Any]) -> type[Any]:
+    """The class ``trainer`` on ProTrain, or ``trainer`` itself if it already is, for frameworks that choose a Trainer.
+
+    They have no place for the arguments of ``protrain.wrap``. Its memory can be limited by the environment variables
+    PROTRAIN_DEVICE_MEMORY and PROTRAIN_HOST_MEMORY.
+    """
+    if issubclass(trainer, ProTrainMixin):
+        return trainer
+    return type(f"ProTrain{trainer.__name__}", (ProTrainMixin, trainer), {"__module__": trainer.__module__})
 
 
 def _check(args: Any) -> None:
