@@ -25,6 +25,7 @@ import trl
 from filelock import FileLock, Timeout
 from trl.chat_template_utils import get_training_chat_template
 from trl.trainer import dpo_trainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import protrain
 from protrain.cli.models import read_architecture
@@ -414,36 +415,23 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
             protrain=arguments,
         )
     if packing and "flash" not in (model.config._attn_implementation or ""):
-        trainer.data_collator = PackedRows(tokenizer.pad_token_id)
+        trainer.data_collator = PackedRows(tokenizer.pad_token_id, return_position_ids=True)
     return trainer
 
 
-class PackedRows:
-    """Collates packed rows for attention that makes its mask of positions, which begin anew with each example.
+class PackedRows(DataCollatorForLanguageModeling):
+    """TRL's collator for packed rows where attention makes its mask of positions, which begin anew with each example.
 
-    Where no attention of variable lengths is installed, TRL's collator would join all rows of a batch to one, of which
-    the mask would be as many times as large as there are rows.
-
-    Args:
-        padding: the token at the end of rows that are not full.
+    Where no attention of variable lengths is installed, TRL's own would join all rows of a batch to one, of which the
+    mask would be as many times as large as there are rows.
     """
 
-    def __init__(self, padding: int) -> None:
-        self._padding = padding
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """``input_ids``, ``labels`` and ``position_ids`` of ``rows``, each (rows, tokens of the longest one)."""
-        length = max(len(row["input_ids"]) for row in rows)
-        batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for row in rows:
-            rest = length - len(row["input_ids"])
-            parts = [*row.get("seq_lengths", [len(row["input_ids"])]), rest]
-            positions = [position for part in parts for position in range(part)]
-            labels = [*row["labels"], *[-100] * rest]
-            batch["input_ids"].append([*row["input_ids"], *[self._padding] * rest])
-            batch["labels"].append([label if at else -100 for label, at in zip(labels, positions, strict=True)])
-            batch["position_ids"].append(positions)
-        return {name: torch.tensor(values) for name, values in batch.items()}
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """``input_ids``, ``labels`` and ``position_ids`` of ``examples``, each (rows, tokens of the longest one)."""
+        batch: dict[str, Any] = super().torch_call(examples)
+        del batch["attention_mask"]  # otherwise nobody would look at the positions
+        batch["labels"][batch["position_ids"] == 0] = -100
+        return batch
 
 
 def _describe(trainer: Any, name: str, rows: Any) -> None:
