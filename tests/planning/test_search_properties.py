@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +14,6 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
 from protrain.planning.rates import staging_bytes
-from protrain.planning.simulate import simulate
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import (
     N,
@@ -24,11 +22,9 @@ from tests.planning.brute_force import (
     margin,
     random_machine,
     random_profile,
+    tight_case,
 )
-from tests.planning.test_input_offload import LONG
-from tests.planning.test_kept_attention import with_attention
-from tests.planning.test_search import machine, make_profile
-from tests.planning.test_weight_only import tight_case
+from tests.planning.models import LONG, machine, make_profile, with_attention
 
 Case = tuple[ModelProfile, HardwareProfile]
 MISSED = 1.03  # a search may end so much above the best plan of a model with few blocks, each a large part of it
@@ -188,15 +184,3 @@ def test_what_is_switched_off_is_not_used_anywhere(name: str) -> None:
         assert not getattr(without, name), f"seed {seed}: {without}"
         if name != "stream":  # its staging may take memory that is worth more than the help
             assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / MISSED
-
-
-def test_few_steps_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated: list[float] = []
-
-    def count(*args: Any, **options: Any) -> float:
-        simulated.append(simulate(*args, **options))
-        return simulated[-1]
-
-    monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)
-    search(make_profile(60), machine("4GiB", "20GiB", host_adam_gparams=0.3))
-    assert 0 < len(simulated) < 1200
