@@ -64,27 +64,6 @@ def test_averages_are_those_of_whole_weights(spec: Spec, dtype: torch.dtype) -> 
     assert_same(other.state_dict(), averaged.state_dict())
 
 
-@BOTH
-def test_averages_in_inference_mode_are_the_same(spec: Spec) -> None:
-    """A callback of an evaluation may make them, load them and apply them."""
-
-    def average(*modes: bool) -> dict[str, Tensor]:
-        model = make()
-        model, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU)
-        averaged = protrain.AveragedWeights(model, DECAY)
-        for batch, mode in zip(batches(), modes, strict=False):
-            torch.manual_seed(1)  # of dropout
-            step(model, optimizer, batch)
-            with torch.inference_mode(mode):
-                averaged.update()
-                with averaged.applied():
-                    evaluate(model)
-                averaged.load_state_dict(averaged.state_dict())
-        return averaged.state_dict()
-
-    assert_same(average(True, False, True, False), average(False, False, False, False))
-
-
 @DTYPES
 @BOTH
 def test_the_training_goes_on_as_if_nothing_was_averaged(spec: Spec, dtype: torch.dtype) -> None:
