@@ -113,6 +113,17 @@ def test_speculative_updates_hide_in_backward() -> None:
     assert steps[8] >= inside.step_ms((NONE,) * 8, placed(0, 8)) - 1e-9
 
 
+def test_chunks_that_forward_never_uses_are_neither_updated_nor_waited_for() -> None:
+    profile, slow = chain(1.0, 2.0, n=6), replace(MACHINE, host_adam_gparams=0.0128)
+    segments = tuple(segment for segment in profile.segments if segment.block is not None and segment.block < 4)
+    units = (*profile.units[:4], *(replace(unit, block=None) for unit in profile.units[4:]))
+    unused = replace(profile, calls=(0, 1, 2, 3), units=units, blocks=profile.blocks[:4], segments=segments)
+    fewer = replace(unused, parameters=profile.parameters[:4], units=profile.units[:4])
+    for n_speculate in (0, 2):
+        times = [model_of(each, slow).step_ms((NONE,) * 4, placed(0, 3, n_speculate)) for each in (unused, fewer)]
+        assert times[0] == pytest.approx(times[1])
+
+
 @pytest.mark.parametrize(("n_persist", "n_buffer"), [(0, 1), (0, 3), (2, 2), (3, 5), (1, 7)])
 def test_predicted_fetches_are_those_of_the_engine(
     n_persist: int, n_buffer: int, monkeypatch: pytest.MonkeyPatch

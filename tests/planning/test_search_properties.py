@@ -33,11 +33,11 @@ SMALL = (0, 1, 3, 4, 5, 6)  # seeds of small models that have a plan
 # By mechanism, seeds of small models whose plans use it. Those of weight-only updates are of another kind: among the
 # neighbours of plans without them, 342 has better ones with them.
 USING = {
-    "n_swap": (0, 13),
-    "n_ckpt_swap": (5, 9),
-    "n_speculate": (13, 22),
+    "n_swap": (13,),
+    "n_ckpt_swap": (9,),
+    "n_speculate": (22,),
     "n_weight_only": (28, 342),
-    "stream": (4, 13),
+    "stream": (13,),
     "keep_attention": (5,),
 }
 SLOW_HOST: dict[str, Any] = {"host_adam_gparams": 0.3, "streamed_adam_gparams": 0.3}
@@ -123,7 +123,7 @@ def test_a_plan_apart_from_others_is_found(seed: int, counts: Counts) -> None:
     assert score_ms(found, profile, hardware) <= TIES * score_ms(best, profile, hardware)
 
 
-@pytest.mark.parametrize("seed", SMALL[1:4])
+@pytest.mark.parametrize("seed", SMALL[1:3])
 def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
     profile, hardware = small_case(seed)
     memory = MemoryModel(profile, hardware, pack(profile, N))
