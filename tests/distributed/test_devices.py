@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import socket
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +13,7 @@ import torch
 from torch import nn
 
 import protrain
-from protrain.cli.main import main
-from protrain.distributed.devices import has_bf16, own_device, refuse_shared_gpu
-from protrain.distributed.joining import join
+from protrain.distributed.devices import has_bf16, own_device
 from protrain.hardware.detection import detect
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
@@ -38,18 +34,6 @@ def test_cards_before_ampere_have_no_bf16(
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(major=major))
     monkeypatch.setattr("torch.version.hip", hip)
     assert has_bf16(torch.device(kind)) is has
-
-
-@pytest.mark.parametrize(("dtype", "warns"), [("bfloat16", True), ("float32", False)])
-def test_a_card_without_bf16_is_warned_of(monkeypatch: pytest.MonkeyPatch, dtype: str, warns: bool) -> None:
-    monkeypatch.setattr("protrain.validate.has_bf16", lambda device: False)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
-    model = nn.Linear(8, 8)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        protrain.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", dtype=dtype, progress=False)
-    said = [str(each.message) for each in caught if "Tesla T4 has no units for bfloat16" in str(each.message)]
-    assert len(said) == warns
 
 
 @contextmanager
@@ -137,16 +121,6 @@ def test_a_gpu_that_does_not_exist(use: Callable[[str], object]) -> None:
         use("cuda:1")
 
 
-@pytest.mark.parametrize("command", [["calibrate"], ["plan", "tiny"]])
-def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with machine(visible=2, environment={}):
-        assert main([*command, "--device", "cuda:9"]) == 2
-    assert "--device cuda:9, but this process sees 2 GPUs" in capsys.readouterr().err
-
-
 # -- several ranks -----------------------------------------------------------------------------------------------------
 
 USES: dict[str, Callable[[str | None], object]] = {"protrain.wrap": wrap, "protrain.calibrate": calibrate}
@@ -195,27 +169,3 @@ def test_more_processes_than_gpus_are_refused(use: str) -> None:
     )
     assert other.startswith(f"MisuseError: rank 1 has raised an exception in {use}, while rank 0 went on to ")
     assert other.endswith(mine)
-
-
-def refused(rank: int, hosts: Sequence[str], uuids: Sequence[str], device: str) -> bool:
-    """Whether the rank may not train on its only GPU, or on the CPU."""
-    with machine(visible=1, uuids=[uuids[rank]]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: hosts[rank])
-        try:
-            refuse_shared_gpu(join(None), own_device(device))
-        except ValueError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize(
-    ("hosts", "uuids", "device", "expected"),
-    [
-        (("x", "x"), ("a", "b"), "cuda", False),
-        (("x", "y"), ("a", "a"), "cuda", False),  # as where a virtual machine tells no UUID
-        (("x", "x"), ("a", "a"), "cpu", False),
-        (("x", "x"), ("a", "a"), "cuda", True),
-    ],
-)
-def test_which_ranks_share_a_gpu(hosts: Sequence[str], uuids: Sequence[str], device: str, expected: bool) -> None:
-    assert on_ranks(2, refused, hosts, uuids, device) == [expected] * 2
