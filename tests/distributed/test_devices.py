@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -34,6 +35,18 @@ def test_cards_before_ampere_have_no_bf16(
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(major=major))
     monkeypatch.setattr("torch.version.hip", hip)
     assert has_bf16(torch.device(kind)) is has
+
+
+@pytest.mark.parametrize(("dtype", "warns"), [("bfloat16", True), ("float32", False)])
+def test_a_card_without_bf16_is_warned_of(monkeypatch: pytest.MonkeyPatch, dtype: str, warns: bool) -> None:
+    monkeypatch.setattr("protrain.validate.has_bf16", lambda device: False)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+    model = nn.Linear(8, 8)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        protrain.wrap(model, torch.optim.AdamW(model.parameters()), device="cpu", dtype=dtype, progress=False)
+    said = [str(each.message) for each in caught if "Tesla T4 has no units for bfloat16" in str(each.message)]
+    assert len(said) == warns
 
 
 @contextmanager

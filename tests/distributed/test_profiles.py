@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import protrain
 from protrain import wrapping
 from protrain.distributed import watch
 from protrain.profiler import cache, step_times, trace
+from tests.distributed import out_of_step
 from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 
@@ -108,6 +110,20 @@ def in_profile(rank: int, size: int, what: str, times: dict[str, float]) -> None
     wrap(model)
 
 
+def end_group_after_an_error(rank: int, size: int, times: dict[str, float]) -> None:
+    """Train. Rank 1 fails between steps, in a script that ends its process group whatever happens."""
+    _set(times)
+    model, optimizer = out_of_step.wrapped(rank, "cpu")
+    out_of_step.step(model, optimizer, out_of_step.batch(rank, 0))
+    try:
+        if rank == 1:
+            raise ValueError("the loader of a rank fails")
+        out_of_step.step(model, optimizer, out_of_step.batch(rank, 1))
+    finally:
+        dist.destroy_process_group()
+        time.sleep(1.0)  # as for a logger that says goodbye
+
+
 def _fails(model: nn.Module, args: tuple[Tensor]) -> None:
     raise ValueError("the profile of a rank fails")
 
@@ -149,3 +165,11 @@ def test_a_rank_without_memory_for_the_profile_of_a_model_with_collectives(tmp_p
     (error,) = endings[1].errors
     assert re.match(ERROR + said, error), error
     assert re.search(f"^The ranks are out of step: {said}", endings[0].text, re.MULTILINE), endings[0].text
+
+
+def test_an_error_that_a_script_has_not_left_yet_is_named(tmp_path: Path) -> None:
+    with Group(2, end_group_after_an_error, QUICK, folder=tmp_path) as group:
+        endings = group.endings(range(2), timeout_s=30)
+    (error,) = endings[0].errors
+    said = "rank 1 has raised an exception, while rank 0 went on to a forward: ValueError: the loader of a rank fails"
+    assert error == ERROR + said, error

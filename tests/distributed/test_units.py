@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -116,6 +117,10 @@ def test_one_rank_recomputes_what_another_keeps_as_its_batch_is_longer() -> None
 @pytest.mark.slow
 def test_updates_inside_backward_of_units_that_some_ranks_skip() -> None:
     check(2, Training(make, batches, dtype="bfloat16", steps=4, inside=True, max_norm=None), SPECS[::2])
+
+
+def test_frozen_blocks() -> None:
+    check(2, Training(functools.partial(make, freeze=True), batches, dtype="bfloat16", steps=4), SPECS[1:])
 
 
 def peak_on_rank(rank: int) -> tuple[int, int]:
