@@ -68,6 +68,49 @@ def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first(fam
         assert torch.equal(theirs[name], value), name
 
 
+class Fourier(nn.Module):
+    """It has random features, a mask, and a table that is not saved, all of which it draws when it is made."""
+
+    frequencies: Tensor
+    mask: Tensor
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.randn(4, 3))
+        self.register_buffer("mask", torch.rand(8) < 0.5)
+        self.register_buffer("table", torch.randn(8), persistent=False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        waves = torch.cat((torch.sin(x @ self.frequencies.T), torch.cos(x @ self.frequencies.T)), 1)
+        output: Tensor = self.head(waves * self.mask + self.table)
+        return output
+
+
+def wrap_fourier(rank: int, late: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The buffers that a rank builds, and those that it has after wrap."""
+    torch.manual_seed(rank)
+    model, batch = Fourier(), (torch.ones(2, 3),)
+    built = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wrapped, _ = protrain.wrap(
+        model, optimizer, example_batch=None if late else batch, device="cpu", device_memory="1GiB", progress=False
+    )
+    if late:
+        wrapped(*batch).sum().backward()
+    return built, dict(wrapped.named_buffers())
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_buffers_of_the_first_rank(late: bool) -> None:
+    (first, mine), (other, theirs) = on_ranks(2, wrap_fourier, late)
+    assert all(not torch.equal(first[name], other[name]) for name in first)
+    for name, value in first.items():
+        assert torch.equal(mine[name], value), name
+        assert torch.equal(theirs[name], value), name
+
+
 def another_model(rank: int) -> nn.Module:
     return make("gpt2" if rank else "llama")
 

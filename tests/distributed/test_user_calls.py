@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -157,6 +157,64 @@ def test_hyperparameters_of_one_rank_alone_are_named() -> None:
         "(0.8, 0.999), not (0.9, 0.999)): set the same ones in every process"
     )
     assert on_ranks(2, train_apart, "set", timeout_s=150) == [said, said]
+
+
+def part_in_the_last_step(rank: int, what: str) -> list[str]:
+    """Rank 1 makes its last step otherwise than rank 0. Returns the errors."""
+    with seeded():
+        model, optimizer = wrap(Model())
+    said = []
+    try:
+        for last in (False, True):
+            model(batch(rank)).backward()
+            if rank == 0 or not last or what != "no clipping":
+                optimizer.clip_grad_norm_(0.05 if rank == 1 and last and what == "another limit" else 0.1)
+            if rank == 0 or not last or what != "no step":
+                optimizer.step()
+            optimizer.zero_grad()
+        if what == "another limit":
+            model(batch(rank)).backward()
+        model.state_dict()
+    except protrain.MisuseError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("no step", "rank 1 came to state_dict(), while rank 0 came to step() after clipping"),
+        ("no clipping", "rank 1 came to step() without clipping, while rank 0 came to step() after clipping"),
+        ("another limit", "in the last step rank 1 multiplied gradients by"),
+    ],
+)
+def test_ranks_that_have_updated_their_parts_differently_give_no_state(what: str, said: str) -> None:
+    for errors in on_ranks(2, part_in_the_last_step, what, timeout_s=150):
+        (error,) = errors
+        assert error.startswith(said)
+
+
+def add_up(rank: int, under_no_sync: bool) -> str:
+    """The error of a backward() under no_sync(), or of a second one without a step between."""
+    model: Any
+    model, optimizer = wrap(Model())
+    try:
+        with model.no_sync() if under_no_sync else nullcontext():
+            for seed in (rank, 5 + rank):
+                model(batch(seed)).backward()
+    except protrain.MisuseError as error:
+        optimizer.zero_grad()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("under_no_sync", "begins"), [(True, "a backward() under model.no_sync() in a step"), (False, "another backward()")]
+)
+def test_more_gradients_than_the_plan_has_sums_for_are_refused(under_no_sync: bool, begins: str) -> None:
+    for error in on_ranks(2, add_up, under_no_sync):
+        assert error.startswith(begins)
+        assert "pass accumulation=2 or more to protrain.wrap" in error
 
 
 def contrast(rank: int) -> str:
