@@ -42,7 +42,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, repeat, zip_longest
 from math import inf
-from operator import mul, sub
+from operator import sub
 from typing import NamedTuple
 
 from protrain.planning.contention import Slowdowns
@@ -76,8 +76,6 @@ class Run:
         self._factors = factors
         self.choices: Choices | None = None  # the first updates make them
         self.uploads: list[Fetch] = []  # in forward, in the order in which they went
-        self.beyond_ms = 0.0  # how long updates inside the first backward go on after it
-        self.reordered = False  # whether an upload went before one that was issued earlier
         self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the step
         self.starts: list[list[float]] = [[] for _ in LANES]  # by lane: when its operations start, and when they end
         self.ends: list[list[float]] = [[] for _ in LANES]
@@ -120,11 +118,10 @@ class Run:
         run.step_ms = max(run.step_ms, run.busy_ms(HOST))
         return run
 
-    def busy_ms(self, lane: int, factors: list[float] | None = None) -> float:
-        """How long ``lane`` is busy in the step if its operations take longer by ``factors``."""
+    def busy_ms(self, lane: int) -> float:
+        """How long ``lane`` is busy in the step."""
         first = self.first[lane]
-        lengths = map(sub, self.ends[lane][first:], self.starts[lane][first:])
-        return sum(lengths if factors is None else map(mul, lengths, factors[first:]))
+        return sum(map(sub, self.ends[lane][first:], self.starts[lane][first:]))
 
     @property
     def is_gpu_alone(self) -> bool:
@@ -160,7 +157,6 @@ class Run:
             left.remove(first)
             gone.append(first)
             self._fetch((first,))
-        self.reordered = self.reordered or gone != list(fetches)
         return gone
 
     def _gather(self, fetches: Sequence[Fetch]) -> None:
@@ -297,7 +293,6 @@ class Run:
         for chunk, duration in in_backward:
             self._do(HOST, offloaded[chunk], duration)
         settled = max(over, self.free[HOST])
-        self.beyond_ms = self.beyond_ms or (settled - over)
         for chunk, _ in in_backward:
             updated[chunk] = settled
         for update in step.awaited_updates.values():
@@ -361,34 +356,20 @@ def _is_late(step: PlannedStep, updates: Updates, host_free_ms: float) -> bool:
     return False
 
 
-def simulate(step: PlannedStep, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
-    """Milliseconds of one step in steady state, or some number of at least ``limit_ms`` once it cannot be less.
-
-    Contention only makes operations longer. So the full-rate run bounds the second run from below, with two
-    exceptions: where uploads went in an order that depends on how long they and the updates take, and by the time that
-    updates inside backward go on after backward, since a longer backward hides that time. What the GPU and the host do
-    in the second run are bounds that take no run.
-    """
-    full_rate = Run.of(step)
-    is_at_least = full_rate.step_ms - full_rate.beyond_ms >= limit_ms and not full_rate.reordered
-    if is_at_least or full_rate.is_gpu_alone:
-        return full_rate.step_ms
-    factors = slowdowns.of(full_rate.starts, full_rate.ends)
-    busy_ms = max(full_rate.busy_ms(lane, factors[lane]) for lane in (GPU, HOST))
-    if busy_ms >= limit_ms:
-        return busy_ms
-    return Run.of(step, factors, full_rate.choices).step_ms
-
-
-def timeline(step: PlannedStep, slowdowns: Slowdowns) -> Timeline:
-    """Every operation of one step in steady state."""
+def simulate(step: PlannedStep, slowdowns: Slowdowns) -> Run:
+    """The run of ``step`` with contention."""
     run = Run.of(step)
-    if not run.is_gpu_alone:
-        run = Run.of(step, slowdowns.of(run.starts, run.ends), run.choices)
+    if run.is_gpu_alone:
+        return run
+    return Run.of(step, slowdowns.of(run.starts, run.ends), run.choices)
+
+
+def timeline(run: Run) -> Timeline:
+    """Every operation of the step in ``run``."""
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(step, run))
+        for lane, names in enumerate(_names(run.step, run))
         for (kind, what), start, end in zip(names, run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]

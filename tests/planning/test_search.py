@@ -28,7 +28,7 @@ from protrain.planning import (
     predict,
     search,
 )
-from protrain.planning.simulate import simulate
+from protrain.planning.simulate import Run, simulate
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 from tests.planning.machines import H100
 
@@ -236,10 +236,10 @@ def test_sixty_blocks_are_searched_in_no_time() -> None:
 
 
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated: list[float] = []
+    simulated: list[Run] = []
 
-    def count(*args: Any, **options: Any) -> float:
-        simulated.append(simulate(*args, **options))
+    def count(*args: Any) -> Run:
+        simulated.append(simulate(*args))
         return simulated[-1]
 
     monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)

@@ -15,7 +15,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
 from protrain.planning.plan import Counts
 from protrain.planning.rates import staging_bytes
-from protrain.planning.simulate import simulate
+from protrain.planning.simulate import Run, simulate
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import (
     N,
@@ -191,10 +191,10 @@ def test_what_is_switched_off_is_not_used_anywhere(name: str) -> None:
 
 
 def test_few_steps_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated: list[float] = []
+    simulated: list[Run] = []
 
-    def count(*args: Any, **options: Any) -> float:
-        simulated.append(simulate(*args, **options))
+    def count(*args: Any) -> Run:
+        simulated.append(simulate(*args))
         return simulated[-1]
 
     monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)
