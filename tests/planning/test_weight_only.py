@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
-from itertools import pairwise, repeat
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack, predict
 from protrain.planning.simulate import Run
 from protrain.planning.step import UpdateQueue
-from protrain.planning.timeline import DOWN, GPU, HOST, LANES, UP
+from protrain.planning.timeline import DOWN, GPU, HOST, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N as CHUNK
 from tests.planning.brute_force import as_measured, check_search, fastest_ms, random_machine, random_profile
@@ -249,9 +249,8 @@ def test_what_the_host_cannot_do_in_a_step_makes_steps_longer(update_ms: float) 
     """Deferred updates pile up over many steps, which two steps do not show."""
     runtime, steps = steps_of(update_ms)
     for n_speculate in range(8):
-        first = Run.of(runtime.steps.step((NONE,) * 8, weight_only(1, 7, n_speculate)))
-        run = Run(first.step, [repeat(1.0)] * len(LANES))
-        run.choices = first.choices
+        first = Run(runtime.steps.step((NONE,) * 8, weight_only(1, 7, n_speculate)))
+        run = Run(first.step, choices=first.choices)
         ends = []
         for _ in range(60):
             run.forward()
