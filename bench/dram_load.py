@@ -20,7 +20,7 @@ import torch
 from bench.calibrated import host_adam_threads
 from bench.loaders import Loaders, enough_loaders
 from protrain.common.records import Record
-from protrain.hardware.calibration.rates import AdamChunk
+from protrain.hardware.calibration.activities import AdamChunk
 
 MIB = 1024**2
 _ARRAY_BYTES = 256 * MIB

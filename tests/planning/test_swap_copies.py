@@ -44,11 +44,11 @@ def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, bools: 
 def test_a_slow_pack_or_a_fast_link_leave_direct_copies() -> None:
     profile = profile_of(saved=228 * MIB, tensors=25)
     assert choose_packed(profile, H100)
-    assert not choose_packed(profile, replace(H100, pack_gbps=50.0))
+    assert not choose_packed(profile, replace(H100, flatten_gbps=50.0))
     masked = profile_of(saved=961 * MIB, tensors=23, bools=60 * MIB, ms=4.0)
     assert choose_packed(masked, H100)
     assert not choose_packed(masked, replace(H100, h2d_gbps=900.0, d2h_gbps=900.0))
-    assert choose_packed(profile, replace(H100, pack_gbps=None)) == choose_packed(profile, H100)
+    assert choose_packed(profile, replace(H100, flatten_gbps=None)) == choose_packed(profile, H100)
 
 
 def test_copies_that_computing_hides_are_direct() -> None:
@@ -63,7 +63,7 @@ def test_nothing_is_packed_on_a_cpu() -> None:
 
 def test_what_either_takes() -> None:
     [block, *_] = profile_of(saved=80 * MIB, tensors=10, bools=16 * MIB).blocks
-    hardware = replace(H100, d2h_gbps=50.0, h2d_gbps=25.0, pack_gbps=2000.0)
+    hardware = replace(H100, d2h_gbps=50.0, h2d_gbps=25.0, flatten_gbps=2000.0)
     direct, packed = (swap_copies(block, 2, hardware, packed=packed) for packed in (False, True))
     assert direct.out_ms == pytest.approx(40 * MIB / 50e6 + 5 * COPY_MS)
     assert direct.back_ms == pytest.approx(40 * MIB / 25e6 + 5 * COPY_MS)
