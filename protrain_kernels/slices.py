@@ -99,7 +99,6 @@ class RowTable:
     """
 
     def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
-        self.slices = tuple(slices)
         end = 0
         for index, part in sorted(enumerate(slices), key=lambda item: (item[1].offset, item[1].numel)):
             if part.numel and part.offset < end:
@@ -125,21 +124,18 @@ class RowTable:
 
     def check_room(self, elements: int, partials: torch.Tensor | None) -> None:
         """ValueError unless a range of ``elements`` holds all slices, and ``partials`` those of their whole tiles."""
-        for index, part in enumerate(self.slices if self._elements > elements else ()):
-            if part.offset + part.padded > elements:
-                raise ValueError(
-                    f"piece {index} takes elements {part.offset} to {part.offset + part.padded} of {elements}: leave "
-                    f"it room for its elements padded to a multiple of {PADDING}"
-                )
+        if self._elements > elements:
+            raise ValueError(
+                f"the pieces reach to element {self._elements} of {elements}: leave each room for its elements padded "
+                f"to a multiple of {PADDING}"
+            )
         if partials is None:
             return
         check_vector("partials", partials, dtypes=(torch.float32,), device=self.device)
-        for index, part in enumerate(self.slices if self._partials > partials.numel() else ()):
-            if part.partial_stop > partials.numel():
-                raise ValueError(
-                    f"piece {index} writes partials up to {part.partial_stop} of {partials.numel()}: make "
-                    "partials longer"
-                )
+        if self._partials > partials.numel():
+            raise ValueError(
+                f"the pieces write partials up to {self._partials} of {partials.numel()}: make partials longer"
+            )
 
 
 @lru_cache(maxsize=4096)

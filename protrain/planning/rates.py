@@ -242,7 +242,7 @@ def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, 
     """
     if not packed:
         return SwapCopies(*_link_ms(block.saved_bytes / n_calls, block.saved_tensors / n_calls, hardware))
-    gbps = hardware.pack_gbps or hardware.device_copy_gbps  # the rate of packing is close to that of a copy
+    gbps = hardware.flatten_gbps or hardware.device_copy_gbps  # packing is flattening of whole storages
     read_and_written = block.saved_bytes + block.packed_bytes
     expanded = block.saved_bool_bytes * 9 / 8
     return SwapCopies(

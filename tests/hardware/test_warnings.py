@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from protrain.hardware.calibration.rates import pinned
+from protrain.hardware.calibration.activities import pinned
 from protrain.hardware.calibration.report import (
     clock_warnings,
     link_warnings,

@@ -348,19 +348,6 @@ def test_nothing_to_fold(backend: Any) -> None:
     assert partials.item() == 1.0
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_do_not_change_the_result(
-    monkeypatch: pytest.MonkeyPatch, compiled: None, same_bits: Callable[..., None], threads: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    numel = 5 * TILE + 128
-    pieces = _spread(3, numel, torch.bfloat16)
-    gradient, partials = torch.full((numel,), torch.nan), torch.full((6,), torch.nan)
-    fold(pieces, _whole(numel), gradient=gradient, factor=1.0, partials=partials)
-    same_bits(gradient, _left_fold([*pieces]))
-    same_bits(partials, sum_of_squares_reference(gradient))
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_more_elements_than_a_32_bit_integer_counts() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from protrain_kernels import TILE, sum_of_squares_reference, tiles
+from protrain_kernels.host_kernels import sum_of_squares
 
 COUNTS = [1, 127, 1024, 1025, TILE - 1, TILE, TILE + 1, 2 * TILE + 5000]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -28,6 +29,15 @@ def test_same_bits_as_the_reference(
 ) -> None:
     values = _values(count, dtype)
     same_bits(backend.sum_of_squares(values.to(backend.device)), sum_of_squares_reference(values))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_do_not_change_the_result(
+    monkeypatch: pytest.MonkeyPatch, compiled: None, same_bits: Callable[..., None], threads: int
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    values = _values(5 * TILE + 77, torch.bfloat16)
+    same_bits(sum_of_squares(values), sum_of_squares_reference(values))
 
 
 def test_the_reference_follows_the_stated_order() -> None:

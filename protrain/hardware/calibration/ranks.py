@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.rates import random_tensor
+from protrain.hardware.calibration.activities import random_tensor
 from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention
 
