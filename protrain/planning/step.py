@@ -475,8 +475,7 @@ class Steps:
             swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
             if swap_ms or ahead:
                 swap_in = (unit,) if swap_ms and fetched != unit else ()
-                compute_ms = of_unit[0] + copies[unit].unpack_ms
-                of_unit = compute_ms, swap_ms, (*swap_in, earlier) if ahead else swap_in
+                of_unit = of_unit[0], swap_ms, (*swap_in, earlier) if ahead else swap_in
             fetched = earlier if ahead else -1
             work.append(of_unit)
         return work, [each.back_ms for each in copies]
