@@ -81,12 +81,12 @@ class RuntimeModel:
         return self._n_before * self._ms(self._adding.step(modes, counts), self._adding)
 
     def _ms(self, step: PlannedStep, steps: Steps) -> float:
-        return serial_ms(step) if self._is_cpu else simulate(step, steps.slowdowns).step_ms
+        return serial_ms(step) if self._is_cpu else simulate(step, steps.rates).step_ms
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self.steps.step(modes, counts)
-        return serial(step) if self._is_cpu else timeline(simulate(step, self.steps.slowdowns))
+        return serial(step) if self._is_cpu else timeline(simulate(step, self.steps.rates))
 
 
 class Models:

@@ -45,7 +45,7 @@ from math import inf
 from operator import sub
 from typing import NamedTuple
 
-from protrain.planning.contention import Slowdowns
+from protrain.planning.contention import Times, slowdowns
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.schedule import Fetch
 from protrain.planning.sharing import Waiting, next_for_gpu
@@ -255,7 +255,7 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later.
     """
     host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
-    if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
+    if not step.streamed_ms:
         return ()
     sharing, chunks = step.sharing, [chunk for chunk, _ in updates]
     waiting = [
@@ -283,20 +283,10 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     return tuple(found)
 
 
-def _is_late(step: PlannedStep, updates: Updates, host_free_ms: float) -> bool:
-    """Whether the host alone would be late with any of ``updates``."""
-    end_ms, needed_ms = host_free_ms, step.sharing.needed_ms
-    for chunk, duration in updates:
-        end_ms += duration
-        if end_ms > needed_ms[chunk]:
-            return True
-    return False
-
-
-def simulate(step: PlannedStep, slowdowns: Slowdowns) -> Run:
-    """The run of ``step`` with contention."""
+def simulate(step: PlannedStep, rates: Times) -> Run:
+    """The run of ``step`` with contention, by the shares of their ``rates`` that lanes keep beside others."""
     full_rate = Run(step)
-    return Run(step, slowdowns.of(full_rate.starts, full_rate.ends), full_rate.choices)
+    return Run(step, slowdowns(rates, full_rate.starts, full_rate.ends), full_rate.choices)
 
 
 def timeline(run: Run) -> Timeline:
