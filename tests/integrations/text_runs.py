@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +116,3 @@ def losses(kind: str, folder: Path, *, on_protrain: bool, **more: Any) -> list[f
 
 def losses_on_rank(rank: int, kind: str, folder: Path, on_protrain: bool, more: dict[str, Any]) -> list[float]:
     return losses(kind, folder, on_protrain=on_protrain, **more)
-
-
-def warnings_on_rank(rank: int, folder: Path) -> list[str]:
-    """What trainers warn of: one that is to compile in a mode, and one of a stream, whose longest row nobody knows."""
-    own_rows: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer("Trainer", folder, on_protrain=True, torch_compile_mode="default")
-        losses("Trainer", folder, on_protrain=True, stream=True, max_steps=1, **own_rows)
-    return [str(one.message) for one in caught]
