@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from bench.clock import device_timer
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
 from bench.kernels.rows import OURS, Row
-from bench.kernels.timing import ColdCache, best_threads, device_timer, host_timer
+from bench.kernels.timing import ColdCache, best_threads, host_timer
 
 ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 100

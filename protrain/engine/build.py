@@ -31,10 +31,10 @@ from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.states.weight_files import WeightSources
 from protrain.engine.streams import streams_for
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
-from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks

@@ -155,6 +155,12 @@ class PlannedStep(NamedTuple):
     sharing: Sharing  # what the engine chooses these chunks by
     awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for
 
+    @property
+    def gpu_ms(self) -> float:
+        """How long the GPU is busy with what it does in any case. No step is shorter."""
+        flatten_ms = sum(flatten_ms for visit in self.visits for _, _, flatten_ms, _, _ in visit.gradients)
+        return sum(work[0] for work in self.work) + flatten_ms + sum(ms for _, ms in self.device_update_ms)
+
 
 # The time of a collective beyond the time of its bytes. On two H100s with NVLink, gathering 64 MiB takes 162 us and
 # gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times
