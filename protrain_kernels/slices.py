@@ -145,31 +145,24 @@ def in_parts(slices: tuple[Slice, ...], most: int) -> list[tuple[slice, tuple[Sl
     Each part is a piece of the range with the slices in it. No part cuts a tile of a parameter.
     """
     found: list[tuple[slice, tuple[Slice, ...]]] = []
-    own: list[Slice] = []
-    start = end = slices[0].offset
-
-    def close() -> None:
-        nonlocal start
-        if own:
-            found.append((slice(start, end), tuple(own)))
-            own.clear()
-        start = end
-
+    own: list[Slice] = []  # of the part that begins at ``start``
+    start = slices[0].offset
     for each in slices:
-        done = 0  # elements of the slice that are in earlier parts
+        done = 0  # elements of the slice that parts have
         while done < each.numel:
-            room = most - (each.offset + done - start)
-            rest = each.numel - done
-            if padded(rest) <= room:
-                taken = rest
-            else:
-                taken = max(0, (each.first + done + room) // TILE * TILE - each.first - done)
-            if taken:
-                part = replace(each, offset=each.offset + done - start, numel=taken, first=each.first + done)
-                own.append(part)
-                done, end = done + taken, start + part.offset + part.padded
+            taken, room = each.numel - done, start + most - each.offset - done
+            if padded(taken) > room:
+                taken = (each.first + done + room) // TILE * TILE - each.first - done
+            if taken > 0:
+                own.append(replace(each, offset=each.offset + done - start, numel=taken, first=each.first + done))
+                done += taken
             if done < each.numel:
-                close()
-                start = end = each.offset + done
-    close()
+                found.append(_part(start, own))
+                own, start = [], each.offset + done
+    if own:
+        found.append(_part(start, own))
     return found
+
+
+def _part(start: int, own: list[Slice]) -> tuple[slice, tuple[Slice, ...]]:
+    return slice(start, start + own[-1].offset + own[-1].padded), tuple(own)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamScalars, adam, adam_reference, adam_scalars, join, split
+from protrain_kernels import AdamScalars, adam, adam_reference, adam_scalars, split
 
 COUNT = 2048 + 384  # two whole blocks of the Triton kernel and a part
 TYPES = [
@@ -213,19 +213,6 @@ def test_difference_from_torch_optim_is_rounding_only(decoupled: bool) -> None:
     assert (weight - start).abs().max() > 0.05
     assert difference.max() < 2e-6
     assert difference.mean() < 2e-8
-
-
-def test_split_master_equals_a_whole_master() -> None:
-    """The weight of a split master follows the very fp32 trajectory of a master of its own."""
-    generator = torch.Generator().manual_seed(3)
-    whole = torch.randn(COUNT, generator=generator)
-    weight, remainder = split(whole)
-    states = [(torch.zeros(COUNT), torch.zeros(COUNT)) for _ in range(2)]
-    for step in range(1, 6):
-        grad = torch.randn(COUNT, generator=generator).bfloat16()
-        adam(whole, None, *states[0], grad.float(), _scalars(step))
-        adam(weight, remainder, *states[1], grad, _scalars(step))
-    assert torch.equal(join(weight, remainder), whole)
 
 
 def test_a_large_chunk_falls_back_in_slices(monkeypatch: pytest.MonkeyPatch, same_bits: Callable[..., None]) -> None:

@@ -61,6 +61,7 @@ def test_impossible_slices_are_refused(changes: dict[str, int], message: str) ->
     ("changes", "message"),
     [
         ({"pieces": torch.zeros(2, 256).int()}, "pieces must be torch.bfloat16 or"),
+        ({"pieces": torch._neg_view(torch.zeros(2, 256))}, "pieces is a view that negates"),
         ({"pieces": torch.zeros(256)}, r"pieces must be \[ranks, elements\], each contiguous"),
         ({"pieces": torch.zeros(256, 2).t()}, r"pieces must be \[ranks, elements\], each contiguous"),
         ({"pieces": torch.zeros(0, 256)}, "pieces of 0 ranks: fold 1 to 16 at a time"),

@@ -16,8 +16,9 @@ import time
 from collections.abc import Mapping, Sequence
 from statistics import harmonic_mean, median
 
+import numpy as np
+
 from protrain.hardware.calibration.activities import Activity
-from protrain.hardware.calibration.timing import quintiles_of
 from protrain.hardware.profile import Contention
 
 LEAST_UNITS = 4
@@ -146,7 +147,7 @@ def rates_of(runs: Runs) -> dict[str, float]:
         samples = [rate for run in runs[name,] for rate in run[name]]
         rates[_RATES[name]] = harmonic_mean(samples)
         if name == "host_adam":
-            rates["host_adam_p20_gparams"] = quintiles_of(samples)[0]
+            rates["host_adam_p20_gparams"] = float(np.quantile(samples, 0.2))
     return rates
 
 

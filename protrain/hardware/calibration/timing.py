@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,13 +69,6 @@ class Effort:
     def transfer_bytes(self) -> int:
         """The size of copies between host and device, and of collectives, that no cache holds: 256 MiB."""
         return max(1, int(_TRANSFER_MIB * self.size)) * MIB
-
-
-def quintiles_of(samples: Sequence[float]) -> tuple[float, float]:
-    """The values below and above which a fifth of the ``samples`` lie."""
-    ordered = sorted(samples)
-    last = len(ordered) - 1
-    return ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)]
 
 
 def batch_s(run: Callable[[], object], device: torch.device, runs: int) -> float:
