@@ -179,10 +179,10 @@ def test_what_it_takes_and_saves() -> None:
 N_BLOCKS = 4
 
 
-def profile_of(*, saved: int, tensors: int, bools: int = 0, ms: float = 0.5) -> ModelProfile:
+def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
     """Of blocks whose forward takes ``ms``, and their backward twice that."""
     profile = make_profile(N_BLOCKS, saved=saved, ms=ms)
-    blocks = tuple(replace(block, saved_tensors=tensors, saved_bool_bytes=bools) for block in profile.blocks)
+    blocks = tuple(replace(block, saved_tensors=tensors) for block in profile.blocks)
     return replace(profile, blocks=blocks)
 
 

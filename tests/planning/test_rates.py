@@ -271,24 +271,23 @@ def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
 N_BLOCKS = 4
 
 
-def profile_of(*, saved: int, tensors: int, bools: int = 0, ms: float = 0.5) -> ModelProfile:
+def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
     """Of blocks whose forward takes ``ms``, and their backward twice that."""
     profile = make_profile(N_BLOCKS, saved=saved, ms=ms)
-    blocks = tuple(replace(block, saved_tensors=tensors, saved_bool_bytes=bools) for block in profile.blocks)
+    blocks = tuple(replace(block, saved_tensors=tensors) for block in profile.blocks)
     return replace(profile, blocks=blocks)
 
 
 @pytest.mark.parametrize(
-    ("saved", "tensors", "bools", "packed"),
+    ("saved", "tensors", "packed"),
     [
-        (913 * MIB, 25, 0, False),  # LLaMA-2 13B, 4 x 1024: large tensors, no masks
-        (228 * MIB, 25, 0, True),  # the same of one sequence: small ones, of which the begin counts
-        (961 * MIB, 23, 60 * MIB, True),  # GPT-2 10B, 4 x 1024, with its masks of dropout
-        (961 * MIB, 23, 0, False),
-        (16 * MIB, 25, 0, True),
-        (400 * MIB, 1, 0, False),
+        (913 * MIB, 25, False),  # LLaMA-2 13B, 4 x 1024: large tensors, no masks
+        (228 * MIB, 25, True),  # the same of one sequence: small ones, of which the begin counts
+        (961 * MIB, 23, False),  # GPT-2 10B, 4 x 1024
+        (16 * MIB, 25, True),
+        (400 * MIB, 1, False),
     ],
 )
-def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, bools: int, packed: bool) -> None:
-    profile = profile_of(saved=saved, tensors=tensors, bools=bools)
+def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, packed: bool) -> None:
+    profile = profile_of(saved=saved, tensors=tensors)
     assert choose_packed(profile, H100) == ((True,) * N_BLOCKS if packed else ())
