@@ -16,7 +16,7 @@ from protrain.planning.layout import Layout
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
 from protrain.planning.rates import slower_share, with_host
-from protrain.planning.simulate import serial, serial_ms, simulate, timeline
+from protrain.planning.simulate import serial, simulate, timeline
 from protrain.planning.step import PlannedStep, Steps
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
@@ -81,7 +81,7 @@ class RuntimeModel:
         return self._n_before * self._ms(self._adding.step(modes, counts), self._adding)
 
     def _ms(self, step: PlannedStep, steps: Steps) -> float:
-        return serial_ms(step) if self._is_cpu else simulate(step, steps.rates).step_ms
+        return (serial(step) if self._is_cpu else simulate(step, steps.rates)).step_ms
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""

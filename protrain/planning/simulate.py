@@ -306,11 +306,6 @@ def timeline(run: Run) -> Timeline:
     )
 
 
-def serial_ms(step: PlannedStep) -> float:
-    """Milliseconds of a step on a CPU, where device and host are one processor and nothing overlaps."""
-    return sum(map(Run(step).busy_ms, range(len(LANES))))
-
-
 def serial(step: PlannedStep) -> Timeline:
     """The timeline of a step on a CPU: all of its forward, then all of its backward, its copies and its updates."""
     run = Run(step)
