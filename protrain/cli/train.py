@@ -27,8 +27,8 @@ from trl.chat_template_utils import get_training_chat_template
 import protrain
 from protrain.cli.models import read_architecture
 from protrain.cli.rows_apart import what_joins_rows
+from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
-from protrain.common.hub import on_disk
 from protrain.common.progress import note
 from protrain.common.signals import end_at_once
 from protrain.integrations.transformers import ProTrainMixin
