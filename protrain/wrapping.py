@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from protrain.common import batch as batches
 from protrain.common import tables
+from protrain.common.cache import on_disk
 from protrain.common.errors import MisuseError, PlanError
-from protrain.common.hub import on_disk
 from protrain.common.parameters import is_managed, refuse_moves, unmanaged_bytes
 from protrain.common.progress import COUNTED, heard, note, stage
 from protrain.consensus import ProfilingTogether, largest_of_all, of_all, plan_of_first

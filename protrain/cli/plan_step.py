@@ -9,8 +9,8 @@ from typing import Any, Self
 from protrain.cli.defaults import choose_compile
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
+from protrain.common.cache import on_disk
 from protrain.common.dtypes import default_dtype
-from protrain.common.hub import on_disk
 
 
 @dataclass(frozen=True, kw_only=True)

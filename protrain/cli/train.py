@@ -30,8 +30,8 @@ from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 import protrain
 from protrain.cli.models import read_architecture
 from protrain.cli.rows_apart import what_joins_rows
+from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
-from protrain.common.hub import on_disk
 from protrain.common.progress import note
 from protrain.common.signals import end_at_once
 from protrain.forward.compilation import replace_attributes

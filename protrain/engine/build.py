@@ -150,7 +150,7 @@ def build_engine(
         step_during_backward=step_during_backward,
     )
     install(engine)
-    StateHooks(engine)
+    engine.state_hooks = StateHooks(engine)
     return engine
 
 

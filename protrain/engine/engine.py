@@ -87,9 +87,9 @@ class Engine:
         ledger: Ledger,
         step_during_backward: bool,
     ) -> None:
-        profile, memory, units = managed.profile, managed.memory, managed.units
-        self.model, self.profile, self.plan = managed.model, profile, managed.plan
-        self.memory = memory
+        self.model, self.profile, self.plan = managed.model, managed.profile, managed.plan
+        self.chunks, self.members, self.units = managed.chunks, managed.members, managed.units
+        self.memory = memory = managed.memory
         self.streams = memory.streams
         self.inputs = Inputs(memory.device, memory.streams)
         self.updates = updates
@@ -99,16 +99,15 @@ class Engine:
         self.phase = Phase.READY
         self._inside = step_during_backward  # updates are made inside backward, not by step()
         self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
-        self.chunks, self.members = managed.chunks, managed.members
-        self.units = units
         self.buffers = buffers
         self.gradients = gradients
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.bindings = bindings
+        self.state_hooks: Any = None  # which refer to this, and are made last
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
-        self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
+        self._frozen = [member for member in managed.members if not member.parameter.requires_grad]
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         # How many begins and ends of units and steps are under way. One that an interrupt cuts short stays counted.
         self.unfinished = 0
@@ -128,8 +127,11 @@ class Engine:
         Raises:
             MisuseError: it is one of the training, with a parameter that was frozen when the model was wrapped.
         """
-        if self.thawed and torch.is_grad_enabled():
-            raise frozen_error(self.members[min(self.thawed)].name)
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                thawed = next((member for member in self._frozen if member.parameter.requires_grad), None)
+            if thawed is not None:
+                raise frozen_error(thawed.name)
         self.streams.refuse_another()
         self.reset()
         self._restart(training=torch.is_grad_enabled())
@@ -202,12 +204,12 @@ class Engine:
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
-        self.gradients.count_backward()
+        self.gradients.count_backward(no_sync=self._groups.no_sync)
         if self._inside:
             self._groups.check()
             self.bindings.refuse_lent("backward() with step_during_backward=True")
             self.bindings.refuse_edits()  # step() would be too late
-        if not self.gradients.no_sync:
+        if not self._groups.no_sync:
             self._groups.check_members()
             self.updates.begin_backward()
         self._go_to(Phase.BACKWARD)
@@ -217,7 +219,7 @@ class Engine:
         arrived = self.gradients.flush(visit)
         if arrived:
             self._clipping.forget_norms()
-        if self.gradients.no_sync:
+        if self._groups.no_sync:
             return
         for chunk in arrived:
             if self._inside:
@@ -238,7 +240,7 @@ class Engine:
             self.visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
-                if self._inside and not self.gradients.no_sync:
+                if self._inside and not self._groups.no_sync:
                     for chunk in self.chunks:
                         if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
                             self._update_inside(chunk)

@@ -34,7 +34,7 @@ from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpoi
 def install(engine: Engine) -> None:
     """Hook the engine into its model."""
     for member in engine.members:
-        handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
+        handle = Handle(member.name, member.index, engine)
         if member.parameter.requires_grad:
             member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
         member.parameter.__class__ = PresentParameter

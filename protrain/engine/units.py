@@ -1,6 +1,7 @@
 """Units, and the model that an engine trains: what all parts of an engine work on.
 
-A unit is a module around which chunks are fetched and released.
+A unit is a module around which chunks are fetched and released: a block, or a module outside of blocks that has
+parameters of its own. Units may lie in each other.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ class Unit:
     members: list[Member]  # its parameters in those
     modules: BlockModules  # the module and all modules inside it
     calls: int = 0  # of its forward, so far
-    moving: list[Member] = field(init=False)  # the members whose data lies in another buffer from time to time
+    # The chunks that lie in another buffer from time to time, each with its members.
+    moving: list[tuple[Chunk, list[Member]]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.moving = [member for member in self.members if not member.chunk.resident]
+        chunks = [chunk for chunk in self.chunks if not chunk.resident]
+        self.moving = [(chunk, [member for member in self.members if member.chunk is chunk]) for chunk in chunks]
 
 
 @dataclass(eq=False, kw_only=True)

@@ -52,8 +52,7 @@ class Visits:
         self._training = Schedule([*calls, *reversed(calls)], fetched)
         self._inference = Schedule(calls, fetched)
         self._engine = engine
-        self._units = units
-        self._chunks = managed.chunks
+        self._managed = managed
         self._buffers = buffers
         self._bindings = bindings
         self._ranks = managed.memory.ranks
@@ -133,7 +132,7 @@ class Visits:
                 self.gather_ahead()
             before = self._unit_before.get(unit.index)
             if before is not None and not self._engine.in_forward:
-                self._engine.swaps.fetch_ahead(self._units[before])
+                self._engine.swaps.fetch_ahead(self._managed.units[before])
         self.current_frame = weakref.ref(frame)
 
     def leave_backward(self) -> None:
@@ -188,17 +187,17 @@ class Visits:
                 return
             for visit in skipped:
                 self._make_up(visit)
-        self._release_left(unit)
+            self._release_left(unit)
         self.schedule.enter(unit.index)
 
     def prefetch(self) -> None:
         """Fetch the chunks of later visits, as far as buffers are free."""
-        self._buffers.prefetch(self._chunks, self.schedule)
+        self._buffers.prefetch(self._managed.chunks, self.schedule)
 
     def gather_ahead(self) -> None:
         """The ranks gather the weights of the next visit."""
         if self._several and self.schedule.position + 1 < len(self.schedule.visits):
-            self._buffers.make_whole(self._units[self.schedule.visits[self.schedule.position + 1]].chunks)
+            self._buffers.make_whole(self._managed.units[self.schedule.visits[self.schedule.position + 1]].chunks)
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -210,8 +209,8 @@ class Visits:
         self.schedule.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
-            self._buffers.acquire_all(self._units[outer].chunks, self.schedule)
-            self._held.append(self._units[outer])
+            self._buffers.acquire_all(self._managed.units[outer].chunks, self.schedule)
+            self._held.append(self._managed.units[outer])
 
     def _enter_backward(self, unit: Unit) -> None:
         skipped = self.schedule.skipped(unit.index, start=self.backward_start) if self._several else ()
@@ -232,7 +231,7 @@ class Visits:
     def _make_up(self, visit: int) -> None:
         """Do what the other ranks do together in a visit that this rank skips."""
         self.schedule.position = visit
-        unit = self._units[self.schedule.visits[visit]]
+        unit = self._managed.units[self.schedule.visits[visit]]
         self._release_left(unit)
         self._buffers.acquire_all(unit.chunks, self.schedule)
         self.prefetch()

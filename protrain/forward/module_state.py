@@ -126,10 +126,9 @@ class _Alike:
 
     def _read(self, containers: list[Any]) -> tuple[list[int], list[Any], list[Any]]:
         """The sizes of containers, the keys of all together if they are dictionaries, and the values of all."""
-        kind = self._kind
-        keys = [*chain.from_iterable(map(kind.keys, containers))] if self._named else []
-        values = chain.from_iterable(map(kind.values if self._named else kind.__iter__, containers))
-        return [*map(kind.__len__, containers)], keys, [*values]
+        keys = [*chain.from_iterable(map(self._kind.keys, containers))] if self._named else []
+        values = chain.from_iterable(map(self._kind.values if self._named else self._kind.__iter__, containers))
+        return [*map(self._kind.__len__, containers)], keys, [*values]
 
     def same(self) -> bool:
         """Whether all of them hold what they held. Values are compared by identity, as they may be tensors."""
@@ -141,9 +140,6 @@ class _Alike:
         kind, all_keys, all_values = self._kind, iter(self.keys), iter(self.values)
         for container, size in zip(self.containers, self.sizes, strict=True):
             keys, values = [*islice(all_keys, size)], [*islice(all_values, size)]
-            (size_now,), keys_now, values_now = self._read([container])
-            if size_now == size and keys_now == keys and all(map(is_, values_now, values)):
-                continue
             kind.clear(container)
             for key, value in zip(keys, values, strict=False):  # a list has no keys
                 kind.__setitem__(container, key, value)
@@ -197,12 +193,15 @@ class Contents:
         for alike in self._filled:
             tables = chain.from_iterable(map(repeat, alike.containers, alike.sizes))
             entries = zip(tables, alike.keys, alike.values, strict=False)  # a list has no keys
-            yield from (each for each in entries if type(each[0]) is dict)
+            yield from (entry for entry in entries if type(entry[0]) is dict)
 
     def same(self) -> bool:
         """Whether all is as it was."""
-        unchanged = all(alike.same() for alike in self._filled) and [*map(type, self.modules)] == self._classes
-        return unchanged and not any(map(len, self._empty))
+        return (
+            all(alike.same() for alike in self._filled)
+            and [*map(type, self.modules)] == self._classes
+            and not any(map(len, self._empty))
+        )
 
     def put_back(self) -> None:
         """Restore modules and containers, the order of entries as well."""
@@ -213,7 +212,8 @@ class Contents:
         for container in filter(len, self._empty):
             container.clear()
         for alike in self._filled:
-            alike.put_back()
+            if not alike.same():
+                alike.put_back()
 
 
 TABLE_ELEMENTS = 1 << 22  # larger tensors of modules are usually quantized weights, which nothing writes to

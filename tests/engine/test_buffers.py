@@ -124,10 +124,10 @@ def test_a_buffer_is_kept_while_held_and_poisoned_when_given_up() -> None:
     assert first.isnan().all()
     assert pool.buffers[1].chunk is chunks[1]
     assert pool.acquire(chunks[0], schedule).eq(7.0).all(), "the weight after its update"
-    assert pool.content(chunks[1]).eq(2.0).all()
+    assert pool.used(chunks[1]).memory.eq(2.0).all()
     pool.release(chunks[1])
     with pytest.raises(AssertionError):
-        pool.content(chunks[1])
+        pool.used(chunks[1])
 
 
 def test_a_persistent_chunk_has_its_weight_for_a_buffer_and_never_gives_it_up() -> None:
@@ -136,8 +136,8 @@ def test_a_persistent_chunk_has_its_weight_for_a_buffer_and_never_gives_it_up() 
     for unit, other in enumerate(chunks[1:]):
         schedule.enter(unit)
         pool.acquire_all([chunks[0], other], schedule)
-        assert pool.content(chunks[0]) is chunks[0].weight
-        assert pool.content(other).eq(other.index + 1.0).all()
+        assert pool.used(chunks[0]).memory is chunks[0].weight
+        assert pool.used(other).memory.eq(other.index + 1.0).all()
         pool.release(other)
         assert any(map(pool.in_use, chunks))
         pool.release(chunks[0])
@@ -250,7 +250,7 @@ def test_eviction_is_optimal(seed: int) -> None:
     for at, unit in enumerate(visits):
         schedule.enter(unit, start=at)
         pool.acquire_all([chunks[index] for index in unit_chunks[unit]], schedule)
-        assert all(pool.content(chunks[index]).eq(index + 1.0).all() for index in unit_chunks[unit])
+        assert all(pool.used(chunks[index]).memory.eq(index + 1.0).all() for index in unit_chunks[unit])
         for index in unit_chunks[unit]:
             pool.release(chunks[index])
     assert pool.fetches == fewest_fetches([unit_chunks[unit] for unit in visits], n_buffer)

@@ -157,7 +157,7 @@ class Frame:
             )
         if buffer.resident:
             return saved
-        memory = self.buffers.content(chunk)
+        memory = self.buffers.used(chunk).memory
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
         # With create_graph=True the graph outlives the content of the buffer. That of a unit that runs is saved here.
         if torch.is_grad_enabled() and not self.running:

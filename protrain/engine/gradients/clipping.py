@@ -1,6 +1,6 @@
 """The loss scale of float16, the norm of a step's gradients, and the factor that the update multiplies them by.
 
-[Note: torch's own clipping] ``.grad`` is a stand-in (``protrain.engine.gradients.proxy``) that supports what
+[Note: torch's own clipping] ``.grad`` is a stand-in (``protrain.engine.weights.handle``) that supports what
 ``torch.nn.utils.clip_grad_norm_`` does: it asks each gradient for its norm, and then multiplies each by one and the
 same factor. The update has one factor for all gradients, so every gradient must have got the factor by the time of
 ``step()``. torch computes the norm of norms in fp32. That may differ in the last bit from the root of all squares
@@ -99,9 +99,6 @@ class Clipping:
         """Forget everything, because there are no gradients any more."""
         self.forget_norms()
         self._factor = None
-        self._forget_factors()
-
-    def _forget_factors(self) -> None:
         self._factors, self._factors_of = {}, {}
 
     def forget_norms(self) -> None:
@@ -149,7 +146,7 @@ class Clipping:
             )
         for key in usual:
             self._multiply(self._factors[key][1])
-        self._forget_factors()
+        self._factors, self._factors_of = {}, {}
         return self._factor
 
     def gradient_norm(self, index: int) -> Tensor:

@@ -66,7 +66,6 @@ class Gradients:
         self.pending: dict[int, Tensor] = {}  # gradients that wait for the visit that completes them, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
-        self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
         self.pools = GradientPools(managed)
@@ -144,9 +143,9 @@ class Gradients:
         """Whether this is the last backward that the plan has for a step."""
         return self.backwards == self._accumulation
 
-    def count_backward(self) -> None:
+    def count_backward(self, *, no_sync: bool) -> None:
         """Another backward brings gradients. MisuseError if it is one more than planned."""
-        begins = self.no_sync and not self.backwards  # a sum, as another backward follows
+        begins = no_sync and not self.backwards  # a sum, as another backward follows
         if self.backwards + begins >= self._accumulation:
             what = "a backward() under model.no_sync()" if begins else "another backward()"
             raise _one_more(what, self.backwards + begins + 1)

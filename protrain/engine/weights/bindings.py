@@ -71,11 +71,13 @@ class Bindings:
         """Put the parameters of ``unit`` on the device, and keep them there."""
         self._buffers.acquire_all(unit.chunks, schedule)
         with torch._C.DisableTorchFunctionSubclass():
-            for member in unit.moving:
-                if member.bound == 0:
-                    data = self._buffers.weight(member)
-                    member.address = data.data_ptr()
-                    set_data(member.parameter, data)
+            for chunk, members in unit.moving:
+                buffer = self._buffers.used(chunk)
+                for member in members:
+                    if member.bound == 0:
+                        data = buffer.view(member)
+                        member.address = data.data_ptr()
+                        set_data(member.parameter, data)
             for member in unit.members:
                 member.bound += 1
                 member.parameter.__class__ = PresentParameter
@@ -93,9 +95,8 @@ class Bindings:
                 member.bound -= 1
                 if member.bound == 0:
                     member.parameter.__class__ = ReleasedParameter
-            for member in unit.moving:
-                if member.bound == 0:
-                    set_data(member.parameter, self._idle[member.index])
+                    if not member.chunk.resident:
+                        set_data(member.parameter, self._idle[member.index])
         for chunk in unit.chunks:
             self._buffers.release(chunk)
         for name, how in kinds.items():
@@ -109,7 +110,9 @@ class Bindings:
         """
         if member.parameter.data_ptr() == member.address:
             return "changed in place"
-        weight = member.view(member.chunk.weight) if member.chunk.resident else self._buffers.weight(member)
+        weight = (
+            member.view(member.chunk.weight) if member.chunk.resident else self._buffers.used(member.chunk).view(member)
+        )
         if not same_bytes(member.parameter.detach().to(weight.device), weight):
             return "replaced"
         set_data(member.parameter, weight)

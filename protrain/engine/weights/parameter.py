@@ -31,20 +31,8 @@ _MOVED = "protrain_moved"  # name of an attribute
 # subclasses are disabled.
 set_data: Any = cast(Any, torch.Tensor.data).__set__
 _RAW_GRAD: Any = torch.Tensor.grad
-_RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 # What may be asked of a parameter before its values are loaded, or done to it: see [Note: awaited values].
-_OF_TRAINING = _RAW_GRAD.__get__, _RAW_GRAD.__set__, _RAW_REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_
-_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, *_OF_TRAINING])
-
-
-def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
-    handle = parameter.protrain_handle
-    if not handle.trainable:
-        # The next forward of the training refuses it. One without gradients trains nothing, so that peft's set_adapter
-        # may choose any adapter for it.
-        (handle.engine.thawed.add if value else handle.engine.thawed.discard)(handle.index)
-    with torch._C.DisableTorchFunctionSubclass():
-        _RAW_REQUIRES_GRAD.__set__(parameter, value)
+_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, _RAW_GRAD.__get__, _RAW_GRAD.__set__])
 
 
 def _replace_data(parameter: PresentParameter, value: Tensor) -> None:
@@ -59,12 +47,6 @@ class PresentParameter(nn.Parameter):
     protrain_handle: Handle
     # The data is what `detach` returns, so that an edit of it counts as an edit of the parameter: see [Note: edits].
     data: Any = property(lambda parameter: parameter.detach(), _replace_data)
-    requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze the parameter, or train it again, which it can be if it was not frozen when the model was wrapped."""
-        self.requires_grad = requires_grad
-        return self
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The memory of the parameter is its chunk's. Only its own is accepted: ``register_parametrization`` gives it.
@@ -233,12 +215,7 @@ def edit_error(name: str, how: str) -> MisuseError:
     )
 
 
-def _describe(parameter: Any, **_: Any) -> str:
-    with torch._C.DisableTorchFunctionSubclass():
-        return f"Parameter({parameter.protrain_name}, {tuple(parameter.shape)}, {parameter.dtype}, not loaded yet)"
-
-
-class _AwaitedParameter(nn.Parameter):
+class AwaitedParameter(nn.Parameter):
     """A parameter that can be frozen, and asked for its shape and the like, and nothing else."""
 
     protrain_name: str
@@ -249,11 +226,11 @@ class _AwaitedParameter(nn.Parameter):
     ) -> Any:
         if func not in _ALLOWED:
             for tensor in tensors_in((args, kwargs)):
-                if isinstance(tensor, _AwaitedParameter):
+                if isinstance(tensor, AwaitedParameter):
                     raise awaited_error(tensor.protrain_name)
         return on_itself(func, args, kwargs)
 
-    __repr__: Any = _describe
+    __repr__: Any = describe
 
 
 class Awaited:
@@ -268,7 +245,7 @@ class Awaited:
     def _await(self) -> None:
         for name, parameter in self._parameters.items():
             vars(parameter)["protrain_name"] = name
-            parameter.__class__ = _AwaitedParameter
+            parameter.__class__ = AwaitedParameter
         # torch would load the buffers before it comes to the parameters.
         self._hooks = [module.register_load_state_dict_pre_hook(_refuse_load) for module in self._model.modules()]
 

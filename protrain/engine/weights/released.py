@@ -152,7 +152,7 @@ def weight_of(handle: Handle) -> Tensor:
     member = engine.members[handle.index]
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
-        return engine.buffers.weight(member).clone()
+        return engine.buffers.used(chunk).view(member).clone()
     if chunk.ranks.several and engine.all_read:
         chunk.ranks.meet(f"a read of {handle.name}")
         with engine.quiet():
