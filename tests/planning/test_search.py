@@ -25,7 +25,7 @@ from protrain.planning import (
 )
 from protrain.planning.plan import Counts
 from protrain.planning.rates import slower_share, with_host
-from protrain.planning.simulate import simulate
+from protrain.planning.simulate import Run, simulate
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.brute_force import N, as_measured, large_vocabulary, random_machine, random_profile, that_streams
 from tests.planning.machines import H100, judge_as_calibrated
@@ -100,10 +100,10 @@ def test_the_device_helps_a_host_that_forward_waits_for() -> None:
 
 
 def test_of_forty_billion_parameters_few_plans_are_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulated: list[float] = []
+    simulated: list[Run] = []
 
-    def count(*args: Any, **options: Any) -> float:
-        simulated.append(simulate(*args, **options))
+    def count(*args: Any) -> Run:
+        simulated.append(simulate(*args))
         return simulated[-1]
 
     monkeypatch.setattr(sys.modules["protrain.planning.predict"], "simulate", count)

@@ -131,7 +131,7 @@ def test_help_makes_no_step_longer_when_nothing_contends() -> None:
         n_speculate = 0 if options["update_in_backward"] else draw.choice([0, draw.randint(0, n - n_persist)])
         counts = placed(n_persist, draw.randint(1, n - n_persist), n_speculate, draw.randint(0, n_speculate))
         with_help, alone = (
-            Run.of(model_of(profile, hardware, stream=stream, **options).steps.step((NONE,) * n, counts)).step_ms
+            Run(model_of(profile, hardware, stream=stream, **options).steps.step((NONE,) * n, counts)).step_ms
             for stream in (True, False)
         )
         assert with_help <= 1.02 * alone
