@@ -11,6 +11,7 @@ that they have agreed on, which takes longer than the measurement.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -152,8 +153,15 @@ def rates_of(runs: Runs) -> dict[str, float]:
 
 
 def shares_of(runs: Runs) -> list[Contention]:
-    """The shares in every group of several activities: those of its best round, of the best rates alone."""
-    best = {group[0]: max(median(run[group[0]]) for run in found) for group, found in runs.items() if len(group) == 1}
+    """The shares in every group of several activities: those of its best round, of the best rate of each activity.
+
+    That rate may be one beside others. Then something else on the machine slowed the activity down while it ran alone,
+    and its shares of that rate would be too large.
+    """
+    best: dict[str, float] = {}
+    for run in itertools.chain.from_iterable(runs.values()):
+        for name, rates in run.items():
+            best[name] = max(best.get(name, 0.0), median(rates))
     shares = {
         group: max((tuple(median(run[name]) / best[name] for name in group) for run in found), key=sum)
         for group, found in runs.items()
