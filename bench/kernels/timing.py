@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from bench.clock import device_timer
-from protrain.hardware.calibration.rates import thread_counts
+from protrain.hardware.calibration.activities import thread_counts
 
 _FLUSHED_BYTES = 512 * 1024**2  # ten times the L2 cache of an H100, and twice the largest of the cards here
 _MOST_FLUSHES = 100  # some 20 ms

@@ -81,5 +81,4 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
         flatten_gbps=profile.flatten_gbps and profile.flatten_gbps * memory,
-        pack_gbps=profile.pack_gbps and profile.pack_gbps * memory,
     )

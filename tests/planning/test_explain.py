@@ -15,8 +15,8 @@ from protrain.planning.ranges import Change
 from protrain.planning.rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from tests.planning.counts import busy_ms
 from tests.planning.machines import H100
+from tests.planning.models import busy_ms
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
