@@ -76,7 +76,7 @@ def test_what_is_predicted_is_for_the_machine_as_it_is(profile: ModelProfile) ->
     assert plan == check(plan, profile, MACHINE)
     late: Plan = check(plan, profile, with_host(MACHINE, slower_share(MACHINE)))
     assert plan.step_ms < late.step_ms
-    why = explain(plan, profile, MACHINE, more_memory=False)
+    why = explain(plan, profile, MACHINE)
     assert why.slower_ms == late.step_ms
     assert why.slower_share == slower_share(MACHINE)
     assert "should the host update 17% more slowly" in str(why)

@@ -84,7 +84,7 @@ def test_a_plan_of_second_weights_fits_where_one_of_whole_copies_does_not() -> N
     plan = made(tight, 6, 6)
     assert str(plan).endswith("n_speculate=6 n_weight_only=6")
     assert plan.host_bytes == tight.host_bytes
-    parts = explain(plan, profile, tight, more_memory=False).host_bytes
+    parts = explain(plan, profile, tight).host_bytes
     assert parts["second weights for speculative updates"] == 6 * N * 2
     assert "second copies for speculative updates" not in parts
     assert check(plan, profile, ROOMY) == plan
@@ -108,7 +108,7 @@ def test_a_plan_says_how_many_are_weight_only_and_what_they_take() -> None:
     with pytest.raises(PlanError, match="host") as refused:
         check(plan, profile, replace(exact, host_bytes=exact.host_bytes - 1))
     assert refused.value.needed_bytes == plan.host_bytes
-    why = explain(plan, profile, exact, more_memory=False)
+    why = explain(plan, profile, exact)
     assert why.host_bytes["second weights for speculative updates"] == 4 * N * 2
     assert why.host_bytes["second copies for speculative updates"] == 2 * N * 12
     assert sum(why.host_bytes.values()) == 2 * plan.host_bytes  # the whole, and its parts
@@ -135,7 +135,7 @@ def test_a_number_of_weight_only_updates_out_of_range_is_refused(
 
 def test_one_more_or_less_of_them_does_what_the_plan_with_it_does() -> None:
     profile, hardware = make_profile(3.0, 6.0, n=8), replace(ROOMY, host_adam_gparams=0.2)
-    why = explain(made(hardware, 6, 4), profile, hardware, more_memory=False)
+    why = explain(made(hardware, 6, 4), profile, hardware)
     changes = {(change.knob, change.step): change for change in why.changes}
     for step in (1, -1):
         change, other = changes["n_weight_only", step], made(hardware, 6, 4 + step)
@@ -143,7 +143,7 @@ def test_one_more_or_less_of_them_does_what_the_plan_with_it_does() -> None:
     assert changes["n_speculate", -1].host_bytes == made(hardware, 5, 4).host_bytes
 
     def impossible(plan: Plan, step: int, machine: HardwareProfile = hardware) -> str:
-        changes = explain(plan, profile, machine, more_memory=False).changes
+        changes = explain(plan, profile, machine).changes
         return next(one.impossible for one in changes if (one.knob, one.step) == ("n_weight_only", step))
 
     assert impossible(made(hardware, 2, 2), 1) == "no other update is speculative"
