@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch.distributed as dist
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from protrain.common.progress import heard
@@ -37,6 +37,7 @@ def start_ranks(gpus: int | None, words: Sequence[str]) -> None:
     announced = announced_processes()
     if announced == 1 and (gpus or 1) > 1:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_S))
+        PContext.close.__defaults__ = (None, _SAVE_S)  # which is the only place for it before torch 2.13
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes speak for themselves
         torchrun = ["--standalone", "--nproc-per-node", str(gpus), "-m", "protrain", *words]
         try:

@@ -24,8 +24,9 @@ from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, note, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import other_machines
 from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
-from protrain.planning.answer import Batch, Case, Job, Machine, alternatives, other_machines
+from protrain.planning.answer import Batch, Case, Job, Machine, alternatives, others_of
 from protrain.profiler.derived import at_batch
 from protrain.profiler.kept_profiles import counted_profile, kept_answer
 from protrain.profiler.model_profile import ModelProfile
@@ -178,8 +179,8 @@ def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answ
 def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:
     with stage("looking for what would be better") as show:
         lacks_bytes = answer.lacks_bytes if answer.lacks == "host memory" else 0
-        machines = other_machines(profile, asked.hardware, lacks_host_bytes=lacks_bytes)
-        cases = _other_trainings(asked, answer, profile, show) | machines
+        machines = other_machines(asked.hardware, lacks_host_bytes=lacks_bytes)
+        cases = _other_trainings(asked, answer, profile, show) | others_of(profile, asked.hardware, machines)
         return replace(answer, alternatives=alternatives(cases, step_during_backward=asked.inside))
 
 

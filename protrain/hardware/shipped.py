@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from protrain.common.tables import format_bytes
 from protrain.hardware.datasheet import has_words, is_less, of_card
-from protrain.hardware.memory import for_training
+from protrain.hardware.memory import HOST_SHARE, for_training
 from protrain.hardware.profile import HardwareProfile
 
 _Value = TypeVar("_Value")
@@ -53,6 +53,8 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 _GIB = 1024**3
+_MORE_RAM_BYTES = 64 * _GIB
+_MOST_GPUS = 8  # of a machine
 # The RAM in GiB of machines with so many GPUs or fewer, as they are sold or rented: docs/new-gpu.md names them.
 _RAM_GIB = {
     "rtx3090": {8: 64},
@@ -117,6 +119,36 @@ def next_card(gpu_name: str) -> str | None:
     return next((_NEXT.get(name) for card, name in _BY_GPU.items() if has_words(gpu_name, card)), None)
 
 
+def other_machines(hardware: HardwareProfile, *, lacks_host_bytes: int = 0) -> dict[str, HardwareProfile]:
+    """The machine of ``hardware``, one of its GPUs, with more memory, with the next card, and with twice the GPUs.
+
+    ``lacks_host_bytes`` are what each GPU's share of the host is too small by, so that nothing fits.
+    """
+    n_gpus = hardware.world_size // hardware.n_nodes
+    whole = replace(
+        hardware,
+        host_bytes=hardware.host_bytes * n_gpus,
+        cpu_threads=hardware.cpu_threads * n_gpus,
+        host_dram_gbps=hardware.host_dram_gbps * n_gpus,
+        world_size=1,
+        n_nodes=1,
+        **hardware.host_adam_scaled(n_gpus),
+    )
+    module_bytes = int(_MORE_RAM_BYTES * HOST_SHARE)
+    n_modules = max(1, -(-lacks_host_bytes * n_gpus // module_bytes))
+    more_bytes = n_modules * module_bytes // n_gpus
+    more = f"{format_bytes(n_modules * _MORE_RAM_BYTES)} more RAM"
+    machines = {more: replace(hardware, host_bytes=hardware.host_bytes + more_bytes)}
+    name = next_card(hardware.name)
+    if name is not None:
+        host = {field: getattr(whole, field) for field in ("host_bytes", "cpu_threads", "host_dram_gbps")}
+        card = replace(load(name), **host, **whole.host_adam_scaled(1.0))
+        machines[f"the next card ({name})"] = card.shared_by(n_gpus, hardware.n_nodes)
+    if hardware.device_type == "cuda" and 2 * n_gpus <= _MOST_GPUS:
+        machines[f"{2 * n_gpus} GPUs"] = whole.shared_by(2 * n_gpus, hardware.n_nodes)
+    return machines
+
+
 def of_gpu(gpu_name: str) -> HardwareProfile | None:
     """The shipped profile of the GPU that the driver calls ``gpu_name``, or None.
 
@@ -136,5 +168,4 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
         flatten_gbps=profile.flatten_gbps and profile.flatten_gbps * memory,
-        pack_gbps=profile.pack_gbps and profile.pack_gbps * memory,
     )

@@ -26,7 +26,8 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.answer import Answer, alternatives, explain, host_gparams, other_machines
+from protrain.hardware.shipped import other_machines
+from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
 
 
@@ -244,7 +245,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def explain(self) -> Answer:
         """What limits the plan, what each of its numbers would change, and how fast other machines would be."""
         profile, inside = self._engine.profile, self.step_during_backward
-        others = alternatives(other_machines(profile, self.hardware), step_during_backward=inside)
+        cases = others_of(profile, self.hardware, other_machines(self.hardware))
+        others = alternatives(cases, step_during_backward=inside)
         return replace(explain(self.plan, profile, self.hardware, step_during_backward=inside), alternatives=others)
 
     # -- state ---------------------------------------------------------------------------------------------------------

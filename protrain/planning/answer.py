@@ -15,9 +15,7 @@ from typing import Any, Self
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_change, format_ms, per_gpu, wrapped
-from protrain.hardware.memory import HOST_SHARE
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import load, next_card
 from protrain.planning.fits import check
 from protrain.planning.layout import updated_chunks
 from protrain.planning.plan import Plan, layout_of
@@ -30,8 +28,6 @@ from protrain.profiler.model_profile import ModelProfile
 
 _SHOWN = 0.0005  # the smallest share that is printed as 0.1%
 _SAME = 0.005  # speeds within this share count as the same, since the search has other criteria for plans so close
-_MORE_RAM_BYTES = 64 * 1024**3
-_MOST_GPUS = 8  # of a machine
 
 Case = tuple[ModelProfile, HardwareProfile]  # what is trained, and where
 
@@ -362,37 +358,13 @@ def alternatives(cases: Mapping[str, Case], *, step_during_backward: bool = Fals
     return tuple(found)
 
 
-def other_machines(profile: ModelProfile, hardware: HardwareProfile, *, lacks_host_bytes: int = 0) -> dict[str, Case]:
-    """``profile`` with 16-bit moments, and on machines with more memory, the next card or twice the GPUs.
-
-    ``lacks_host_bytes`` are what each GPU's share of the host is too small by, so that nothing fits.
-    """
-    n_gpus = hardware.world_size // hardware.n_nodes
-    whole = replace(
-        hardware,
-        host_bytes=hardware.host_bytes * n_gpus,
-        cpu_threads=hardware.cpu_threads * n_gpus,
-        host_dram_gbps=hardware.host_dram_gbps * n_gpus,
-        world_size=1,
-        n_nodes=1,
-        **hardware.host_adam_scaled(n_gpus),
-    )
-    cases = {}
-    if profile.moment_dtype == "float32":
-        cases["bf16 moments (--moment-dtype bf16)"] = replace(profile, moment_dtype="bfloat16"), hardware
-    module_bytes = int(_MORE_RAM_BYTES * HOST_SHARE)
-    n_modules = max(1, -(-lacks_host_bytes * n_gpus // module_bytes))
-    more_bytes = n_modules * module_bytes // n_gpus
-    more = f"{format_bytes(n_modules * _MORE_RAM_BYTES)} more RAM"
-    cases[more] = profile, replace(hardware, host_bytes=hardware.host_bytes + more_bytes)
-    name = next_card(hardware.name)
-    if name is not None:
-        host = {field: getattr(whole, field) for field in ("host_bytes", "cpu_threads", "host_dram_gbps")}
-        card = replace(load(name), **host, **whole.host_adam_scaled(1.0))
-        cases[f"the next card ({name})"] = profile, card.shared_by(n_gpus, hardware.n_nodes)
-    if hardware.device_type == "cuda" and 2 * n_gpus <= _MOST_GPUS:
-        cases[f"{2 * n_gpus} GPUs"] = profile, whole.shared_by(2 * n_gpus, hardware.n_nodes)
-    return cases
+def others_of(
+    profile: ModelProfile, hardware: HardwareProfile, machines: Mapping[str, HardwareProfile]
+) -> dict[str, Case]:
+    """``profile`` on ``machines``, by what they are called, and on ``hardware`` with moments of 16 bits."""
+    narrow = replace(profile, moment_dtype="bfloat16"), hardware
+    moments = {"bf16 moments (--moment-dtype bf16)": narrow} if profile.moment_dtype == "float32" else {}
+    return moments | {what: (profile, machine) for what, machine in machines.items()}
 
 
 def _signed(size: int) -> str:

@@ -143,10 +143,8 @@ class MemoryModel:
         self._weight_copy_bytes = list(accumulate(weights, initial=0))
         self.partial_bytes = PARTIAL_BYTES * layout.n_tiles
         self._exchange_bytes = layout.exchange_bytes(element)
-        self._swapped_bytes = [  # by block: host memory of its saved activations, and of its inputs
-            (swapped_block_bytes(record, packed=packed), offloaded_input_bytes(record))
-            for record, packed in zip(profile.blocks, packs, strict=True)
-        ]
+        # By block: host memory of its saved activations, and of its inputs.
+        self._swapped_bytes = [(swapped_block_bytes(each), offloaded_input_bytes(each)) for each in profile.blocks]
         self._segments = Segments.of(profile, packs)
         self.activations = cache(self._activations_of)
         self.offloads = cache(self._offloads_of)
@@ -416,7 +414,7 @@ class Segments(NamedTuple):
         inputs = per_call([block.input_bytes - block.held_input_bytes for block in blocks])
         held = per_call([block.held_input_bytes for block in blocks])
         unsaved = per_call([block.unsaved_input_bytes for block in blocks])
-        packed = per_call([swapped_block_bytes(block, packed=True) * packs[at] for at, block in enumerate(blocks)])
+        packed = per_call([swapped_block_bytes(block) * packs[at] for at, block in enumerate(blocks)])
         order = [segment.block for segment in profile.segments]
         rows, held_inputs = [], []
         before, at_loss = -1, True  # at_loss: the backward of no block has begun yet

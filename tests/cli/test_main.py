@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from protrain.cli.commands import COMMANDS
 from protrain.cli.launch import start_ranks
@@ -281,3 +283,4 @@ def test_gpus_is_torchrun_that_waits_for_a_save(monkeypatch: pytest.MonkeyPatch)
     assert (started[0].nproc_per_node, started[0].training_script) == ("2", "protrain")
     assert started[0].training_script_args == words
     assert int(os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")) >= 600
+    assert inspect.signature(PContext.close).parameters["timeout"].default >= 600

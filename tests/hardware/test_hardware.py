@@ -17,7 +17,7 @@ from protrain.hardware import memory
 from protrain.hardware.datasheet import of_card
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.memory import available_host_bytes, for_training, usable_cores
-from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.hardware.shipped import load, next_card, of_gpu, of_machine, shipped_name, shipped_names
 
 GIB = 1024**3
@@ -116,7 +116,7 @@ def test_cards_of_one_name_have_rates_in_proportion_to_their_datasheets(
     found, base = of_gpu(name), load(shipped)
     assert found is not None
     assert found.matmul_tflops == pytest.approx(base.matmul_tflops * computing)
-    for rate in ("device_copy_gbps", "device_adam_gparams", "flatten_gbps", "pack_gbps"):
+    for rate in ("device_copy_gbps", "device_adam_gparams", "flatten_gbps"):
         had = getattr(base, rate)
         assert getattr(found, rate) == (None if had is None else pytest.approx(had * memory))
     assert found.h2d_gbps == base.h2d_gbps
@@ -359,6 +359,17 @@ def test_a_processor_is_named_as_the_system_names_it(write: Write) -> None:
     assert memory.processor_name() in (platform.processor(), platform.machine())
     write({"proc/cpuinfo": "processor\t: 0\nmodel name\t: A: processor\nmodel name\t: another\n"})
     assert memory.processor_name() == "A: processor"
+
+
+def test_a_share_is_that_of_the_most_crowded_group_known() -> None:
+    groups = (
+        Contention(activities=("h2d", "host_adam"), shares=(0.8, 0.9)),
+        Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.6, 0.7, 0.5)),
+    )
+    profile = replace(load("a100"), contention=groups)
+    assert profile.share("h2d", ["host_adam"]) == 0.8
+    assert profile.share("host_adam", ["h2d", "d2h", "matmul"]) == 0.5
+    assert profile.share("h2d", []) == profile.share("matmul", ["h2d"]) == 1.0
 
 
 @pytest.mark.gpu

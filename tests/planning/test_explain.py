@@ -9,16 +9,16 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import load
+from protrain.hardware.shipped import load, other_machines
 from protrain.planning import Plan, evaluate, explain, predict, search
-from protrain.planning.answer import Job, alternatives, other_machines
+from protrain.planning.answer import Job, alternatives, others_of
 from protrain.planning.plan import Counts
 from protrain.planning.ranges import Change
 from protrain.planning.rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from tests.planning.counts import busy_ms
 from tests.planning.machines import H100
+from tests.planning.models import busy_ms
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
@@ -254,7 +254,8 @@ def test_impossible_knobs_say_why() -> None:
 
 def test_alternatives_are_what_the_search_finds_for_them() -> None:
     traced, hardware = make_profile(), machine(1400, 2048, **SLOW_HOST)
-    cases = other_machines(traced, replace(hardware, device_type="cuda", name="NVIDIA GeForce RTX 3090"))
+    mine = replace(hardware, device_type="cuda", name="NVIDIA GeForce RTX 3090")
+    cases = others_of(traced, mine, other_machines(mine))
     assert list(cases) == [
         *("bf16 moments (--moment-dtype bf16)", "64 GiB more RAM", "the next card (rtx4090)", "2 GPUs")
     ]
@@ -271,9 +272,8 @@ def test_alternatives_are_what_the_search_finds_for_them() -> None:
 
 
 def test_alternatives_of_what_does_not_fit_have_as_much_ram_as_it_takes() -> None:
-    traced, hardware = make_profile(), machine(1400, 2048)
     lacks_bytes = 100 * 1024**3
-    assert "128 GiB more RAM" in other_machines(traced, hardware, lacks_host_bytes=lacks_bytes)
+    assert "128 GiB more RAM" in other_machines(machine(1400, 2048), lacks_host_bytes=lacks_bytes)
 
 
 def test_a_table_of_alternatives_has_speeds_times_and_prices() -> None:

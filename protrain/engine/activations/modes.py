@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from protrain.engine.activations.saved import CheckpointFrame, Frame
 from protrain.engine.activations.swap import CheckpointSwapFrame, Offload, OffloadedTensor, Storage, SwapFrame
-from protrain.engine.visits import Unit
+from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached

@@ -27,7 +27,7 @@ from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams, span
-from protrain.engine.visits import Unit
+from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,9 @@ from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe, on_itself
 
 _MOVED = "protrain_moved"  # name of an attribute
-_RAW_DATA: Any = torch.Tensor.data
+# It gives a parameter other data of its shape, without any check. Only the engine may call it, where torch functions of
+# subclasses are disabled.
+set_data: Any = cast(Any, torch.Tensor.data).__set__
 _RAW_GRAD: Any = torch.Tensor.grad
 _RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 # What may be asked of a parameter before its values are loaded, or done to it: see [Note: awaited values].
@@ -112,8 +114,8 @@ class PresentParameter(nn.Parameter):
                 "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook, or in "
                 "parameter.register_hook where a step has several backward() calls"
             )
-        if pending and handle.engine.gradients.forget(handle.index):  # it was the last one
-            handle.engine.forget_gradients()
+        if pending:
+            handle.engine.forget_gradient(handle.index)
 
     def _arriving(self) -> Tensor | None:
         """The gradient with which a hook is called now. MisuseError if torch would add it to an earlier one first."""
@@ -200,12 +202,6 @@ def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     with torch._C.DisableTorchFunctionSubclass():
         gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
     return gradient
-
-
-def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter`` other data of its shape, without any check. Only the engine may do this."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _RAW_DATA.__set__(parameter, data)
 
 
 def refuse_foreign_gradients(members: Iterable[Member]) -> None:
