@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -24,8 +25,9 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import other_machines
 from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
-from protrain.planning.answer import Answer, explain, host_gparams
+from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
 
 
@@ -216,8 +218,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return host_gparams(self.plan, profile, self.hardware, step_during_backward=self.step_during_backward)
 
     def explain(self) -> Answer:
-        """What limits the plan, what each of its numbers would change, and what more memory would buy."""
-        return explain(self.plan, self._engine.profile, self.hardware, step_during_backward=self.step_during_backward)
+        """What limits the plan, what each of its numbers would change, and how fast other machines would be."""
+        profile, inside = self._engine.profile, self.step_during_backward
+        cases = others_of(profile, self.hardware, other_machines(self.hardware))
+        others = alternatives(cases, step_during_backward=inside)
+        return replace(explain(self.plan, profile, self.hardware, step_during_backward=inside), alternatives=others)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 

@@ -230,7 +230,7 @@ def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx3090", "--batch", "1", "--json")
+    status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx4090", "--batch", "1", "--json")
     assert status == 0, err
     plan = json.loads(text)["plan"]
     assert plan["device_bytes"] <= 24 * 1024**3

@@ -137,12 +137,12 @@ def test_refusals_and_explanations_count_what_is_really_taken() -> None:
     assert plan.host_bytes == enough
     with pytest.raises(PlanError):
         search(profile, replace(tight, host_bytes=enough - 1), step_during_backward=True)
-    why = explain(plan, profile, tight, step_during_backward=True, more_memory=False)
+    why = explain(plan, profile, tight, step_during_backward=True)
     assert sum(why.host_bytes.values()) == 2 * plan.host_bytes  # the whole, and its parts
     assert why.host_bytes["gradients"] == plan.n_host_gradient * plan.chunk_elements * 2
     device = replace(tight, device_bytes=600 * 1024**2)
     plan = search(profile, device, step_during_backward=True)
-    parts = explain(plan, profile, device, step_during_backward=True, more_memory=False).device_bytes
+    parts = explain(plan, profile, device, step_during_backward=True).device_bytes
     assert plan.n_device_gradient == 1 < plan.n_persist
     assert sum(parts.values()) == 2 * plan.device_bytes
     assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2

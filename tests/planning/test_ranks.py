@@ -11,17 +11,19 @@ import pytest
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import (
+    Answer,
     BlockMode,
+    Comparison,
     MemoryModel,
     Plan,
     RuntimeModel,
     check,
-    compare,
     evaluate,
     explain,
     pack,
     search,
 )
+from protrain.planning.answer import Job
 from protrain.planning.plan import layout_of
 from protrain.planning.step import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
@@ -123,24 +125,32 @@ def test_a_gradient_waits_for_staging_to_be_sent_and_to_be_offloaded_from() -> N
     [
         ({}, "compute"),
         ({"all_gather_gbps": 0.0128, "all_to_all_gbps": 0.0128}, "reductions"),
-        ({"device_bytes": 100 * MIB}, "GPU memory"),
         ({"device_bytes": 1944 * MIB, "host_adam_gparams": 0.02}, "host optimizer"),
     ],
 )
 def test_a_comparison_says_what_limits_each_machine(changes: dict[str, Any], limit: str) -> None:
-    machine = replace(TWO, **changes)
-    found = compare(chain(3.0, 6.0), {"mine": machine})
-    answer = found.machines["mine"]
+    machine, profile = replace(TWO, **changes), chain(3.0, 6.0)
+    answer = explain(search(profile, machine), profile, machine)
     assert answer.machine.gpus == 2
-    assert limit in found.table()
-    if answer.plan is None:
-        assert "needed" in answer.verdict
-        assert (answer.tokens_per_s, answer.lacks) == (None, limit)
-        return
-    assert answer.plan == search(chain(3.0, 6.0), machine)
-    assert answer.tokens_per_s == answer.plan.tokens_per_s
+    assert limit in Comparison.of({"mine": answer}).table()
     assert next(iter(answer.limits)) == limit
     assert sum(answer.limits.values()) == pytest.approx(1.0)
+
+
+def test_a_comparison_begins_with_the_fastest_or_the_cheapest() -> None:
+    profile = chain(3.0, 6.0)
+    slow = replace(TWO, matmul_tflops=TWO.matmul_tflops / 4, all_gather_gbps=0.0128, all_to_all_gbps=0.0128)
+    answers = {name: explain(search(profile, each), profile, each) for name, each in (("slow", slow), ("fast", TWO))}
+    lacking = replace(TWO, device_bytes=100 * MIB)
+    with pytest.raises(PlanError) as caught:
+        search(profile, lacking)
+    answers = {"none": Answer.refused(caught.value, lacking, profile), **answers}
+    assert list(Comparison.of(answers).machines) == ["fast", "slow", "none"]
+    priced = {name: replace(each, job=Job(price={"slow": 0.001}.get(name, 9.0))) for name, each in answers.items()}
+    found = Comparison.of(priced)
+    assert list(found.machines) == ["slow", "fast", "none"]
+    rows = [row.split()[:2] for row in found.table().splitlines()[1:]]
+    assert rows == [["slow", "yes"], ["fast", "yes"], ["none", "no"]]
 
 
 def test_what_does_not_fit_says_what_each_gpu_needs() -> None:
@@ -154,7 +164,7 @@ def test_what_does_not_fit_says_what_each_gpu_needs() -> None:
     roomy = machine("3.2GiB", "8GiB", world_size=2)
     plan = search(profile, roomy)
     assert plan.device_bytes <= roomy.device_bytes
-    text = explain(plan, profile, roomy, more_memory=False).table()
+    text = explain(plan, profile, roomy).table()
     assert "host memory a GPU" in text
     assert "device memory a GPU" in text
 
@@ -163,11 +173,11 @@ def test_a_wait_for_a_collective_is_named() -> None:
     slow = replace(TWO, all_gather_gbps=0.128)  # 10 ms a chunk
     profile = chain(3.0, 6.0)
     plan = evaluate(profile, slow, n_persist=4, n_buffer=4, n_swap=0, n_ckpt=0, chunk_elements=N)
-    forward, *_ = explain(plan, profile, slow, more_memory=False).phases
+    forward, *_ = explain(plan, profile, slow).phases
     assert forward.limit == "gathers"
     assert forward.waits_ms["gathers"] > 0.5 * forward.length_ms
     alone = evaluate(profile, MACHINE, n_persist=4, n_buffer=0, n_swap=0, n_ckpt=0, chunk_elements=N)
-    forward, *_ = explain(alone, profile, MACHINE, more_memory=False).phases
+    forward, *_ = explain(alone, profile, MACHINE).phases
     assert not {"gathers", "reductions"} & set(forward.waits_ms)
 
 

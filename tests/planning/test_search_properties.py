@@ -77,7 +77,7 @@ def found_for(name: str) -> Plan:
 
 def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> float:
     """What the search judges ``plan`` by, small shares aside: [Note: what a plan is judged by]."""
-    slower_ms = explain(plan, profile, hardware, more_memory=False).slower_ms
+    slower_ms = explain(plan, profile, hardware).slower_ms
     return slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
 
 
@@ -85,7 +85,7 @@ def score_ms(plan: Plan, profile: ModelProfile, hardware: HardwareProfile) -> fl
 def test_no_plan_leaves_a_better_neighbour(name: str) -> None:
     profile, hardware = CASES[name]()
     plan = found_for(name)
-    why = explain(plan, profile, hardware, more_memory=False)
+    why = explain(plan, profile, hardware)
     own_ms = why.slower_ms * margin(plan.counts, plan.n_chunks, keep_attention=plan.keep_attention)
     n_feasible = 0
     for change in why.changes:

@@ -165,7 +165,7 @@ def test_a_plan_of_second_weights_fits_where_one_of_whole_copies_does_not() -> N
     plan = made(tight, 6, 6)
     assert str(plan).endswith("n_speculate=6 n_weight_only=6")
     assert plan.host_bytes == tight.host_bytes
-    parts = explain(plan, profile, tight, more_memory=False).host_bytes
+    parts = explain(plan, profile, tight).host_bytes
     assert parts["second weights for speculative updates"] == 6 * N * 2
     assert "second copies for speculative updates" not in parts
     assert check(plan, profile, ROOMY) == plan
