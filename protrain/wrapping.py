@@ -24,8 +24,8 @@ from torch.distributed import ProcessGroup
 
 from protrain.common import batch as batches
 from protrain.common import tables
+from protrain.common.cache import on_disk
 from protrain.common.errors import MisuseError, PlanError
-from protrain.common.hub import on_disk
 from protrain.common.parameters import is_managed, refuse_moves, unmanaged_bytes
 from protrain.common.progress import COUNTED, heard, note, stage
 from protrain.consensus import ProfilingTogether, largest_of_all, of_all, plan_of_first
@@ -50,6 +50,7 @@ from protrain.planning import Plan, check, search
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, name_other_use
 from protrain.planning.predict import Models
+from protrain.planning.prose import in_short
 from protrain.profiler.blocks import checkpointing_switches, find_blocks, switch_off_checkpointing
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
@@ -249,7 +250,8 @@ def _begin_training(
         with stage("planning"), naming(options.plan_file):
             chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))
             models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
-        note(tables.wrapped(f"the plan: {chosen}", tables.WIDTH - len("protrain: "), indent="  "))
+        said = f"{in_short(chosen, models)}\nthe plan: {chosen}"
+        note(tables.wrapped(said, tables.WIDTH - len("protrain: "), indent="  "))
         warn_of_little_memory(model, ranks, target, plan_bytes=chosen.host_bytes, free_bytes=available_host_bytes())
         with stage("moving model states into place") as show:
             engine = build_engine(

@@ -1,4 +1,4 @@
-"""Kernels for training with offloaded optimizer states, usable alone: Triton on GPUs, C threads on host memory.
+"""Kernels for training with offloaded optimizer states, usable alone: Triton on GPUs, C on host memory.
 
 Triton, C and the plain torch references give the same bits, but for ``linear_cross_entropy``. Importing the package
 needs no GPU. The C source is compiled at its first use.

@@ -39,7 +39,6 @@ import triton.language as tl
 from protrain_kernels.adam_types import MASTER_DTYPES, MOMENT_DTYPES, AdamScalars, AdamStates
 from protrain_kernels.checks import (
     LAUNCH_OPTIONS,
-    are_aligned_vectors,
     check_aligned,
     check_apart,
     check_scalar,
@@ -54,12 +53,6 @@ from protrain_kernels.stochastic_rounding import random_bits, round_moments_refe
 BLOCK = 1024
 REFERENCE_SLICE = 1 << 18  # elements at a time where the reference replaces the C kernel, to bound its temporaries
 _NAMES = "weight", "exp_avg", "exp_avg_sq", "grad", "master"
-_DTYPES = {  # the types of weight, exp_avg, exp_avg_sq, grad, and master where there is one
-    (weight, moment, moment, grad, *([] if master is None else [master]))
-    for weight, master in MASTER_DTYPES.items()
-    for moment in MOMENT_DTYPES
-    for grad in (weight, torch.float32)
-}
 
 
 def adam_reference(
@@ -223,11 +216,8 @@ def check_adam(
     """ValueError unless ``adam`` can take these tensors. With ``anywhere`` they may lie on any devices."""
     numel = weight.numel()
     tensors = (weight, exp_avg, exp_avg_sq, grad) if master is None else (weight, exp_avg, exp_avg_sq, grad, master)
-    types = tuple([tensor.dtype for tensor in tensors])
     check_scalar("scale", scale, dtype=torch.float32, device=weight.device)
     check_gradient_factor(gradient_factor, grad)
-    if types in _DTYPES and are_aligned_vectors(tensors, weight.device, numel):
-        return
     check_vector("weight", weight, dtypes=MASTER_DTYPES, device=weight.device)
     master_dtype = MASTER_DTYPES[weight.dtype]
     if (master is None) != (master_dtype is None):

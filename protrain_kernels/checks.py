@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ def padded(numel: int) -> int:
     return -(-numel // PADDING) * PADDING
 
 
-def check_memory(name: str, tensor: torch.Tensor) -> None:
-    """ValueError unless the values of ``tensor`` are those in its memory, and a kernel can read that."""
-    if tensor.device.type not in DEVICES:
-        raise ValueError(f"{name} is on {tensor.device}: the kernels take tensors on {' and '.join(DEVICES)}")
-    if tensor.is_neg():
+def check_memory(name: str, *, device: torch.device, negates: bool) -> None:
+    """ValueError unless a kernel can read memory of ``device``, and finds the values of the tensor ``name`` there."""
+    if device.type not in DEVICES:
+        raise ValueError(f"{name} is on {device}: the kernels take tensors on {' and '.join(DEVICES)}")
+    if negates:
         raise ValueError(f"{name} is a view that negates what its memory holds: pass {name}.resolve_neg()")
 
 
@@ -61,7 +61,7 @@ def check_vector(
         raise ValueError(f"{name} must be {' or '.join(str(d) for d in dtypes)}, not {tensor.dtype}: cast it first")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, the other tensors on {device}: move it there")
-    check_memory(name, tensor)
+    check_memory(name, device=device, negates=tensor.is_neg())
     if tensor.dim() != 1 or not tensor.is_contiguous():
         raise ValueError(f"{name} must be 1-d and contiguous: pass {name}.contiguous().view(-1)")
     if numel is not None and tensor.numel() != numel:
@@ -74,26 +74,6 @@ def check_aligned(name: str, tensor: torch.Tensor) -> None:
         raise ValueError(f"{name} has {tensor.numel()} elements: pad it to a multiple of {PADDING}")
     if tensor.storage_offset() * tensor.element_size() % ALIGNMENT_BYTES:
         raise ValueError(f"{name} must start at a multiple of {ALIGNMENT_BYTES} bytes in its storage")
-
-
-def are_aligned_vectors(tensors: Sequence[torch.Tensor], device: torch.device, numel: int) -> bool:
-    """Whether tensors of at least 2 bytes an element pass ``check_vector`` and ``check_aligned``, and are apart.
-
-    Types are left out. This takes a third of the host time of those checks. They decide where the answer is False.
-    """
-    if numel % PADDING or device.type not in DEVICES:
-        return False
-    for tensor in tensors:  # a stride of (1,) means 1-d and contiguous, since the length is not 1
-        if tensor.numel() != numel or tensor.stride() != (1,) or tensor.device != device:
-            return False
-        if tensor.storage_offset() % PADDING or tensor.is_neg():
-            return False
-    reached = 0
-    for start, itemsize in sorted([(tensor.data_ptr(), tensor.itemsize) for tensor in tensors]):
-        if start < reached:
-            return False
-        reached = start + numel * itemsize
-    return True
 
 
 def check_scalar(name: str, scalar: torch.Tensor | None, *, dtype: torch.dtype, device: torch.device) -> None:

@@ -24,6 +24,7 @@ and 10 for bf16 accumulated in fp32. A pass of its own for the squares would rea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,13 +32,12 @@ import torch
 
 from protrain_kernels.checks import FLOATS, TILE_CONSTANTS, TILE_OPTIONS, check_aligned, check_memory, check_vector
 from protrain_kernels.flatten_kernels import flatten_kernel, flatten_reference, unflatten_kernel, unflatten_reference
-from protrain_kernels.host_kernels import host_flatten
+from protrain_kernels.host_kernels import sum_of_squares
 from protrain_kernels.launch import launch, put_addresses
 from protrain_kernels.rounding import FP32, TYPE_CODES, check_weight_dtype
 from protrain_kernels.slices import RowTable, Slice
 
-_MOST_TABLES = 4096
-_tables: dict[tuple[object, ...], RowTable] = {}
+_Kind = tuple[torch.Size, torch.dtype, torch.device, bool, bool]  # and whether a tensor is contiguous, and negated
 
 
 def flatten(
@@ -80,8 +80,8 @@ def flatten(
     how: dict[str, Any] = {"accumulate": accumulate, "weight_dtype": weight_dtype}
     if chunk.is_cuda:
         launch_flatten(table, tensors, chunk, partials, **how)
-    elif not host_flatten(tensors, table.rows, chunk, partials, **how):
-        flatten_reference(tensors, chunk, offsets, partials, partial_offsets, **how)
+    else:
+        flatten_reference(tensors, chunk, offsets, partials, partial_offsets, **how, squares=sum_of_squares)
 
 
 def unflatten(
@@ -113,41 +113,32 @@ def table_for(
     tensors: Sequence[torch.Tensor], offsets: Sequence[int], partial_offsets: Sequence[int] | None
 ) -> RowTable:
     """The row table of tensors like these at these offsets, made and checked at the first call with them."""
-    key = (
-        tuple([(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_neg()) for tensor in tensors]),
-        tuple(offsets),
-        None if partial_offsets is None else tuple(partial_offsets),
-    )
-    table = _tables.get(key)
-    if table is None:
-        if len(_tables) >= _MOST_TABLES:  # where shapes change on every call, the tables must not pile up for ever
-            _tables.clear()
-        table = _tables[key] = _make_table(tensors, offsets, partial_offsets)
-    return table
+    kinds = tuple([(t.shape, t.dtype, t.device, t.is_contiguous(), t.is_neg()) for t in tensors])
+    return _table_of(kinds, tuple(offsets), None if partial_offsets is None else tuple(partial_offsets))
 
 
-def _make_table(
-    tensors: Sequence[torch.Tensor], offsets: Sequence[int], partial_offsets: Sequence[int] | None
-) -> RowTable:
-    starts = [0] * len(tensors) if partial_offsets is None else partial_offsets
-    if not len(tensors) == len(offsets) == len(starts):
+@functools.lru_cache(maxsize=4096)  # a limit, as shapes might change on every call
+def _table_of(kinds: tuple[_Kind, ...], offsets: tuple[int, ...], partial_offsets: tuple[int, ...] | None) -> RowTable:
+    starts = (0,) * len(kinds) if partial_offsets is None else partial_offsets
+    if not len(kinds) == len(offsets) == len(starts):
         raise ValueError(
-            f"{len(tensors)} tensors need as many offsets and partial_offsets, not {len(offsets)} and {len(starts)}"
+            f"{len(kinds)} tensors need as many offsets and partial_offsets, not {len(offsets)} and {len(starts)}"
         )
-    first, slices = tensors[0], []
-    for index, (tensor, offset, start) in enumerate(zip(tensors, offsets, starts, strict=True)):
-        name, numel = f"tensors[{index}]", tensor.numel()
-        if tensor.device != first.device:
-            raise ValueError(f"{name} is on {tensor.device}, tensors[0] on {first.device}: move it there")
-        check_memory(name, tensor)
-        if tensor.dtype not in FLOATS:
-            raise ValueError(f"{name} must be {' or '.join(map(str, FLOATS))}, not {tensor.dtype}: cast it first")
-        if tensor.dtype != first.dtype:
-            raise ValueError(f"{name} is {tensor.dtype}, tensors[0] {first.dtype}: cast it first")
-        if not tensor.is_contiguous():
+    (_, first_dtype, first_device, *_), slices = kinds[0], []
+    for index, (kind, offset, start) in enumerate(zip(kinds, offsets, starts, strict=True)):
+        shape, dtype, device, is_contiguous, is_neg = kind
+        name, numel = f"tensors[{index}]", shape.numel()
+        if device != first_device:
+            raise ValueError(f"{name} is on {device}, tensors[0] on {first_device}: move it there")
+        check_memory(name, device=device, negates=is_neg)
+        if dtype not in FLOATS:
+            raise ValueError(f"{name} must be {' or '.join(map(str, FLOATS))}, not {dtype}: cast it first")
+        if dtype != first_dtype:
+            raise ValueError(f"{name} is {dtype}, tensors[0] {first_dtype}: cast it first")
+        if not is_contiguous:
             raise ValueError(f"{name} must be contiguous: pass {name}.contiguous()")
         slices.append(Slice(offset=offset, numel=numel, first=0, parameter_numel=numel, partial_offset=start))
-    return RowTable(slices, first.device)
+    return RowTable(slices, first_device)
 
 
 def _check(table: RowTable, chunk: torch.Tensor, partials: torch.Tensor | None) -> None:

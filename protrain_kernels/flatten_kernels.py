@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from protrain_kernels.checks import padded, tiles
-from protrain_kernels.rounding import lane_tree, narrow, rounded, sum_of_squares_reference
+from protrain_kernels.rounding import SumOfSquares, lane_tree, narrow, rounded, sum_of_squares_reference
 from protrain_kernels.split_master import widen
 
 
@@ -29,17 +29,20 @@ def flatten_reference(
     *,
     accumulate: bool = False,
     weight_dtype: torch.dtype = torch.float32,
+    squares: SumOfSquares = sum_of_squares_reference,
 ) -> None:
-    """``flatten`` in plain torch."""
+    """``flatten`` in plain torch, with sums of squares by ``squares``."""
     starts = [0] * len(tensors) if partial_offsets is None else partial_offsets
     for tensor, offset, start in zip(tensors, offsets, starts, strict=True):
         numel = tensor.numel()
         target = chunk[offset : offset + numel]
-        values = tensor.reshape(-1)
-        target.copy_(target + values if accumulate else values)
+        if accumulate:
+            target.add_(tensor.view(-1))
+        else:
+            target.copy_(tensor.view(-1))
         chunk[offset + numel : offset + padded(numel)].zero_()
         if partials is not None:
-            partials[start : start + tiles(numel)] = sum_of_squares_reference(target, weight_dtype=weight_dtype)
+            partials[start : start + tiles(numel)] = squares(target, weight_dtype=weight_dtype)
 
 
 def unflatten_reference(chunk: torch.Tensor, tensors: Sequence[torch.Tensor], offsets: Sequence[int]) -> None:

@@ -35,6 +35,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -53,9 +54,9 @@ from protrain_kernels.checks import (
     check_memory,
     check_vector,
 )
-from protrain_kernels.host_kernels import host_fold
+from protrain_kernels.host_kernels import sum_of_squares
 from protrain_kernels.launch import launch
-from protrain_kernels.rounding import lane_tree, narrow, sum_of_squares_reference
+from protrain_kernels.rounding import SumOfSquares, lane_tree, narrow, sum_of_squares_reference
 from protrain_kernels.slices import RowTable, Slice
 from protrain_kernels.split_master import widen
 
@@ -79,20 +80,20 @@ def fold_reference(
     accumulator: torch.Tensor | None = None,
     factor: float,
     partials: torch.Tensor | None = None,
+    squares: SumOfSquares = sum_of_squares_reference,
 ) -> None:
-    """``fold`` in plain torch."""
+    """``fold`` in plain torch, with sums of squares by ``squares``."""
     for part in slices:
         own = slice(part.offset, part.offset + part.numel)
         padding = slice(own.stop, part.offset + part.padded)
-        rows = [piece[own].float() for piece in pieces]
-        if accumulator is not None:
-            rows.insert(0, accumulator[own])
-        total = rows[0]
-        for row in rows[1:]:
-            total = total + row
-        if accumulator is not None:
-            accumulator[own] = total
+        first, *others = pieces[:, own]
+        if accumulator is None:
+            total = first.to(torch.float32, copy=True)
+        else:
+            total = accumulator[own].add_(first)
             accumulator[padding] = 0
+        for other in others:
+            total += other
         if gradient is None:
             continue
         gradient[own] = (total * factor).to(gradient.dtype)
@@ -101,7 +102,7 @@ def fold_reference(
             whole = part.whole_tiles
             values = gradient[own][whole.start * TILE - part.first : whole.stop * TILE - part.first]
             written = slice(part.partial_offset + whole.start, part.partial_offset + whole.stop)
-            partials[written] = sum_of_squares_reference(values)
+            partials[written] = squares(values)
 
 
 @triton.jit
@@ -231,7 +232,7 @@ def _check_pieces(pieces: torch.Tensor) -> int:
         raise ValueError(f"pieces must be {' or '.join(map(str, FLOATS))}, not {pieces.dtype}: cast them first")
     if pieces.dim() != 2 or (pieces.numel() and pieces.stride(1) != 1):
         raise ValueError("pieces must be [ranks, elements], each contiguous: pass pieces.contiguous()")
-    check_memory("pieces", pieces)
+    check_memory("pieces", device=pieces.device, negates=pieces.is_neg())
     ranks, elements = pieces.shape
     if not 1 <= ranks <= MOST_RANKS:
         raise ValueError(
@@ -285,7 +286,8 @@ def fold(
             check_vector(name, tensor, dtypes=dtypes, device=table.device, numel=elements)
             check_aligned(name, tensor)
     factor = ctypes.c_float(factor).value  # rounded here, so that every implementation multiplies by the same
+    how: dict[str, Any] = {"gradient": gradient, "accumulator": accumulator, "factor": factor, "partials": partials}
     if pieces.is_cuda:
-        launch_fold(table, pieces, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
-    elif not host_fold(pieces, slices, gradient, accumulator, factor, partials):
-        fold_reference(pieces, slices, gradient=gradient, accumulator=accumulator, factor=factor, partials=partials)
+        launch_fold(table, pieces, **how)
+    else:
+        fold_reference(pieces, slices, **how, squares=sum_of_squares)

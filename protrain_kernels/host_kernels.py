@@ -1,10 +1,11 @@
-"""The host side of every kernel: multi-threaded C on CPU memory, called without the GIL.
+"""What runs in C on host memory: AdamW and sums of squares, by several threads and without the GIL.
 
-A ``host_*`` function takes arguments that its public counterpart has checked. Where there is no compiled library (see
-``host_library``) it does nothing and returns False, and its caller runs the torch reference, with the same bits.
+Both take arguments that their callers have checked. Where there is no compiled library (see ``host_library``), the
+torch reference does the work, with the same bits. A GPU's step has AdamW on the host alone: gradients are flattened,
+added up and squared on the device. A CPU in the place of the device does the first two by torch.
 
 AdamW with the split master moves 26 bytes a parameter: weight, remainder, momentum and variance are read and written
-(24), and the gradient is read (2). With moments in bf16 it moves 18. The gradient's kernels move each byte once.
+(24), and the gradient is read (2). With moments in bf16 it moves 18.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Sequence
 import torch
 
 from protrain_kernels.adam_types import AdamScalars, AdamStates
+from protrain_kernels.checks import tiles
 from protrain_kernels.host_library import library
-from protrain_kernels.rounding import TYPE_CODES
-from protrain_kernels.slices import Slice
+from protrain_kernels.rounding import TYPE_CODES, sum_of_squares_reference
 
 _Scalars = ctypes.c_float * 12
 
@@ -61,55 +62,16 @@ def host_adam(
     )
 
 
-def host_flatten(
-    tensors: Sequence[torch.Tensor],
-    rows: torch.Tensor,
-    chunk: torch.Tensor,
-    partials: torch.Tensor | None,
-    *,
-    accumulate: bool,
-    weight_dtype: torch.dtype,
-) -> bool:
-    """``flatten`` on checked CPU tensors, whose ``rows`` are those of their table: one call, as each takes time."""
-    return _call(
-        "protrain_flatten",
-        len(tensors),
-        (ctypes.c_void_p * len(tensors))(*[tensor.data_ptr() for tensor in tensors]),
-        TYPE_CODES[tensors[0].dtype],
-        rows.data_ptr(),
-        chunk.data_ptr(),
-        TYPE_CODES[chunk.dtype],
-        None if partials is None else partials.data_ptr(),
+def sum_of_squares(values: torch.Tensor, *, weight_dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``sum_of_squares_reference`` of contiguous CPU values."""
+    partials = torch.empty(tiles(values.numel()), dtype=torch.float32)
+    done = _call(
+        "protrain_sum_of_squares",
+        values.data_ptr(),
+        TYPE_CODES[values.dtype],
+        values.numel(),
         TYPE_CODES[weight_dtype],
-        int(accumulate),
+        partials.data_ptr(),
         torch.get_num_threads(),
     )
-
-
-def host_fold(
-    pieces: torch.Tensor,
-    slices: Sequence[Slice],
-    gradient: torch.Tensor | None,
-    accumulator: torch.Tensor | None,
-    factor: float,
-    partials: torch.Tensor | None,
-) -> bool:
-    """``fold`` on checked CPU tensors."""
-    sums = None if partials is None else partials.data_ptr()
-    common = (
-        *(pieces.data_ptr(), TYPE_CODES[pieces.dtype], len(pieces), pieces.stride(0)),
-        None if gradient is None else gradient.data_ptr(),
-        TYPE_CODES[pieces.dtype if gradient is None else gradient.dtype],
-        None if accumulator is None else accumulator.data_ptr(),
-        factor,
-    )
-    return all(
-        _call(
-            "protrain_fold",
-            *common,
-            *(part.offset, part.numel, part.first, part.parameter_numel),
-            None if sums is None else sums + 4 * part.partial_offset,
-            torch.get_num_threads(),
-        )
-        for part in slices
-    )
+    return partials if done else sum_of_squares_reference(values, weight_dtype=weight_dtype)

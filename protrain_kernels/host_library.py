@@ -29,7 +29,7 @@ _NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-ma
 _LOOPS = "-fno-tree-loop-distribute-patterns"
 FLAGS = ("-O3", _NATIVE, "-ffp-contract=off", "-fno-math-errno", _LOOPS, "-fopenmp", "-shared", "-fPIC")
 
-_pointer, _length, _flag, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+_pointer, _length, _flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 _ARGUMENTS = {
     "protrain_adam": (
         *(_pointer, _flag, _pointer, _pointer, _pointer, _flag),
@@ -40,14 +40,7 @@ _ARGUMENTS = {
         *(_pointer, _flag, _length, _pointer, _flag),
         *(_pointer, _pointer, _pointer, _pointer),
     ),
-    "protrain_flatten": (
-        *(_length, _pointer, _flag, _pointer),
-        *(_pointer, _flag, _pointer, _flag, _flag, _flag),
-    ),
-    "protrain_fold": (
-        *(_pointer, _flag, _length, _length, _pointer, _flag, _pointer, _float),
-        *(_length, _length, _length, _length, _pointer, _flag),
-    ),
+    "protrain_sum_of_squares": (_pointer, _flag, _length, _flag, _pointer, _flag),
 }
 
 

@@ -23,7 +23,7 @@ import ctypes
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,17 +34,9 @@ _TELLS_SIZE = torch.version.hip is not None
 _NARROW_BYTES = (1 << 31) - 1
 _dtype_of = attrgetter("dtype")
 
-_compiled: dict[tuple[Any, ...], Compiled] = {}
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}  # the launch function and its two constant arguments
 _rings: dict[tuple[int, int], AddressRing] = {}
 _compiling = threading.Lock()  # several threads may launch at the same time, and Triton's caches expect one
-
-
-class Compiled(NamedTuple):
-    """The launch function of a compiled kernel and the two arguments that never change."""
-
-    run: Any
-    function: Any
-    metadata: Any
 
 
 def as_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -115,7 +107,7 @@ def launch(
         with _compiling:
             made = kernel[(programs,)](*typed, integer, *floats, *constants, **options)
         if made is not None:  # the interpreter makes nothing
-            _compiled[key] = Compiled(made.run, made.function, made.packed_metadata)
+            _compiled[key] = made.run, made.function, made.packed_metadata
         return
     for index in on_host:
         pointers[index] = tensors[index]

@@ -23,6 +23,8 @@ wherever its chunk lives, so the norm does not depend on the plan, and neither d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +33,7 @@ from protrain_kernels.checks import TILE, TILE_LANES, TILE_ROWS, tiles
 
 BF16, FP16, FP32 = 0, 1, 2  # TYPE
 TYPE_CODES = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+SumOfSquares = Callable[..., torch.Tensor]  # ``sum_of_squares_reference``, or another implementation of it
 
 
 def finished_reference(

@@ -99,7 +99,6 @@ class RowTable:
     """
 
     def __init__(self, slices: Sequence[Slice], device: torch.device) -> None:
-        self.slices = tuple(slices)
         end = 0
         for index, part in sorted(enumerate(slices), key=lambda item: (item[1].offset, item[1].numel)):
             if part.numel and part.offset < end:
@@ -125,21 +124,18 @@ class RowTable:
 
     def check_room(self, elements: int, partials: torch.Tensor | None) -> None:
         """ValueError unless a range of ``elements`` holds all slices, and ``partials`` those of their whole tiles."""
-        for index, part in enumerate(self.slices if self._elements > elements else ()):
-            if part.offset + part.padded > elements:
-                raise ValueError(
-                    f"piece {index} takes elements {part.offset} to {part.offset + part.padded} of {elements}: leave "
-                    f"it room for its elements padded to a multiple of {PADDING}"
-                )
+        if self._elements > elements:
+            raise ValueError(
+                f"the pieces reach to element {self._elements} of {elements}: leave each room for its elements padded "
+                f"to a multiple of {PADDING}"
+            )
         if partials is None:
             return
         check_vector("partials", partials, dtypes=(torch.float32,), device=self.device)
-        for index, part in enumerate(self.slices if self._partials > partials.numel() else ()):
-            if part.partial_stop > partials.numel():
-                raise ValueError(
-                    f"piece {index} writes partials up to {part.partial_stop} of {partials.numel()}: make "
-                    "partials longer"
-                )
+        if self._partials > partials.numel():
+            raise ValueError(
+                f"the pieces write partials up to {self._partials} of {partials.numel()}: make partials longer"
+            )
 
 
 @lru_cache(maxsize=4096)
@@ -149,31 +145,24 @@ def in_parts(slices: tuple[Slice, ...], most: int) -> list[tuple[slice, tuple[Sl
     Each part is a piece of the range with the slices in it. No part cuts a tile of a parameter.
     """
     found: list[tuple[slice, tuple[Slice, ...]]] = []
-    own: list[Slice] = []
-    start = end = slices[0].offset
-
-    def close() -> None:
-        nonlocal start
-        if own:
-            found.append((slice(start, end), tuple(own)))
-            own.clear()
-        start = end
-
+    own: list[Slice] = []  # of the part that begins at ``start``
+    start = slices[0].offset
     for each in slices:
-        done = 0  # elements of the slice that are in earlier parts
+        done = 0  # elements of the slice that parts have
         while done < each.numel:
-            room = most - (each.offset + done - start)
-            rest = each.numel - done
-            if padded(rest) <= room:
-                taken = rest
-            else:
-                taken = max(0, (each.first + done + room) // TILE * TILE - each.first - done)
-            if taken:
-                part = replace(each, offset=each.offset + done - start, numel=taken, first=each.first + done)
-                own.append(part)
-                done, end = done + taken, start + part.offset + part.padded
+            taken, room = each.numel - done, start + most - each.offset - done
+            if padded(taken) > room:
+                taken = (each.first + done + room) // TILE * TILE - each.first - done
+            if taken > 0:
+                own.append(replace(each, offset=each.offset + done - start, numel=taken, first=each.first + done))
+                done += taken
             if done < each.numel:
-                close()
-                start = end = each.offset + done
-    close()
+                found.append(_part(start, own))
+                own, start = [], each.offset + done
+    if own:
+        found.append(_part(start, own))
     return found
+
+
+def _part(start: int, own: list[Slice]) -> tuple[slice, tuple[Slice, ...]]:
+    return slice(start, start + own[-1].offset + own[-1].padded), tuple(own)

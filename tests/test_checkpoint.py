@@ -7,7 +7,6 @@ import os
 import random
 import re
 import resource
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from protrain.checkpoint import saving, tensor_files
 from protrain.checkpoint.loading import load_checkpoint
 from protrain.checkpoint.manifest import MANIFEST, list_saves
 from protrain.checkpoint.saving import save_checkpoint
-from protrain.checkpoint.tensor_files import TensorWriter, complete_folder
+from protrain.checkpoint.tensor_files import complete_folder
 from protrain.common.errors import CheckpointError
 from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
 from tests.distributed.warm import Process
@@ -119,20 +118,6 @@ def test_another_process_that_saves_there_meanwhile_is_refused(tmp_path: Path, m
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00001-step-0", "00002-step-0"]
 
 
-def test_a_folder_that_is_deleted_during_a_save_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer, _ = make_run(0)
-    write = saving.write_parameters
-
-    def write_after_a_deletion(scratch: Path, *args: Any) -> Any:
-        shutil.rmtree(scratch)
-        return write(scratch, *args)
-
-    monkeypatch.setattr(saving, "write_parameters", write_after_a_deletion)
-    with pytest.raises(OSError, match=r"00001\.tmp was deleted while it was written, as by another process that saves"):
-        save_checkpoint(tmp_path, model, optimizer)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("what", ["a file", "a link to itself"])
 def test_what_is_no_folder_is_named(tmp_path: Path, what: str) -> None:
     model, optimizer, _ = make_run(0)
@@ -169,15 +154,6 @@ def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     for use in (save_checkpoint, load_checkpoint):
         with pytest.raises(ValueError, match=r"the one that protrain\.wrap returned, not a plain AdamW"):
             use(tmp_path, model, plain)
-
-
-def test_an_older_save_loads_by_its_own_folder(tmp_path: Path) -> None:
-    model, optimizer, scheduler = make_run(0)
-    for step in (1, 2):
-        train(model, optimizer, scheduler, 1)
-        save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra=step)
-    assert load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler) == 2
-    assert load_checkpoint(tmp_path / "00001-step-1", model, optimizer, scheduler=scheduler) == 1
 
 
 def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> None:
@@ -252,40 +228,12 @@ def test_extra_state_and_integer_parameters_are_whole(tmp_path: Path) -> None:
     assert rest == [b"\x00\xff", "text", None, True]
 
 
-def test_extra_state_that_cannot_be_kept_is_named(tmp_path: Path) -> None:
-    model, optimizer = make_counting()
-    for module in model.modules():
-        if isinstance(module, Counting):
-            module.state = {1, 2}
-    with pytest.raises(ValueError, match=r"the extra state of module '0' holds a set; a checkpoint keeps .*tensors"):
-        save_checkpoint(tmp_path / "run", model, optimizer)
-    assert not list(tmp_path.iterdir())
-
-
 def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
     model, optimizer, _ = make_run(0)
     model.register_buffer("waves", torch.zeros(3, dtype=torch.complex128))
     with pytest.raises(ValueError, match=r"waves is torch\.complex128, which safetensors files cannot hold"):
         save_checkpoint(tmp_path, model, optimizer)
     assert not list(tmp_path.iterdir())
-
-
-def test_state_that_json_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    model, optimizer, _ = make_run(0)
-    with pytest.raises(ValueError, match="extra holds a Tensor"):
-        save_checkpoint(tmp_path, model, optimizer, extra={"tensor": torch.ones(1)})
-    assert not list(tmp_path.iterdir())
-
-
-def test_files_are_bounded_and_a_parameter_is_never_split(tmp_path: Path) -> None:
-    writer = TensorWriter(tmp_path, "state", file_bytes=1000)
-    for index in range(7):
-        tensor = torch.full((50,), float(index))
-        writer.add({f"master/p{index}": tensor, f"exp_avg/p{index}": tensor + 1})
-    writer.flush()
-    own = [(f"master/p{index}", f"exp_avg/p{index}") for index in range(7)]
-    assert [file.keys for file in writer.files] == [own[0] + own[1], own[2] + own[3], own[4] + own[5], own[6]]
-    assert all((tmp_path / file.name).stat().st_size == file.entry["bytes"] < 1500 for file in writer.files)
 
 
 def save_forever(folder: Path) -> None:
@@ -341,18 +289,6 @@ def test_a_save_deletes_none_of_another_run(tmp_path: Path) -> None:
     load_checkpoint(tmp_path / "00004-step-0", model, optimizer)
     save_checkpoint(tmp_path, model, optimizer, keep=2)
     assert [save.name[:5] for save in list_saves(tmp_path)] == ["00005", "00006"]
-
-
-@pytest.mark.parametrize("exists", [True, False])
-def test_a_folder_that_is_a_link_is_written_where_it_leads(tmp_path: Path, exists: bool) -> None:
-    target, link = tmp_path / "target", tmp_path / "link"
-    if exists:
-        target.mkdir()
-    link.symlink_to(target)
-    with complete_folder(link, "exported model") as scratch:
-        (scratch / "file").touch()
-    assert [path.name for path in target.iterdir()] == ["file"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
 
 
 def test_an_exported_folder_that_cannot_be_flushed_is_not_there(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import protrain
 from protrain.forward.chunked_loss import chunk_loss
 from protrain.hardware.shipped import load
 from protrain.planning import fingerprint, search
-from protrain.planning.rates import compute_times
 from protrain.profiler.model_profile import ModelProfile
 
 Build = Callable[..., nn.Module]
@@ -93,26 +91,3 @@ def test_a_plan_has_no_room_for_logits_and_holds_for_either_loss() -> None:
     logits = 8 * 128 * words * 2  # then in fp32, where one copy is the loss's own, with gradients
     assert 3 * logits < less < 8 * logits
     assert fingerprint(usual) == fingerprint(ours)
-
-
-def test_the_products_of_the_head_are_all_in_forward() -> None:
-    """Three products of hidden x vocabulary per token in forward. The usual loss has one there and two in backward."""
-    batch, hardware = _batch(2, 64), load("h100")
-    usual, ours = (
-        compute_times(_profile(_llama(2048), batch, chunked=chunked, dtype=torch.bfloat16), hardware)
-        for chunked in (False, True)
-    )
-    product_ms = 2 * 2 * 64 * 2048 * 32 / (hardware.matmul_tflops * 1e9)
-    assert (usual.gap_forward[-1], usual.gap_backward[-1]) == pytest.approx((1.6 * product_ms, 3.2 * product_ms))
-    assert (ours.gap_forward[-1], ours.gap_backward[-1]) == pytest.approx((1.06 * 3 * product_ms, 0))
-    assert replace(ours, gap_forward=(), gap_backward=()) == replace(usual, gap_forward=(), gap_backward=())
-
-
-def test_frozen_weights_have_no_gradient_here_either() -> None:
-    model = _llama(4096)
-    model.get_submodule("lm_head").requires_grad_(False)
-    frozen, trained = (
-        _profile(each, _batch(1, 32), chunked=True, dtype=torch.bfloat16) for each in (model, _llama(4096))
-    )
-    live = [next(s.live_bytes for s in profile.segments if s.phase == "backward") for profile in (frozen, trained)]
-    assert live[1] - live[0] == 4096 * 32 * 4  # its sum in fp32

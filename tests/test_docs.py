@@ -11,6 +11,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from protrain.cli.main import main
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "bench").rglob("*.md"))]
 
@@ -83,6 +85,14 @@ def test_pages_that_the_sources_name_exist() -> None:
 @pytest.mark.parametrize(("page", "limit"), [("README.md", 800), ("docs/how-it-works.md", 1200)])
 def test_a_page_is_short_enough_to_be_read(page: str, limit: int) -> None:
     assert len((ROOT / page).read_text().split()) < limit
+
+
+def test_the_table_of_plan_has_the_options_of_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    offered = set(re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, flags=re.MULTILINE))
+    table = (ROOT / "docs" / "command-line.md").read_text().partition("| option of `plan` |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(--[\w-]+)", table)) == offered
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -7,7 +7,6 @@ import io
 import os
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,16 +131,6 @@ def test_a_stage_under_a_display_of_rich_is_one_line(monkeypatch: pytest.MonkeyP
     with Progress(console=Console(file=screen, force_terminal=True, width=80)), progress.stage("planning"):
         pass
     assert screen.getvalue().count("planning") == 1
-
-
-def test_a_short_stage_is_one_line_and_a_silent_one_none(capsys: pytest.CaptureFixture[str]) -> None:
-    for enabled in (True, False):
-        with progress.heard(enabled), progress.stage("planning") as show:
-            show("something")
-        assert len(capsys.readouterr().err.splitlines()) == enabled
-    with pytest.raises(ValueError, match="no plan"), progress.stage("planning"):
-        raise ValueError("no plan")
-    assert not any(thread.name == "protrain-progress" for thread in threading.enumerate())
 
 
 def test_what_nobody_reads_goes_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:

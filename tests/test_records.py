@@ -100,34 +100,21 @@ def test_a_record_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypa
     assert Outer.load(tmp_path / "record.json") == FULL
 
 
-def test_defaults_and_an_integer_for_a_float() -> None:
-    found = Outer.from_dict(SMALL)
-    assert (found.maybe, found.several, found.table_of) == (None, (), {})
-    assert found.ratio == 1.0
-    assert isinstance(found.ratio, float)
-    assert found.colour is Colour.RED
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"count": "3"}, r"Outer.count must be int, not '3'"),
-        ({"count": 3.5}, r"Outer.count must be int, not 3.5"),
         ({"count": True}, r"Outer.count must be int, not True"),
-        ({"ratio": True}, r"Outer.ratio must be float, not True"),
         ({"ready": 1}, r"Outer.ready must be bool, not 1"),
         ({"name": None}, r"Outer.name must be str, not None"),
         ({"colour": "green"}, r"Outer.colour must be one of red, blue, not 'green'"),
-        ({"inner": 5}, r"Inner must be a JSON object, not int"),
         ({"inner": {}}, r"Inner lacks the field 'size_bytes'"),
         ({"maybe": "x"}, r"Outer.maybe must be int, not 'x'"),
         ({"several": 5}, r"Outer.several must be a list, not 5"),
         ({"several": [1, "2"]}, r"Outer.several\[1\] must be int, not '2'"),
-        ({"nested": [[], [{"size_bytes": None}]]}, r"Inner.size_bytes must be int, not None"),
         ({"table_of": []}, r"Outer.table_of must be an object, not \[\]"),
         ({"table_of": {"a": [0.5]}}, r"Outer.table_of\['a'\]\[0\] must be int, not 0.5"),
         ({"colours": 1}, r"Outer has no field 'colours'"),
-        ({"zzz": 1}, r"Outer has no field 'zzz'$"),
     ],
 )
 def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
@@ -174,12 +161,6 @@ def test_a_file_of_another_kind_is_told(tmp_path: Path) -> None:
         ValueError, match=r"is not a hardware profile of .*: .* has no field 'accumulation'; `protrain calibrate --out"
     ):
         HardwareProfile.load(plan)
-
-
-def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "record.json").write_bytes(b"\xff\xfe\x00binary")
-    with pytest.raises(ValueError, match=r"record\.json"):
-        Inner.load(tmp_path / "record.json")
 
 
 def test_the_table_aligns_and_writes_bytes_for_people() -> None:

@@ -9,7 +9,6 @@ import atexit
 import math
 import os
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from bench.clients.loops import LOOPS
 from bench.clients.run import ClientJob, Run
 from bench.clients.trainers import TRAINERS
+from bench.clock import device_timer, durations_ms
 from bench.train.models import build_model
 from bench.train.results import Outcome
 from bench.train.task import Task
@@ -43,7 +43,7 @@ class Steps:
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task = task
         self._device = device
-        self._ends: list[Any] = []  # CUDA events; on a CPU seconds
+        self._ends: list[Any] = []  # moments of device_timer
         self.done = 0
         self.plan: Plan | None = None
         self.peaks: dict[str, Any] = {}
@@ -56,27 +56,17 @@ class Steps:
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
         if task.warm_up <= self.done <= task.warm_up + task.steps:
-            self._ends.append(self._now())
+            self._ends.append(device_timer())
         if self.done == task.warm_up + task.steps:
             finish(self._device)
             self.peaks = peaks(self._device)
             if isinstance(optimizer, ProTrainOptimizer):
                 self.plan = optimizer.plan
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
     @property
     def step_ms(self) -> tuple[float, ...]:
         """The milliseconds from the end of each step to the end of the next."""
-        pairs = zip(self._ends, self._ends[1:], strict=False)
-        if self._device.type == "cuda":
-            return tuple(before.elapsed_time(end) for before, end in pairs)
-        return tuple((end - before) * 1e3 for before, end in pairs)
+        return durations_ms(self._ends)
 
 
 def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:

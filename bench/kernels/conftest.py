@@ -19,6 +19,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     torch.set_num_threads(min(2, torch.get_num_threads()))
 
+from bench.clock import device_timer
 from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
 from bench.kernels.report import summary, table, write_results
@@ -26,7 +27,7 @@ from bench.kernels.roofs import Roofs
 from bench.kernels.room import leaving_out_what_does_not_fit
 from bench.kernels.rows import COMPILED, Row, with_speedups
 from bench.kernels.shapes import QUICK, QUICK_HEADS
-from bench.kernels.timing import ColdCache, device_timer
+from bench.kernels.timing import ColdCache
 from protrain.cli.options import writable_folder
 
 _ROWS = pytest.StashKey[list[Row]]()

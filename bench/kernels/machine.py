@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -12,6 +11,7 @@ from bench.train.options import commit_of_checkout
 from protrain.cli.summary import device_name
 from protrain.common.records import Record
 from protrain.hardware.nvml import driver_version
+from protrain.profiler.kept_profiles import version_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,6 @@ def this_machine() -> Machine:
         driver=driver_version(torch.device("cuda" if has_gpu else "cpu")),
         cpu=device_name(torch.device("cpu")),
         torch=torch.__version__,
-        triton=package_version("triton") or "not installed",
+        triton=version_of("triton"),
         commit=commit_of_checkout(),
     )
-
-
-def package_version(name: str) -> str | None:
-    """The installed version of the package ``name``; None when it isn't."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from bench.clock import device_timer
 from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
 from bench.kernels.rows import OURS, Row
-from bench.kernels.timing import ColdCache, best_threads, device_timer, host_timer
-from protrain.hardware.calibration.timing import quintiles_of
+from bench.kernels.timing import ColdCache, best_threads, host_timer
 
 ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
 _LEAST_ROUNDS, _MOST_ROUNDS = 9, 100
@@ -138,7 +139,7 @@ class Recorder:
             warmup_rounds=_WARMUP_ROUNDS,
         )
         stats = self._benchmark.stats.stats
-        p20_s, p80_s = quintiles_of(stats.data)
+        p20_s, p80_s = np.quantile(stats.data, (0.2, 0.8)).tolist()
         return {
             "median_ms": stats.median * 1e3,
             "p20_ms": p20_s * 1e3,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from bench.kernels.rows import Row
-from protrain.common.tables import format_bytes
+from protrain.common.tables import aligned, format_bytes
 
 _NOTHING = "-"
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
@@ -29,16 +29,16 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text, a paragraph for every operator, shape and type. A column without values is left out."""
     columns = {name: [value(row) for row in rows] for name, value in _COLUMNS}
     columns = {name: column for name, column in columns.items() if set(column) != {_NOTHING}}
-    widths = [max(map(len, (name, *column))) for name, column in columns.items()]
+    head, *texts = aligned([list(columns), *zip(*columns.values(), strict=True)]).splitlines()
     lines = []
     group = None
-    for row, texts in zip(rows, zip(*columns.values(), strict=True), strict=True):
+    for row, text in zip(rows, texts, strict=True):
         if row.group != group:
             group = row.group
             size = f"{format_bytes(row.bytes)} to move, limited by {row.roof}"
             lines += ["", f"{row.operator}: {row.shape}, {row.dtype}; {size}"]
-            lines.append("  " + _joined(list(columns), widths))
-        lines.append("  " + _joined(texts, widths))
+            lines.append(f"  {head}")
+        lines.append(f"  {text}")
         if row.note:
             lines.append(f"    {row.note}")
     return "\n".join(lines[1:])
@@ -72,7 +72,3 @@ def _times(row: Row) -> str:
 
 def _number(value: float | None, pattern: str) -> str:
     return _NOTHING if value is None else pattern.format(value)
-
-
-def _joined(texts: Sequence[str], widths: Sequence[int]) -> str:
-    return "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=True)).rstrip()

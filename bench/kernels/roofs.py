@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import torch
 
-from protrain.hardware.calibration.rates import Transfers, copy_gbps, dram_gbps, pinned
+from protrain.hardware.calibration.activities import CPU, Transfers, copying, pinned
+from protrain.hardware.calibration.contention import alone, rates_together
 from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import gpu_facts
 
@@ -29,14 +32,15 @@ class Roofs:
 
     def _measure(self, roof: str) -> dict[str, float]:
         """As calibration measures it, with copies over the link of 256 MiB."""
-        if roof == DEVICE:
-            return {roof: copy_gbps(self._device, _BYTES, budget_s=1.0)}
-        if roof == DRAM:
-            return {roof: dram_gbps(_BYTES, budget_s=2.0)}
+        if roof in (DEVICE, DRAM):
+            memory = self._device if roof == DEVICE else CPU
+            return {roof: alone(copying(memory, _BYTES), duration_s=1.0)}
         transfers = Transfers(self._device, _BYTES // 4)
         with pinned(*transfers.host, device=self._device):
-            gbps = transfers.gbps(_BYTES // 4, budget_s=1.0)
-        return {PCIE: min(gbps["h2d_gbps"], gbps["d2h_gbps"]), PCIE_BOTH: gbps["bidirectional_gbps"]}
+            copies = transfers.activities()
+            one_way_gbps = [alone(copy, duration_s=0.5) for copy in copies.values()]
+            both_gbps = rates_together(copies, duration_s=0.5)
+        return {PCIE: min(one_way_gbps), PCIE_BOTH: sum(map(median, both_gbps.values()))}
 
     def datasheet_gbps(self, roof: str) -> float | None:
         """What its maker promises; None where that isn't known."""

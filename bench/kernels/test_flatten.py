@@ -128,7 +128,7 @@ def _implementation(recorder: Recorder, places: Places, name: str, *, add: bool)
         if recorder.device.type == "cuda":
             where = places.chunk, places.offsets, places.partials, places.starts
             return lambda: flatten(places.tensors, *where, **_ours(add))
-        table = table_for(places.tensors, places.offsets, places.starts)  # flatten would run C on the CPU
+        table = table_for(places.tensors, places.offsets, places.starts)  # flatten would run torch on the CPU
         return lambda: launch_flatten(table, places.tensors, places.chunk, places.partials, **_ours(add))
     plain = _plain if name in (EAGER, COMPILED) else _foreach
     peer = compiled(recorder, plain) if name == COMPILED else plain

@@ -194,7 +194,7 @@ def _implementation(recorder: Recorder, shard: Shard, name: str) -> Callable[[],
         factor = 1 / shard.ranks
         if recorder.device.type == "cuda":
             return lambda: fold(shard.pieces, shard.slices, **targets, factor=factor)
-        table = table_for(tuple(shard.slices), recorder.device)  # fold would run C on the CPU
+        table = table_for(tuple(shard.slices), recorder.device)  # fold would run torch on the CPU
         return lambda: launch_fold(table, shard.pieces, **targets, factor=factor)
     accumulator, gradient = shard.accumulator, shard.gradient
     if accumulator is not None:

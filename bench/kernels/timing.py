@@ -5,34 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from protrain.hardware.calibration.rates import thread_counts
+from bench.clock import device_timer
+from protrain.hardware.calibration.activities import thread_counts
 
 _FLUSHED_BYTES = 512 * 1024**2  # ten times the L2 cache of an H100, and twice the largest of the cards here
 _MOST_FLUSHES = 100  # some 20 ms
-
-
-class DeviceInstant:
-    """A point on the current stream; the difference of two is seconds, as pytest-benchmark wants it.
-
-    The first of a pair must not wait for the device: work queued before it hides the launch of what is timed.
-    """
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.Event(enable_timing=True)
-        self._event.record()
-
-    def __sub__(self, earlier: DeviceInstant) -> float:
-        self._event.synchronize()
-        return float(earlier._event.elapsed_time(self._event)) / 1e3
-
-
-def device_timer() -> Any:
-    """Now on the device, or on the host where there is no device."""
-    return DeviceInstant() if torch.cuda.is_available() else time.perf_counter()
 
 
 def host_timer() -> float:

@@ -4,7 +4,6 @@ python -m bench.planner --out bench/results/h100      predicted against measured
 python -m bench.planner --kind accumulated --out ...  predicted against measured, for steps of several micro-batches
 python -m bench.planner --kind regret --out ...       the chosen plan against others, on the machine
 python -m bench.planner --gpus 2 --out ...            the same for training on several GPUs together
-python -m bench.planner --link-rate 16 --out ...       the same beside copies that leave the link to the host 16 GB/s
 python -m bench.planner --read bench/results/h100     judge recorded measurements with today's models
 """
 
@@ -22,8 +21,6 @@ from pathlib import Path
 import torch
 
 from bench.calibrated import calibrate_once
-from bench.link_load import add_link_rate, beside_copies
-from bench.loaders import LoadError
 from bench.planner import accuracy
 from bench.planner.cases import ACCUMULATED, CASES, REGRET, SMOKE, Case
 from bench.planner.results import CaseResult, Results
@@ -49,24 +46,18 @@ def main(argv: list[str] | None = None) -> int:
         except ValueError as error:
             parser.error(f"--read: {error}")
     else:
-        if args.link_rate is not None and not torch.cuda.is_available():
-            parser.error("--link-rate needs a GPU: there is no link between the host and a CPU that trains")
-        try:
-            results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
-        except LoadError as error:
-            parser.error(str(error))
-    print(_TABLES[args.kind](results.cases) + (f"\n\n{results.slow_link}" if results.slow_link else ""))
+        results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
+    print(_TABLES[args.kind](results.cases))
     for failure in failed:
         print(failure, file=sys.stderr)
     return 1 if failed else 0
 
 
 def _file(args: argparse.Namespace) -> str:
-    """The name of the record, which tells beside which load and on how many GPUs it was made."""
+    """The name of the record, which tells on how many GPUs it was made."""
     name = Path(FILES[args.kind])
-    link = "" if args.link_rate is None else f"-link-at-{args.link_rate:g}"
     gpus = "" if args.gpus == 1 else f"-{args.gpus}gpus"
-    return f"{name.stem}{link}{gpus}{name.suffix}"
+    return f"{name.stem}{gpus}{name.suffix}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -77,7 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=writable_folder, help="folder for the measurements")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
-    add_link_rate(parser)
     parser.add_argument("--only", default="", metavar="REGEX", help="cases by name")
     parser.add_argument("--part", choices=("tuned", "held-out", "both"), default="both", help="(default: both)")
     parser.add_argument("--host-memory", help="limit of each case, for a machine whose memory is not all free")
@@ -104,11 +94,9 @@ def _measure(args: argparse.Namespace, command: str) -> tuple[Results, list[str]
     found: list[CaseResult] = []
     failed: list[str] = []
     cases = _chosen(args, device)
-    with beside_copies(args.link_rate, args.gpus) as slow_link, tempfile.TemporaryDirectory() as folder:
-        calibrate_once(args.gpus)
-        results = Results(
-            command=command, device=device_name(device), versions=versions(), cases=(), slow_link=slow_link
-        )
+    calibrate_once(args.gpus)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Results(command=command, device=device_name(device), versions=versions(), cases=())
         for index, case in enumerate(cases):
             # A descent has no fixed length, so each case gets its share of the time that is left.
             share = 1 / (len(cases) - index) if args.kind == "regret" else 1.0

@@ -5,16 +5,15 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import protrain
+from bench.clock import device_timer, durations_ms
 from bench.planner.cases import Case
 from protrain.cli.models import read_architecture
 from protrain.common.errors import BudgetError
@@ -84,7 +83,7 @@ class Training:
         model, optimizer, self._batch = build(case)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        self._device, self._clips, self._accumulation = device, case.clip, case.accumulation
+        self._clips, self._accumulation = case.clip, case.accumulation
         self.model, self.optimizer = protrain.wrap(
             model,
             optimizer,
@@ -102,7 +101,7 @@ class Training:
 
     def run(self, steps: int) -> tuple[float, ...]:
         """Milliseconds from the begin of each step to the begin of the next, by the device's own clock."""
-        starts: list[Any] = [_now(self._device)]
+        starts = [device_timer()]
         for _ in range(steps):
             for _ in range(self._accumulation):
                 output = self.model(**self._batch)  # held until the next output, as plans assume
@@ -111,8 +110,8 @@ class Training:
                 self.optimizer.clip_grad_norm_(_CLIP_NORM)
             self.optimizer.step()
             self.optimizer.zero_grad()
-            starts.append(_now(self._device))
-        return _durations_ms(starts, self._device)
+            starts.append(device_timer())
+        return durations_ms(starts)
 
 
 def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, traced: Path | None = None) -> Point:
@@ -150,20 +149,3 @@ def measure(case: Case, plan: Plan | None, device: torch.device, *, steps: int, 
         redone_updates=report.redone_updates,
         error=error,
     )
-
-
-def _now(device: torch.device) -> Any:
-    """A mark after everything that ``device`` has been given to do so far."""
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _durations_ms(moments: Sequence[Any], device: torch.device) -> tuple[float, ...]:
-    """The times from each of ``moments`` to the next. Waits for the last moment."""
-    if device.type == "cpu":
-        return tuple((second - first) * 1e3 for first, second in pairwise(moments))
-    torch.cuda.synchronize(device)
-    return tuple(first.elapsed_time(second) for first, second in pairwise(moments))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bench.link_load import SlowLink
 from bench.planner.cases import Case
 from bench.planner.measure import Point
 from bench.planner.paper import paper_step_ms
@@ -79,4 +78,4 @@ class Results(Record):
     device: str
     versions: dict[str, str]
     cases: tuple[CaseResult, ...]
-    slow_link: SlowLink | None = None  # between the host and every GPU, beside a load
+    slow_link: dict[str, float] | None = None  # see ``bench.train.task.Task.link_gbps``

@@ -22,7 +22,6 @@ fsdp2-resident-checkpointedK with K down to the fewest that fit, fsdp2-resident-
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import sys
 import tempfile
@@ -34,9 +33,6 @@ from pathlib import Path
 import torch
 
 from bench.calibrated import calibrate_once
-from bench.dram_load import beside_dram_load
-from bench.link_load import add_link_rate, beside_copies
-from bench.loaders import LoadError
 from bench.train.contestants import KINDS, WITH_FLOAT8, WITH_LORA, Contestant, default, parse_all
 from bench.train.launch import take_part
 from bench.train.models import build_model, refuse_too_large, replace_loss
@@ -76,10 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if not on_gpu:
         print("no GPU here: this checks that everything runs; the figures mean nothing", file=sys.stderr)
-    try:
-        comparison = _compare(args, task, contestants, f"python -m bench.train {shlex.join(arguments)}")
-    except LoadError as error:
-        parser.error(str(error))
+    comparison = _compare(args, task, contestants, f"python -m bench.train {shlex.join(arguments)}")
     print(comparison.table())
     return 1 if any(one.error for one in comparison.outcomes if one.contestant.kind == "protrain") else 0
 
@@ -117,35 +110,12 @@ def _parser() -> Parser:
         help="ProTrain's loss for all, logits never whole (default: where it is known to be the same loss)",
     )
     parser.add_argument("--host-memory", type=memory, default=None, metavar="SIZE", help="of the machine, for ProTrain")
-    parser.add_argument(
-        "--host-rate",
-        type=_share,
-        default=1.0,
-        metavar="SHARE",
-        help="such as 70%%: all run beside a load on the host's DRAM that leaves AdamW this share of its rate",
-    )
-    add_link_rate(parser)
     add_limits(parser)
     return parser
 
 
-def _share(text: str) -> float:
-    """A share of more than 0 and at most 1, from "70%" or "0.7"."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"must be a share of the host's rate such as 70%, not {text!r}")
-    return share
-
-
 def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
     """ValueError when an argument does not suit the model or this machine."""
-    if args.host_rate != 1.0 and not on_gpu:
-        raise ValueError("--host-rate needs a GPU: on a CPU the device that trains is the host itself")
-    if args.link_rate is not None and not on_gpu:
-        raise ValueError("--link-rate needs a GPU: there is no link between the host and a CPU that trains")
     if args.quantised and (args.lora is None or args.float8):
         raise ValueError("--quantised is for frozen weights: add --lora r=16, and leave out --float8")
     task = Task(
@@ -153,8 +123,6 @@ def _task(args: argparse.Namespace, *, on_gpu: bool) -> Task:
         chunked_loss=bool(args.chunked_loss),
         clip_norm=args.clip,
         host_memory=args.host_memory,
-        host_share=args.host_rate,
-        link_gbps=args.link_rate,
         lora=args.lora,
         quantised=args.quantised,
         float8=args.float8,
@@ -180,16 +148,12 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
             dtype=str(weight_dtype(device)).removeprefix("torch."),
             task=task,
             outcomes=tuple(outcomes),
-            dram_load=load,
-            slow_link=slow_link,
         )
 
-    with contextlib.ExitStack() as stack:
-        slow_link = stack.enter_context(beside_copies(task.link_gbps, task.gpus))
-        if any(one.kind == "protrain" for one in contestants):
-            calibrate_once(task.gpus)
-        load = stack.enter_context(beside_dram_load(task.host_share))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    if any(one.kind == "protrain" for one in contestants):
+        calibrate_once(task.gpus)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         make_tokens(task, folder / "tokens.pt")
         for contestant in contestants:
             limit_s = min(args.contestant_limit, until - time.monotonic())

@@ -12,9 +12,7 @@ import ctypes
 import importlib
 import itertools
 import math
-import subprocess
 import sys
-import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,14 +28,6 @@ from protrain.common.tables import format_bytes, parse_memory
 
 _NO_TARGET = -100  # what its loss, like torch's, ignores
 _TOKENS_OF_LOGITS = 4096  # whose logits are whole at a time: 1.2 GiB with a vocabulary of 152,064
-_CUBLAS = "libcublasLt.so.12"
-# What LLM.Q 0.3.1 calls of it.
-_FUNCTIONS = (
-    *("Create", "Destroy", "Matmul", "MatmulAlgoGetHeuristic"),
-    *("MatmulDescCreate", "MatmulDescDestroy", "MatmulDescSetAttribute"),
-    *("MatmulPreferenceCreate", "MatmulPreferenceDestroy", "MatmulPreferenceSetAttribute"),
-    *("MatrixLayoutCreate", "MatrixLayoutDestroy"),
-)
 
 
 def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
@@ -142,51 +132,10 @@ def _allocated(trainer: Any, where: str) -> int:
 
 
 def load_libraries() -> None:
-    """Load what LLM.Q's wheel, which is built for CUDA 12, links and this environment may not have where it looks.
+    """Load what LLM.Q's wheel, which is built for CUDA 12, links and the loader may not find by itself.
 
-    The loader takes a library that the process has already, so cuDNN and NCCL are torch's. With a torch for CUDA 13
-    there is no cuBLAS of version 12. A small library of its name then forwards LLM.Q's calls to version 13.
+    The loader takes a library that the process has already, so cuDNN and NCCL are torch's. OSError if one is nowhere.
     """
-    _load("libcudart.so.12")
-    try:
-        _load(_CUBLAS)
-    except OSError:
-        newer = "libcublasLt.so.13"
-        _load(newer)
-        with tempfile.TemporaryDirectory() as folder:
-            ctypes.CDLL(str(build_forwarder(Path(folder), newer)), ctypes.RTLD_GLOBAL)
-
-
-def _load(name: str) -> None:
-    """Load the library ``name`` from where the loader looks, or from NVIDIA's packages. OSError if it is nowhere."""
-    try:
-        ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
-    except OSError:
+    for name in ("libcudart.so.12", "libcublasLt.so.12"):
         packages = [path for entry in sys.path for path in Path(entry).glob(f"nvidia/*/lib/{name}")]
-        if not packages:
-            raise
-        ctypes.CDLL(str(packages[0]), ctypes.RTLD_GLOBAL)
-
-
-def build_forwarder(folder: Path, newer: str) -> Path:
-    """A library in ``folder`` that is cuBLASLt 12 to who links it, and jumps into ``newer``, which is loaded already.
-
-    Jumps leave all arguments where they are. The functions have the same in both versions.
-    """
-    source, versions, library = folder / "forward.c", folder / "forward.map", folder / _CUBLAS
-    jumps = "\n".join(
-        f'__attribute__((used, visibility("hidden"))) void *to_{name};\n'
-        f'__attribute__((naked)) void cublasLt{name}(void) {{ __asm__("jmp *to_{name}(%rip)"); }}'
-        for name in _FUNCTIONS
-    )
-    found = "\n".join(f'    to_{name} = dlsym(library, "cublasLt{name}");' for name in _FUNCTIONS)
-    source.write_text(
-        f"#include <dlfcn.h>\n{jumps}\n__attribute__((constructor)) static void find(void) {{\n"
-        f'    void *library = dlopen("{newer}", RTLD_NOW);\n{found}\n}}\n'
-    )
-    exported = " ".join(f"cublasLt{name};" for name in _FUNCTIONS)
-    versions.write_text(f"{_CUBLAS} {{ global: {exported} local: *; }};\n")
-    linker = f"-Wl,-soname,{_CUBLAS},--version-script={versions}"
-    command = ["gcc", "-shared", "-fPIC", "-O1", "-o", str(library), str(source), linker, "-ldl"]
-    subprocess.run(command, check=True)
-    return library
+        ctypes.CDLL(str(packages[0]) if packages else name, ctypes.RTLD_GLOBAL)

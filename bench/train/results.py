@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from bench.dram_load import Load
-from bench.link_load import SlowLink
 from bench.train.contestants import Contestant
 from bench.train.task import Task
 from protrain.common.records import Record
@@ -42,7 +40,7 @@ class Outcome(Record):
     first_step_s: float = 0.0  # until the first step was done, compilation included; 0: it is not known
     device_allocated_bytes: int = 0  # peak of tensors in all steps
     device_reserved_bytes: int = 0  # peak of the caching allocator
-    device_other_bytes: int = 0  # of the GPU beside the allocator: CUDA's context, kernels, NCCL's buffers, loaders
+    device_other_bytes: int = 0  # of the GPU beside the allocator: CUDA's context, kernels, NCCL's buffers
     host_resident_bytes: int = 0  # peak of the process
     host_pinned_bytes: int = 0  # of that
     host_used_bytes: int = 0  # by how much the machine's available memory fell at most, whoever took it
@@ -85,8 +83,8 @@ class Comparison(Record):
     dtype: str
     task: Task
     outcomes: tuple[Outcome, ...]
-    dram_load: Load | None = None  # on the host's DRAM, beside every contestant
-    slow_link: SlowLink | None = None  # likewise, between the host and every GPU
+    dram_load: dict[str, float] | None = None  # see ``Task.host_share``
+    slow_link: dict[str, float] | None = None  # see ``Task.link_gbps``
 
     @property
     def device(self) -> str:
@@ -176,5 +174,4 @@ class Comparison(Record):
         return (
             f"{self.task.label}: {size}{self.task.tokens_per_step:,} tokens a step, {self.dtype}, {loss}, clipping to "
             f"{self.task.clip_norm:g}, {several}{self.device}"
-            + "".join(f"; {load}" for load in (self.dram_load, self.slow_link) if load)
         )

@@ -35,8 +35,8 @@ class Task(Record):
     learning_rate: float = 1e-4
     device_memory: str | None = None  # of each GPU, for every contestant, cached blocks included
     host_memory: str | None = None  # of the machine, for all GPUs together
-    host_share: float = 1.0  # of its AdamW rate, which a load on its DRAM leaves the host; 1: there is no load
-    link_gbps: float | None = None  # each way, which a load on the link to the host leaves every GPU; None: no load
+    host_share: float = 1.0  # of its AdamW rate, in records that were made beside a load on the host; none is made now
+    link_gbps: float | None = None  # likewise, in records that were made beside a load on the links to the GPUs
     gpus: int = 1  # a process each, with a batch of its own
     lora: str | None = None  # an adapter of peft, as for `protrain plan --lora`; the model itself is frozen
     quantised: str | None = None  # "nf4": the linear layers of the frozen blocks have 4-bit weights
@@ -53,13 +53,11 @@ class Task(Record):
         model = Path(self.model).name
         depth = "" if self.layers is None else f"-{self.layers}layers"
         within = "" if self.device_memory is None else f"-within-{self.device_memory}"
-        host = "" if self.host_share == 1.0 else f"-host-at-{100 * self.host_share:g}"
-        link = "" if self.link_gbps is None else f"-link-at-{self.link_gbps:g}"
         gpus = "" if self.gpus == 1 else f"-{self.gpus}gpus"
         adapter = "" if self.lora is None else "-lora"
         several = "" if self.accumulation == 1 else f"x{self.accumulation}"
         precision = f"-{self.quantised}" if self.quantised else "-float8" if self.float8 else ""
-        return f"{model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{several}{within}{host}{link}{gpus}"
+        return f"{model}{depth}{adapter}{precision}-{self.batch}x{self.sequence}{several}{within}{gpus}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,8 +111,8 @@ def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module, base: Bas
 
     Returns the save's ``extra``.
 
-    It is called before ``model`` is wrapped, which may take minutes. It looks at existence, sizes and headers of the
-    files.
+    It is called before ``model`` is wrapped, which may take minutes. It looks at existence and sizes of
+    the files.
 
     Raises:
         CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.

@@ -19,15 +19,17 @@ from protrain.cli.options import (
     Parser,
     add_gpus_option,
     add_output_options,
+    count,
     memory,
     new_folder,
     number,
+    prices,
     whole,
     writable_file,
     writable_folder,
 )
 from protrain.cli.shapes import SHAPES, named
-from protrain.common.dtypes import DTYPES, MOMENT_DTYPES
+from protrain.common.dtypes import DTYPES, MOMENT_DTYPES, full_dtype
 from protrain.hardware.shipped import shipped_names
 
 AddParser = Callable[..., Parser]  # makes the parser of a command of what argparse takes
@@ -68,16 +70,40 @@ _CONVERT_EXAMPLE = """example:
 
 # The options that commands share, by their field, with what argparse is told of each.
 _SHARED: dict[str, dict[str, Any]] = {
-    "batch": {"type": whole(1), "default": 8, "help": "sequences in a batch, on each GPU (default: 8)"},
+    "batch": {
+        "type": whole(1),
+        "help": "sequences in a batch, on each GPU (default: the fastest for --step-tokens; on a CPU 1)",
+    },
     # Each token is learnt from the tokens before it.
     "sequence": {"type": whole(2), "metavar": "TOKENS", "help": "tokens in a sequence (default: of the model)"},
     "packing": {
         "action": "store_true",
         "help": "sequences hold several examples, as those of `protrain train` do, so that attention needs a mask",
     },
-    "accumulation": {"type": whole(1, 2**16), "default": 1, "help": "batches in a step, on each GPU (default: 1)"},
-    "dtype": {"choices": DTYPES, "help": "the type of weights (default: bfloat16 on a GPU, float32 on a CPU)"},
+    "accumulation": {"type": whole(1, 2**16), "help": "with --batch: batches in a step, on each GPU (default: 1)"},
+    "step_tokens": {
+        "type": count,
+        "metavar": "TOKENS",
+        "default": 65536,
+        "help": "tokens in a step, on all GPUs together, if --batch is not given (default: 65536)",
+    },
+    "tokens": {
+        "type": count,
+        "default": 10**9,
+        "help": "tokens to train on, like 300M or 15B, for how long it takes (default: 1B)",
+    },
+    "price": {
+        "type": prices,
+        "metavar": "PRICE,...",
+        "help": "what a GPU costs for an hour; with --compare, one for all machines or one for each",
+    },
+    "dtype": {
+        "type": full_dtype,
+        "choices": DTYPES,
+        "help": "the type of weights, also as bf16, fp16 or fp32 (default: bfloat16 on a GPU, float32 on a CPU)",
+    },
     "moment_dtype": {
+        "type": full_dtype,
         "choices": MOMENT_DTYPES,
         "default": "float32",
         "help": "the type of Adam's two moments; bfloat16 saves 4 bytes a parameter (default: float32)",
@@ -123,7 +149,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     "host_memory": {
         "type": memory,
         "metavar": "SIZE",
-        "help": "the host memory to stay within (default: what is free)",
+        "help": "the RAM of the machine, of which training takes a part (default: what is free, or usual for the GPU)",
     },
     "merge": {"action": "store_true", "help": "write the whole model with the adapter added"},
 }
@@ -167,11 +193,12 @@ def _add_plan(add_parser: AddParser) -> None:
     )
     add_options(
         parser,
-        *("batch", "sequence", "packing", "accumulation", "dtype", "moment_dtype"),
+        *("batch", "accumulation", "step_tokens", "sequence", "packing", "dtype", "moment_dtype"),
         *("lora", "load_in_4bit", "freeze", "compile", "chunked_loss", "step_during_backward"),
     )
     _add_machine_options(parser)
     shown = parser.add_argument_group("what is shown")
+    add_options(shown, "tokens", "price")
     what = shown.add_mutually_exclusive_group()
     what.add_argument(
         "--frontier",
@@ -186,8 +213,9 @@ def _add_plan(add_parser: AddParser) -> None:
     what.add_argument(
         "--compare",
         metavar="MACHINES",
-        help="not one plan, but a line for each machine: whether MODEL fits, how fast it is, and what limits it. "
-        "Machines are names with GPUs, and nodes if several: h100x2,a100x8x2",
+        help="not one plan, but a line for each machine: whether MODEL fits, how fast it is, and what limits it, "
+        "the fastest or with --price the cheapest first. Machines are names, with GPUs and nodes if several: "
+        "rtx4090,h100x2,a100x8x2",
     )
     what.add_argument(
         "--explain",

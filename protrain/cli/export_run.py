@@ -12,7 +12,7 @@ from protrain.checkpoint.loading import check_checkpoint
 from protrain.checkpoint.manifest import find_save, read_manifest
 from protrain.cli.models import read_architecture
 from protrain.cli.trained import choose_trained
-from protrain.common.hub import on_disk
+from protrain.common.cache import on_disk
 from protrain.common.parameters import DTYPES
 from protrain.common.progress import stage
 from protrain.distributed.ranks import Ranks

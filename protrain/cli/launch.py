@@ -8,17 +8,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch.distributed as dist
 from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from protrain.common.progress import heard
-from protrain.common.signals import InterruptedRun
+from protrain.common.progress import heard, silence
 from protrain.distributed.joining import announced_by_slurm, announced_processes, own_store, start_group
 
 _SAVE_S = 3600  # torchrun kills processes that need longer to end, and a save of a large model takes minutes
@@ -37,6 +37,7 @@ def start_ranks(gpus: int | None, words: Sequence[str]) -> None:
     announced = announced_processes()
     if announced == 1 and (gpus or 1) > 1:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_S))
+        PContext.close.__defaults__ = (None, _SAVE_S)  # which is the only place for it before torch 2.13
         logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the processes speak for themselves
         torchrun = ["--standalone", "--nproc-per-node", str(gpus), "-m", "protrain", *words]
         try:
@@ -58,8 +59,8 @@ def together() -> Iterator[int]:
     """Join the processes that a launcher has started. The context is the number of this one, its rank.
 
     Only the first one speaks inside: progress and warnings of the others would be the same. If the body raises on some
-    of them, the exception leaves on the first that fails, whichever it is. The others end without a word, as they fail
-    by the same error or because that one is gone.
+    of them, the first that fails says why, whichever it is. The others end without a word, as they fail by the same
+    error or because that one is gone.
     """
     if announced_processes() == 1:
         yield 0
@@ -72,14 +73,14 @@ def together() -> Iterator[int]:
     try:
         with heard(rank == 0), warnings.catch_warnings(action="ignore") if rank else nullcontext():
             yield rank
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt):
         try:
             fails_first = store.add(failures, 1) == 1
         except dist.DistError:  # the launcher is gone, or the first process where no launcher has the store
             fails_first = rank == 0
-        if fails_first:
-            raise
-        raise SystemExit(128 + error.signal_number if isinstance(error, InterruptedRun) else 1) from None
+        if not fails_first:
+            silence(sys.stderr)
+        raise
     finally:
         if starts:
             with suppress(Exception):  # after an error others may be gone

@@ -17,7 +17,6 @@ from typing import Any
 
 import protrain
 from protrain.cli.commands import build_parser
-from protrain.cli.imports import importing
 from protrain.cli.options import in_options
 from protrain.common.errors import MisuseError
 from protrain.common.progress import note, say, silence
@@ -54,9 +53,7 @@ def _status(argv: Sequence[str] | None) -> int:
         args = _parsed(argv)
         name = f"protrain {args.command}"
         with own_warnings_as_lines():
-            with importing():  # only now, so that --help needs no torch
-                run = resolve_name(args.run)
-            run(args)
+            resolve_name(args.run)(args)  # imported only now, so that --help needs no torch
     except (ValueError, ImportError) as error:
         return _failed(name, error, 2)
     except (FloatingPointError, MemoryError, MisuseError, OSError) as error:

@@ -148,6 +148,24 @@ def _plain(value: float) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+_COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmbt]?)", re.IGNORECASE)
+
+
+def count(text: str) -> int:
+    """An argparse type: a number of tokens, like 65536 or 15B."""
+    found = _COUNT.fullmatch(text.strip())
+    value = round(float(found[1]) * _COUNT_UNITS[found[2].lower()]) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be a number like 300M or 15B, not {text!r}")
+    return value
+
+
+def prices(text: str) -> list[float]:
+    """An argparse type: prices with commas between them."""
+    return [number(0, open_ended=True)(part) for part in text.split(",")]
+
+
 def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
     """An argparse type: text that ``parse`` takes without a ValueError. It stays text."""
 

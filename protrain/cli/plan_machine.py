@@ -12,10 +12,9 @@ from dataclasses import replace
 from protrain.cli.defaults import device_type_of
 from protrain.common.progress import note
 from protrain.common.tables import parse_memory
+from protrain.hardware.memory import for_training
 from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import of_machine, shipped_names
-
-_SPEC = re.compile(rf"({'|'.join(shipped_names())}|.+\.json)x(\d+)(?:x(\d+))?")
+from protrain.hardware.shipped import of_machine, shipped_name, shipped_names
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
@@ -49,7 +48,9 @@ def _this_machine(args: argparse.Namespace) -> HardwareProfile:
             "give --device cpu for a simulated device"
         )
     device = own_device(args.device or "cuda")
-    found = detect(device, device_memory=args.device_memory, host_memory=args.host_memory)
+    ram_bytes = _ram_bytes(args)
+    host_bytes = None if ram_bytes is None else for_training(ram_bytes, args.gpus)
+    found = detect(device, device_memory=args.device_memory, host_memory=host_bytes)
     why = why_not_cached(device) if found.source != "measured" else None
     if why is not None:
         note(f"{why}; `protrain calibrate` measures this machine anew")
@@ -60,19 +61,31 @@ def machines_of(args: argparse.Namespace) -> dict[str, HardwareProfile]:
     """The profile of one of the GPUs of each machine in --compare, by what it is called there."""
     if args.hardware is not None or (args.gpus, args.nodes) != (1, 1):
         raise ValueError("--compare names machines with their GPUs and nodes: leave out --hardware, --gpus and --nodes")
-    found = {}
-    for text in args.compare.split(","):
-        spec = _SPEC.fullmatch(text.strip())
-        if spec is None or not all(int(count) for count in spec.groups()[1:] if count):
-            raise ValueError(
-                f"--compare: {text.strip()!r} is no machine: give NAMExGPUS or NAMExGPUSxNODES, such as a100x8x2, with "
-                f"a JSON file or one of {', '.join(shipped_names())} as the name"
-            )
-        found[spec[0]] = _elsewhere(args, spec[1], int(spec[2]), int(spec[3] or 1))
+    found = {text.strip(): _elsewhere(args, *_counted(text.strip())) for text in args.compare.split(",")}
     _refuse_unused_network(args, max(machine.n_nodes for machine in found.values()))
     if len({machine.device_type for machine in found.values()}) > 1:
         raise ValueError("--compare takes machines with GPUs or machines without, not both: the model is profiled once")
     return found
+
+
+def _counted(text: str) -> tuple[str, int, int]:
+    """A machine like "a100x8x2", "8xH100" or "RTX 4090" as its name and its numbers of GPUs and of nodes."""
+    parts = [part.strip() for part in text.split("x")]
+    # An x may be a part of the name, as in rtx4090, so the longest name that is known counts.
+    for n_counts in range(3):
+        cut = len(parts) - n_counts
+        for name, counts in (("x".join(parts[:cut]), parts[cut:]), ("x".join(parts[n_counts:]), parts[:n_counts])):
+            if _is_machine(name) and all(re.fullmatch("[1-9][0-9]*", count) for count in counts):
+                n_gpus, n_nodes, *_ = [*map(int, counts), 1, 1]
+                return name, n_gpus, n_nodes
+    raise ValueError(
+        f"--compare: {text!r} is no machine: give NAME, NAMExGPUS or NAMExGPUSxNODES, such as a100x8x2, with a JSON "
+        f"file or one of {', '.join(shipped_names())} as the name"
+    )
+
+
+def _is_machine(name: str) -> bool:
+    return name.endswith(".json") or shipped_name(name) is not None
 
 
 def _refuse_unused_network(args: argparse.Namespace, n_nodes: int) -> None:
@@ -80,14 +93,16 @@ def _refuse_unused_network(args: argparse.Namespace, n_nodes: int) -> None:
         raise ValueError("--network-gbps is of the network between nodes, and there is one node: give --nodes too")
 
 
+def _ram_bytes(args: argparse.Namespace) -> int | None:
+    return None if args.host_memory is None else parse_memory(args.host_memory, name="host_memory")
+
+
 def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:
-    hardware = of_machine(name, n_gpus)
+    hardware = of_machine(name, n_gpus, ram_bytes=_ram_bytes(args))
     if args.device is not None and device_type_of(args.device) != hardware.device_type:
         raise ValueError(f"--device {args.device} contradicts {name}, whose device is {hardware.device_type}")
     if args.device_memory is not None:
         hardware = replace(hardware, device_bytes=parse_memory(args.device_memory, name="device_memory"))
-    if args.host_memory is not None:
-        hardware = replace(hardware, host_bytes=parse_memory(args.host_memory, name="host_memory"))
     return _shared(args, hardware, n_gpus, n_nodes)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from importlib.util import find_spec
 
 from protrain.cli.imports import importing
 from protrain.cli.options import emit, in_options, print_result, write_record
@@ -22,11 +24,16 @@ from protrain.common.errors import PlanError
 from protrain.common.progress import COUNTED, note, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Answer, Plan, compare, explain, frontier, largest, predict, search
-from protrain.planning.answer import Machine
-from protrain.planning.timeline import Timeline
-from protrain.profiler.kept_profiles import counted_profile
+from protrain.hardware.shipped import other_machines
+from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
+from protrain.planning.answer import Batch, Case, Job, Machine, alternatives, others_of
+from protrain.profiler.derived import at_batch
+from protrain.profiler.kept_profiles import counted_profile, kept_answer
 from protrain.profiler.model_profile import ModelProfile
+
+_LOW, _HIGH = 2, 16  # the batches that are counted from which the others follow
+_ANY_BYTES = 2**62  # of a device on which they are not to run
+_ASKED = ("batch", "accumulation", "step_tokens", "moment_dtype", "tokens", "price", "step_during_backward")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,112 +42,222 @@ def run(args: argparse.Namespace) -> None:
         if args.max_model or args.compare:
             raise ValueError("--picture goes with a plan or --frontier: --max-model and --compare draw nothing")
         check_picture(args.picture)
+    if args.batch is None and args.accumulation is not None:
+        raise ValueError("--accumulation says how many batches a step has: give --batch too, or --step-tokens alone")
     if args.compare is not None:
         _compare(args)
         return
-    hardware = machine_of(args)
+    asked = _Asked(args, machine_of(args))
     if args.max_model:
-        _max_model(args, hardware)
-        return
-    profile, inside = None, args.step_during_backward
+        _max_model(asked)
+    elif args.frontier:
+        _frontier(asked)
+    else:
+        _plan(asked)
+
+
+class _Asked:
+    """What ``args`` ask for on a machine whose GPUs have the profile ``hardware``."""
+
+    def __init__(self, args: argparse.Namespace, hardware: HardwareProfile) -> None:
+        self.args = args
+        self.hardware = hardware
+        self.step = ProfiledStep.of(args, hardware.device_type)
+        self.inside: bool = args.step_during_backward
+        self._elsewhere = bool(args.hardware or args.compare)
+
+    def counted(self, step: ProfiledStep, show: Callable[[str], None], *, device_bytes: int = 0) -> ModelProfile:
+        """The profile of ``step``, counted. A batch that takes more than ``device_bytes`` of any device is refused."""
+
+        def count() -> ModelProfile:
+            with importing():
+                from protrain.cli import plan_trace
+
+            return plan_trace.counted(step, device_bytes=device_bytes or self.hardware.device_bytes, show=show)
+
+        return replace(counted_profile(step.description(), count), moment_dtype=self.args.moment_dtype)
+
+    def profile(self, step: ProfiledStep, accumulation: int, show: Callable[[str], None]) -> ModelProfile:
+        """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
+        profile = None
+        if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
+            with importing():
+                from protrain.cli import plan_trace
+
+            profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
+            if profile is None:
+                note(COUNTED)
+        profile = profile or self.counted(step, show)
+        return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
+
+    def batches(self, show: Callable[[str], None]) -> tuple[Batch, ...]:
+        """The batches by which a step can have --step-tokens, the fastest first; none if --batch says which.
+
+        A simulated device has none either: a step of so many tokens would take a CPU hours.
+        """
+        if self.args.batch is not None or self.hardware.device_type == "cpu":
+            return ()
+        low, high = (
+            self.counted(replace(self.step, batch=batch), show, device_bytes=_ANY_BYTES) for batch in (_LOW, _HIGH)
+        )
+        n_sequences = self.args.step_tokens * _LOW // (low.tokens * self.hardware.world_size)
+        return fastest_batches(
+            lambda batch: at_batch(low, high, (batch - _LOW) / (_HIGH - _LOW)),
+            self.hardware,
+            n_sequences=max(1, n_sequences),
+            step_during_backward=self.inside,
+        )
+
+    def chosen(self, batches: tuple[Batch, ...]) -> tuple[ProfiledStep, int]:
+        """The step with the fastest of ``batches`` or the batch that was given, and its accumulation."""
+        if batches:
+            return replace(self.step, batch=batches[0].batch), batches[0].accumulation
+        return self.step, self.args.accumulation or 1
+
+    def kept(self, what: str, make: Callable[[], Answer]) -> Answer:
+        """What ``make`` answers. It is kept for a machine that is elsewhere, as the free memory of this one changes."""
+        if not self._elsewhere:
+            return make()
+        asked = {name: getattr(self.args, name) for name in _ASKED}
+        description = {"what": what, "asked": asked, "step": self.step.description(), "on": self.hardware.to_dict()}
+        return kept_answer("answers", Answer, description, make)
+
+
+def _answer(asked: _Asked, price: float | None) -> Answer:
+    """Whether the model fits, how fast it is, and what limits it."""
+    profile, batches = None, tuple[Batch, ...]()
     try:
         with stage("profiling the model") as show:
-            profile = _profile(args, hardware, show=show)
-        if args.frontier:
-            _frontier(args, profile, hardware)
-            return
+            batches = asked.batches(show)
+            profile = asked.profile(*asked.chosen(batches), show)
         with stage("planning"):
-            plan = search(profile, hardware, step_during_backward=inside)
-            timeline = predict(profile, hardware, plan, step_during_backward=inside).timeline
+            plan = search(profile, asked.hardware, step_during_backward=asked.inside)
+            answer = explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
     except PlanError as error:
-        if args.json and not args.frontier:
-            print_result(in_options(Answer.refused(error, hardware, profile).to_json()))
-        raise
-    if args.picture is not None:
-        draw_timeline(timeline, f"{profile.model}, {hardware.name}, {plan}: {format_ms(plan.step_ms)}", args.picture)
-    with stage("explaining"):
-        answer = explain(plan, profile, hardware, step_during_backward=inside, more_memory=args.explain)
-    print_result(answer.to_json() if args.json else _text(args, profile, hardware, answer, timeline))
-    write_record(plan, args)
+        answer = Answer.refused(error, asked.hardware, profile)
+    return replace(answer, batches=batches, job=Job(tokens=asked.args.tokens, price=price))
 
 
-def _text(
-    args: argparse.Namespace, profile: ModelProfile, hardware: HardwareProfile, answer: Answer, timeline: Timeline
-) -> str:
-    """The verdict and one step; with --explain what would change it, and the machine."""
-    title = wrapped(f"{answer.verdict}\n{_title(args, profile, hardware.world_size)}", indent="  ")
-    sections = [f"{title}\n{summary_text(answer)}", f"ONE STEP\n{timeline_text(timeline)}"]
-    if not args.explain:
-        sections += ["--explain says what would change it, and what is assumed of the machine."]
-    else:
+def _plan(asked: _Asked) -> None:
+    args, hardware = asked.args, asked.hardware
+    answer = asked.kept("plan", partial(_answer, asked, _prices(args, 1)[0]))
+    if answer.model is None:  # even the batch does not fit, and there is no profile
+        if args.json:
+            print_result(answer.to_json())
+        raise ValueError(answer.verdict)
+    with stage("profiling the model") as show:
+        profile = asked.profile(*asked.chosen(answer.batches), show)
+    fits = "fits on" if answer.fits else "does not fit"
+    title = _title(args, profile, hardware.world_size)
+    lines = [wrapped(f"{fits} {answer.machine}\n{title}", indent="  ")]
+    if answer.plan is not None:
+        timeline = predict(profile, hardware, answer.plan, step_during_backward=asked.inside).timeline
+        if args.picture is not None:
+            drawn = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
+            draw_timeline(timeline, drawn, args.picture)
+        lines += [f"{summary_text(answer)}\n", f"ONE STEP\n{timeline_text(timeline)}"]
+    if not args.json:  # before it is known what would be better, which takes longer
+        print_result("\n".join(lines))
+    answer = asked.kept("instead", partial(_with_alternatives, asked, answer, profile))
+    print_result(answer.to_json() if args.json else _more_text(args, hardware, answer))
+    if answer.plan is None:
+        raise ValueError(answer.verdict)
+    write_record(answer.plan, args)
+
+
+def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answer) -> str:
+    """What would fit or be faster, and with --explain what would change the plan, and the machine."""
+    sections = [f"\n{answer.alternatives_table()}"]
+    if answer.fits and args.explain:
         sections += [f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"]
         sections += [f"THE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"]
+    elif answer.fits:
+        sections += ["--explain says what each number would change, and what is assumed of the machine."]
     return "\n\n".join(sections)
 
 
-def _frontier(args: argparse.Namespace, profile: ModelProfile, hardware: HardwareProfile) -> None:
+def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:
+    with stage("looking for what would be better") as show:
+        lacks_bytes = answer.lacks_bytes if answer.lacks == "host memory" else 0
+        machines = other_machines(asked.hardware, lacks_host_bytes=lacks_bytes)
+        cases = _other_trainings(asked, answer, profile, show) | others_of(profile, asked.hardware, machines)
+        return replace(answer, alternatives=alternatives(cases, step_during_backward=asked.inside))
+
+
+def _other_trainings(
+    asked: _Asked, answer: Answer, profile: ModelProfile, show: Callable[[str], None]
+) -> dict[str, Case]:
+    """LoRA and QLoRA, unless all states are on the device anyway, and another batch if this one was given."""
+    step, _ = asked.chosen(answer.batches)
+    others = {}
+    if asked.args.batch is not None:
+        batch = 2 * step.batch if answer.fits else step.batch // 2
+        others[f"--batch {batch}"] = replace(step, batch=batch)
+    if answer.plan is None or answer.plan.n_persist < answer.plan.n_chunks:
+        adapter = step.lora or "r=16"
+        if step.lora is None and find_spec("peft"):
+            others["LoRA (--lora r=16)"] = replace(step, lora=adapter)
+        if not step.load_in_4bit and find_spec("peft") and find_spec("bitsandbytes"):
+            others[f"QLoRA (--lora {adapter} --load-in-4bit)"] = replace(step, lora=adapter, load_in_4bit=True)
+    return {
+        what: (replace(asked.counted(other, show), accumulation=profile.accumulation), asked.hardware)
+        for what, other in others.items()
+        if other.batch
+    }
+
+
+def _frontier(asked: _Asked) -> None:
+    args, hardware = asked.args, asked.hardware
+    with stage("profiling the model") as show:
+        profile = asked.profile(*asked.chosen(asked.batches(show)), show)
     with stage("planning under every limit"):
-        found = frontier(profile, hardware, step_during_backward=args.step_during_backward)
+        found = frontier(profile, hardware, step_during_backward=asked.inside)
     if args.picture is not None:
         draw_frontier(found, args.picture)
     title = wrapped(f"{Machine.of(hardware)}\n{_title(args, profile, hardware.world_size)}", indent="  ")
     emit(found, args, f"{title}\n\n{found.table()}")
 
 
-def _profile(
-    args: argparse.Namespace, hardware: HardwareProfile, layers: int | None = None, *, show: Callable[[str], None]
-) -> ModelProfile:
-    """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-    step = ProfiledStep.of(args, hardware.device_type, layers)
-
-    def counted() -> ModelProfile:
-        with importing():
-            from protrain.cli import plan_trace
-
-        return plan_trace.counted(step, device_bytes=hardware.device_bytes, show=show)
-
-    profile = None
-    if not (args.hardware or args.compare or args.load_in_4bit):  # 4-bit weights have no values before training
-        with importing():
-            from protrain.cli import plan_trace
-
-        profile = plan_trace.measured(step, device_bytes=hardware.device_bytes, show=show)
-        if profile is None:
-            note(COUNTED)
-    if profile is None:
-        profile = counted_profile(step.description(), counted)
-    return replace(profile, accumulation=args.accumulation, moment_dtype=args.moment_dtype)
-
-
-def _max_model(args: argparse.Namespace, hardware: HardwareProfile) -> None:
+def _max_model(asked: _Asked) -> None:
+    args = asked.args
     if args.model not in SHAPES:
         raise ValueError(f"--max-model needs a shape that comes at any depth: one of {', '.join(SHAPES)}")
     with stage("looking for the largest depth") as show:
         found = largest(
-            lambda layers: _profile(args, hardware, layers, show=lambda part: show(f"{layers} layers: {part}")),
-            hardware,
-            step_during_backward=args.step_during_backward,
+            lambda layers: replace(
+                asked.counted(replace(asked.step, layers=layers), show), accumulation=args.accumulation or 1
+            ),
+            asked.hardware,
+            step_during_backward=asked.inside,
         )
-    largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}"
-    title = wrapped(f"{Machine.of(hardware)}\n{largest_model}", indent="  ")
+    largest_model = f"the largest model of the width of {args.model}, {_computed(found.plan)}, batch {asked.step.batch}"
+    title = wrapped(f"{Machine.of(asked.hardware)}\n{largest_model}", indent="  ")
     emit(found, args, f"{title}\n{in_options(found.table())}")
 
 
 def _compare(args: argparse.Namespace) -> None:
     machines = machines_of(args)
-    largest_device = max(machines.values(), key=lambda machine: machine.device_bytes)
-    with stage("profiling the model") as show:
-        profile = _profile(args, largest_device, show=show)
-    with stage("planning for every machine"):
-        found = compare(profile, machines, step_during_backward=args.step_during_backward)
-    lines = [_title(args, profile, 1, " and GPU")]
-    lines += [f"{name}: {Machine.of(machine)}" for name, machine in machines.items()]
-    title = wrapped("\n".join(lines), indent="  ")
-    emit(found, args, f"{title}\n\n{found.table()}")
+    answers = {}
+    for (name, hardware), price in zip(machines.items(), _prices(args, len(machines)), strict=True):
+        asked = _Asked(args, hardware)
+        answers[name] = asked.kept("plan", partial(_answer, asked, price))
+    found = Comparison.of(answers)
+    title = "\n".join(f"{name}: {answer.machine}" for name, answer in found.machines.items())
+    emit(found, args, f"{wrapped(title, indent='  ')}\n\n{found.table()}")
 
 
-def _title(args: argparse.Namespace, profile: ModelProfile, n_gpus: int, each: str = "") -> str:
-    tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step{each}"
+def _prices(args: argparse.Namespace, n_machines: int) -> list[float | None]:
+    """The price of a GPU of each machine: one for all of them, or as many as there are."""
+    prices: list[float | None] = [*args.price] if args.price else [None]
+    if len(prices) not in (1, n_machines):
+        raise ValueError(
+            f"--price has {len(prices)} prices for {n_machines} machines: give one for all, or one for each"
+        )
+    return prices * n_machines if len(prices) == 1 else prices
+
+
+def _title(args: argparse.Namespace, profile: ModelProfile, n_gpus: int) -> str:
+    tokens = f"{profile.tokens * profile.accumulation * n_gpus:,} tokens a step"
     how = f"blocks {'compiled' if profile.compiled else 'eager'}, {_computed(profile)}"
     trained = "" if profile.n_trainable == profile.n_parameters else f" ({profile.n_trainable:,} trained)"
     quantised = f" and {format_bytes(profile.buffer_bytes)} of 4-bit weights" if args.load_in_4bit else ""

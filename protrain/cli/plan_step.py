@@ -9,8 +9,8 @@ from typing import Any, Self
 from protrain.cli.defaults import choose_compile
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
+from protrain.common.cache import on_disk
 from protrain.common.dtypes import default_dtype
-from protrain.common.hub import on_disk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,8 @@ class ProfiledStep:
     chunked_loss: bool | None  # None: where it is known to be the same loss
 
     @classmethod
-    def of(cls, args: argparse.Namespace, device_type: str, layers: int | None = None) -> Self:
-        """The step that ``args`` ask for on a device of ``device_type``, of MODEL or of MODEL with so many ``layers``.
+    def of(cls, args: argparse.Namespace, device_type: str) -> Self:
+        """The step that ``args`` ask for on a device of ``device_type``, of one sequence if they leave the batch open.
 
         Raises:
             ValueError: the weights are quantised and there is no adapter to train, or the Hub does not give the
@@ -41,11 +41,11 @@ class ProfiledStep:
         refuse_4bit_alone(args.lora, load_in_4bit=args.load_in_4bit)
         return cls(
             model=on_disk(args.model, weights=False),
-            layers=layers,
+            layers=None,
             lora=args.lora,
             load_in_4bit=args.load_in_4bit,
             freeze=tuple(args.freeze),
-            batch=args.batch,
+            batch=args.batch or 1,
             sequence=args.sequence,
             packing=args.packing,
             device_type=device_type,

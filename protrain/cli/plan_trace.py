@@ -6,6 +6,8 @@ Only this part of planning needs torch and transformers, whose imports take long
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,10 +15,13 @@ from torch import nn
 
 from protrain.cli.models import LoadedModel, fit_positions, read_architecture, refuse_huge_batch
 from protrain.cli.plan_step import ProfiledStep
+from protrain.cli.shapes import SHAPES
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
-from protrain.common.parameters import DTYPES
+from protrain.common.parameters import DTYPES, unmanaged_memory
 from protrain.profiler.cache import cached_profile
+from protrain.profiler.derived import TRACED_BLOCKS, with_blocks
 from protrain.profiler.model_profile import ModelProfile
+from protrain.profiler.operations import storages_in
 from protrain.profiler.trace import profile
 from protrain.wrapping import change_forwards
 
@@ -37,14 +42,32 @@ def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], Non
 def counted(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], None] | None = None) -> ModelProfile:
     """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here.
 
-    The device has at most ``device_bytes``.
+    The device has at most ``device_bytes``. Of a named shape a few blocks are traced.
     """
+    n_blocks = step.layers or (SHAPES[step.model].layers if step.model in SHAPES else 0)
+    if step.model not in SHAPES or n_blocks <= TRACED_BLOCKS or step.freeze:  # which may tell blocks apart
+        return _traced(step, device_bytes, show)[1]
+    few, buffer_bytes = _few_blocks(replace(step, layers=TRACED_BLOCKS), device_bytes)
+    return with_blocks(few, n_blocks, buffer_bytes=buffer_bytes)
+
+
+@cache
+def _few_blocks(step: ProfiledStep, device_bytes: int) -> tuple[ModelProfile, int]:
+    """The profile of ``step``, and the bytes of buffers and quantised weights that its last block has for itself."""
+    model, found = _traced(step, device_bytes, None)
+    *_, before, last = (storages_in(unmanaged_memory(model.get_submodule(block.name))) for block in found.blocks)
+    return found, sum(size for storage, size in last.items() if storage not in before)
+
+
+def _traced(
+    step: ProfiledStep, device_bytes: int, show: Callable[[str], None] | None
+) -> tuple[nn.Module, ModelProfile]:
     with torch.device("meta"):  # nothing is computed, so there is no need for a record of how values are made
         loaded = _architecture(step)
     if step.compile:
         torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
     model, example, how = _prepared(step, loaded, device_bytes=device_bytes, on_meta=True)
-    return profile(model, example, device="meta", show=show, **how)
+    return model, profile(model, example, device="meta", show=show, **how)
 
 
 def _architecture(step: ProfiledStep) -> LoadedModel:

@@ -8,6 +8,7 @@ offloading papers use these hidden sizes and depths, with heads of 128.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ _gpt2 = partial(Shape, family="gpt2", vocabulary=50257, positions=1024, tied=Tru
 _opt = partial(Shape, family="opt", vocabulary=50272, positions=2048, tied=True)
 _llama2 = partial(Shape, family="llama", vocabulary=32000, positions=4096)
 _llama3 = partial(Shape, family="llama", kv_heads=8, vocabulary=128256, positions=8192)
+_qwen25 = partial(Shape, family="qwen2", vocabulary=152064, positions=32768)
 
 SHAPES: dict[str, Shape] = {
     # tokens are bytes; its loss falls visibly within two minutes on two CPU cores
@@ -70,15 +72,24 @@ SHAPES: dict[str, Shape] = {
     "mistral-7b": Shape(
         family="mistral", hidden=4096, layers=32, heads=32, kv_heads=8, mlp=14336, vocabulary=32000, positions=32768
     ),
-    "qwen2.5-7b": Shape(
-        family="qwen2", hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944, vocabulary=152064, positions=32768
-    ),
+    "qwen2.5-7b": _qwen25(hidden=3584, layers=28, heads=28, kv_heads=4, mlp=18944),
+    "qwen2.5-14b": _qwen25(hidden=5120, layers=48, heads=40, kv_heads=8, mlp=13824),
+    "qwen2.5-32b": _qwen25(hidden=5120, layers=64, heads=40, kv_heads=8, mlp=27648),
 }
 
 
 def named(model: str) -> str:
-    """An argparse type: MODEL. A folder of the working directory goes before a shape of the same name, as ./tiny."""
-    return f"./{model}" if model in SHAPES and Path(model, "config.json").is_file() else model
+    """An argparse type: MODEL. A folder of the working directory goes before a shape of the same name, as ./tiny.
+
+    A shape is also found by its name as people write it, such as Llama3_8B.
+    """
+    if Path(model, "config.json").is_file():
+        return f"./{model}" if model in SHAPES else model
+    return next((name for name in SHAPES if _plain(name) == _plain(model)), model)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\s_-]", "", name.lower())
 
 
 def describe(name: str, *, layers: int | None = None) -> str:

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,17 @@ import transformers
 import trl
 from filelock import FileLock, Timeout
 from trl.chat_template_utils import get_training_chat_template
+from trl.trainer import dpo_trainer
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import protrain
 from protrain.cli.models import read_architecture
 from protrain.cli.rows_apart import what_joins_rows
+from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
-from protrain.common.hub import on_disk
 from protrain.common.progress import note
 from protrain.common.signals import end_at_once
+from protrain.forward.compilation import replace_attributes
 from protrain.integrations.transformers import ProTrainMixin
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
@@ -49,7 +53,20 @@ class SFT(ProTrainMixin, trl.SFTTrainer):
 
 
 class DPO(ProTrainMixin, trl.DPOTrainer):
-    """DPOTrainer on ProTrain."""
+    """DPOTrainer on ProTrain.
+
+    Args:
+        weights: tells the weights of the model from all others. TRL keeps the answers of a reference under a checksum
+            of its weights, and those of an empty model are in their files until the model is wrapped.
+        kwargs: of DPOTrainer.
+    """
+
+    def __init__(self, *, weights: str, **kwargs: Any) -> None:
+        put_back = replace_attributes([(dpo_trainer, "hash_module", lambda _: weights)])
+        try:
+            super().__init__(**kwargs)
+        finally:
+            put_back()
 
 
 @dataclass
@@ -169,7 +186,12 @@ def parse(words: Sequence[str]) -> Options:
         )
     if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
         raise ValueError("--load_in_4bit freezes the weights of the model: add an adapter to train, by --use_peft true")
-    if task == "dpo" and training.precompute_ref_log_probs is None:  # so that there is no second model in memory
+    if task == "dpo":
+        if training.precompute_ref_log_probs not in (None, not model.use_peft):
+            raise ValueError(
+                "--precompute_ref_log_probs is true without an adapter, so that there is no second model in memory, "
+                "and false with one: leave it out"
+            )
         training.precompute_ref_log_probs = not model.use_peft
     if training.learning_rate is None:
         usual = kind.__dataclass_fields__["learning_rate"].default
@@ -354,15 +376,13 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     arguments = {key: value for key, value in vars(options.wrap).items() if value is not None}
     attention = {"attn_implementation": model_options.attn_implementation}
     quantised = trl.get_quantization_config(model_options)
-    # TRL computes a checksum of the weights of a model without a reference, and takes a reference from the files.
-    empty = quantised is None and not (pairs and not model_options.use_peft)
-    if empty:
+    if quantised is None:
         with protrain.empty_parameters():
             model = transformers.AutoModelForCausalLM.from_config(model.config, dtype=dtype, **attention)
         if not model_options.from_scratch:
             arguments["weights"] = name
     else:
-        device = {} if quantised is None else {"device_map": {"": training.device}, "quantization_config": quantised}
+        device = {"device_map": {"": training.device}, "quantization_config": quantised}
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **attention, **device)
         for layer in model.modules():
             # Otherwise an evaluation on some CPUs packs 4-bit weights for good, so that no training could follow it.
@@ -379,8 +399,11 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     if packing and has_flash and model_options.attn_implementation is None:
         model.set_attn_implementation("flash_attention_2")
     patience = options.data.early_stopping_patience
-    kind: Callable[..., Any] = DPO if pairs else SFT
-    with protrain.empty_parameters() if empty else nullcontext():
+    kind: Callable[..., Any] = SFT
+    if pairs:
+        files = [(path.name, path.stat().st_mtime_ns) for path in sorted(Path(name).glob("*.safetensors"))]
+        kind = partial(DPO, weights=repr((name, files, model_options.from_scratch, training.seed)))
+    with protrain.empty_parameters() if quantised is None and model_options.use_peft else nullcontext():
         trainer = kind(
             model=model,
             args=training,
@@ -392,36 +415,23 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
             protrain=arguments,
         )
     if packing and "flash" not in (model.config._attn_implementation or ""):
-        trainer.data_collator = PackedRows(tokenizer.pad_token_id)
+        trainer.data_collator = PackedRows(tokenizer.pad_token_id, return_position_ids=True)
     return trainer
 
 
-class PackedRows:
-    """Collates packed rows for attention that makes its mask of positions, which begin anew with each example.
+class PackedRows(DataCollatorForLanguageModeling):
+    """TRL's collator for packed rows where attention makes its mask of positions, which begin anew with each example.
 
-    Where no attention of variable lengths is installed, TRL's collator would join all rows of a batch to one, of which
-    the mask would be as many times as large as there are rows.
-
-    Args:
-        padding: the token at the end of rows that are not full.
+    Where no attention of variable lengths is installed, TRL's own would join all rows of a batch to one, of which the
+    mask would be as many times as large as there are rows.
     """
 
-    def __init__(self, padding: int) -> None:
-        self._padding = padding
-
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        """``input_ids``, ``labels`` and ``position_ids`` of ``rows``, each (rows, tokens of the longest one)."""
-        length = max(len(row["input_ids"]) for row in rows)
-        batch: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "position_ids": []}
-        for row in rows:
-            rest = length - len(row["input_ids"])
-            parts = [*row.get("seq_lengths", [len(row["input_ids"])]), rest]
-            positions = [position for part in parts for position in range(part)]
-            labels = [*row["labels"], *[-100] * rest]
-            batch["input_ids"].append([*row["input_ids"], *[self._padding] * rest])
-            batch["labels"].append([label if at else -100 for label, at in zip(labels, positions, strict=True)])
-            batch["position_ids"].append(positions)
-        return {name: torch.tensor(values) for name, values in batch.items()}
+    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """``input_ids``, ``labels`` and ``position_ids`` of ``examples``, each (rows, tokens of the longest one)."""
+        batch: dict[str, Any] = super().torch_call(examples)
+        del batch["attention_mask"]  # otherwise nobody would look at the positions
+        batch["labels"][batch["position_ids"] == 0] = -100
+        return batch
 
 
 def _describe(trainer: Any, name: str, rows: Any) -> None:

@@ -136,6 +136,4 @@ def _synced(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_any_unfinished(ranks: Ranks, this_peer_finished: bool, synced_gpus: bool, device: Any) -> bool:
-    if not synced_gpus:
-        return not this_peer_finished
     return not all(ranks.all_values(bool(this_peer_finished), "the end of generate()"))

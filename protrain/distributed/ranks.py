@@ -170,7 +170,8 @@ class Ranks:
     def broadcast(self, tensor: Tensor, what: str, *, source: int = 0) -> None:
         """Copy ``tensor`` of the rank ``source``, on the CPU and contiguous, to all ranks."""
         self.watch.note(what, tensor.nbytes)
-        self._broadcast(_bytes(tensor), source)
+        data = _bytes(tensor)
+        self._do(lambda: dist.broadcast(data, group=self._control, group_src=source, async_op=True))
 
     def all_values(self, value: Value, what: str = "a comparison of values", **limits: Any) -> list[Value]:
         """The ``value`` of every rank, in rank order: any object that can be pickled.
@@ -193,16 +194,7 @@ class Ranks:
 
     def of_first(self, value: Value, what: str = "a value of rank 0") -> Value:
         """The ``value`` of the first rank."""
-        if not self.several:
-            return value
-        self.watch.note(what)
-        data = _pickled(value if self.rank == 0 else None)
-        size = torch.tensor([data.numel()])
-        self._broadcast(size.view(torch.uint8))
-        if self.rank != 0:
-            data = torch.zeros(int(size), dtype=torch.uint8)
-        self._broadcast(data)
-        return cast(Value, pickle.loads(data.numpy().tobytes()))
+        return self.all_values(value if self.rank == 0 else cast(Value, None), what)[0]
 
     def agree(self, what: str, items: Sequence[object]) -> None:
         """MisuseError on every rank unless all have the same ``items``. It shows the first that differs."""
@@ -231,9 +223,6 @@ class Ranks:
         own = data.view(self.size, -1)[self.rank]
         gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
         self._do(lambda: gather(data, own, group=group, async_op=not data.is_cuda), **limits)
-
-    def _broadcast(self, data: Tensor, source: int = 0) -> None:
-        self._do(lambda: dist.broadcast(data, group=self._control, group_src=source, async_op=True))
 
     def _do(self, collective: Callable[[], dist.Work | None], **limits: Any) -> None:
         """Do ``collective``: wait for it on the host, or on a GPU let the current stream do it."""

@@ -31,10 +31,10 @@ from protrain.engine.states.groups import Groups
 from protrain.engine.states.materialise import fill
 from protrain.engine.states.weight_files import WeightSources
 from protrain.engine.streams import streams_for
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import Streamer
 from protrain.engine.updates.updates import Updates
 from protrain.engine.updates.worker import HostWorker
-from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
@@ -150,7 +150,7 @@ def build_engine(
         step_during_backward=step_during_backward,
     )
     install(engine)
-    StateHooks(engine)
+    engine.state_hooks = StateHooks(engine)
     return engine
 
 
@@ -183,9 +183,9 @@ def _ledger(managed: ManagedModel, buffers: BufferPool, *, budget_bytes: int, st
 def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
     """Host memory for the activations that one step swaps, and for the inputs that it offloads."""
     swapped = sum(
-        swapped_block_bytes(block, packed=plan.packs(index))
-        for index, block in enumerate(profile.blocks)
-        if plan.block_modes[index] is BlockMode.SWAP
+        swapped_block_bytes(block)
+        for block, mode in zip(profile.blocks, plan.block_modes, strict=True)
+        if mode is BlockMode.SWAP
     )
     inputs = sum(
         offloaded_input_bytes(block)

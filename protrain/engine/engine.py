@@ -33,27 +33,25 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 
 from protrain.common.errors import MisuseError
-from protrain.engine.activations.modes import frame_of
-from protrain.engine.activations.saved import Frame
+from protrain.engine.activations.saved import Frame, end_left_hooks
 from protrain.engine.activations.swap import HostSlots, Swaps
 from protrain.engine.gradients.clipping import Clipping, LossScale
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import span
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.updates import Updates
-from protrain.engine.visits import ManagedModel, Unit, Visits
-from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
+from protrain.engine.visits import Visits
+from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import (
     frozen_error,
@@ -62,7 +60,6 @@ from protrain.engine.weights.parameter import (
     take_gradient,
 )
 from protrain.engine.weights.views import Ledger
-from protrain.planning.timeline import GPU
 
 
 class Phase(State):
@@ -90,9 +87,9 @@ class Engine:
         ledger: Ledger,
         step_during_backward: bool,
     ) -> None:
-        profile, memory, units = managed.profile, managed.memory, managed.units
-        self.model, self.profile, self.plan = managed.model, profile, managed.plan
-        self.memory = memory
+        self.model, self.profile, self.plan = managed.model, managed.profile, managed.plan
+        self.chunks, self.members, self.units = managed.chunks, managed.members, managed.units
+        self.memory = memory = managed.memory
         self.streams = memory.streams
         self.inputs = Inputs(memory.device, memory.streams)
         self.updates = updates
@@ -102,32 +99,27 @@ class Engine:
         self.phase = Phase.READY
         self._inside = step_during_backward  # updates are made inside backward, not by step()
         self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
-        self.chunks, self.members = managed.chunks, managed.members
-        self.units = units
         self.buffers = buffers
         self.gradients = gradients
         self.swaps = Swaps(swap_slots)
         self.ledger = ledger
         self.bindings = bindings
+        self.state_hooks: Any = None  # which refer to this, and are made last
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
         self.all_read = False  # whether every rank reads the same parameters now
-        self.thawed = set[int]()  # parameters that require a gradient now, and did not when the model was wrapped
+        self._frozen = [member for member in managed.members if not member.parameter.requires_grad]
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
-        self._running = 0  # how many units run now, one inside the other; a hook in them may save the model
-        self._begun = 0  # the same, with units and steps that are at their begin or end: more than run if it is dirty
+        # How many begins and ends of units and steps are under way. One that an interrupt cuts short stays counted.
+        self.unfinished = 0
         self._process = os.getpid()
         self._ranks = memory.ranks
-        self._visits = Visits(managed, buffers=buffers, take_gradients=self._take_gradients)
-        # By unit, the one that forward calls just before the first call of it: backward reaches that next.
-        self._unit_before = {unit: before for before, unit in reversed([*pairwise(profile.calls)])}
+        self.visits = Visits(managed, self, buffers=buffers, bindings=bindings)
         # In the current forward every block is recomputed, and nothing is offloaded: it takes less memory than planned.
         self.recompute_all = False
-        self._current: Unit | None = None  # the unit whose backward runs
-        self._current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
         # To the callback that autograd calls at the end of backward. None: there is no backward; dead: it has raised.
         self._backward: weakref.ref[Any] | None = None
 
-    # -- forward -------------------------------------------------------------------------------------------------------
+    # -- forward and backward ------------------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """A forward of the whole model begins: fetch the chunks that it needs first.
@@ -135,79 +127,20 @@ class Engine:
         Raises:
             MisuseError: it is one of the training, with a parameter that was frozen when the model was wrapped.
         """
-        if self.thawed and torch.is_grad_enabled():
-            raise frozen_error(self.members[min(self.thawed)].name)
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                thawed = next((member for member in self._frozen if member.parameter.requires_grad), None)
+            if thawed is not None:
+                raise frozen_error(thawed.name)
         self.streams.refuse_another()
         self.reset()
         self._restart(training=torch.is_grad_enabled())
 
     def _restart(self, *, training: bool) -> None:
         """Fetch the chunks that a forward needs first."""
-        self._begun += 1
-        self._visits.begin_forward(training=training)
-        self._begun -= 1
-
-    def run_unit(self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the forward of ``unit`` with its parameters on the device."""
-        unit.calls += 1
-        self._begin_unit(unit)
-        args, kwargs = copy_escaping_weights((args, kwargs), self.buffers, own=unit)
-
-        def run() -> Any:
-            if torch.is_grad_enabled():
-                return frame_of(self, unit).run(function, args, kwargs)
-            return function(*args, **kwargs)
-
-        output = self._run_bound(unit, run)
-        self._visits.gather_ahead()
-        return output
-
-    def run_around(
-        self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Call ``unit`` including hooks of the user, which may use its parameters before and after the forward.
-
-        Tensors that the hooks save are neither recomputed nor swapped, as hooks must run once.
-        """
-        self._begin_unit(unit)
-
-        def run() -> Any:
-            with Frame(self, unit).hooks() if torch.is_grad_enabled() else nullcontext():
-                return function(*args, **kwargs)
-
-        return self._run_bound(unit, run)
-
-    def _run_bound(self, unit: Unit, run: Callable[[], Any]) -> Any:
-        """What ``run`` returns, which uses the parameters of ``unit`` on the device."""
-        self._begun += 1
-        self.bindings.bind(unit, self._visits.schedule)
-        self._visits.prefetch()
-        self._running += 1
-        try:
-            output = copy_escaping_weights(run(), self.buffers)
-        finally:
-            self._running -= 1
-            self.bindings.unbind(unit)
-            self._begun -= 1
-        if torch.is_grad_enabled():
-            refuse_leaked_views(unit, self.buffers)
-        return output
-
-    def _begin_unit(self, unit: Unit) -> None:
-        self.bindings.begin_use(f"the forward of {unit.label}")
-        self.reset()
-        if self._current is not None:  # inside a backward, in a checkpoint of the user's own
-            if self._ranks.several:
-                raise MisuseError(
-                    f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several "
-                    "ranks have no order: call the module without it, as ProTrain recomputes what it must"
-                )
-            # The current unit must free its buffers for this one, unless it encloses it.
-            if self._current.index not in self.profile.units[unit.index].within:
-                self._leave_unit()
-        self._visits.enter_forward(unit)
-
-    # -- backward ------------------------------------------------------------------------------------------------------
+        self.unfinished += 1
+        self.visits.begin_forward(training=training)
+        self.unfinished -= 1
 
     def begin_backward(self) -> None:
         """Begin a backward and have autograd tell when it ends, unless one runs already: every hook calls this."""
@@ -219,7 +152,7 @@ class Engine:
                     "backward() after a backward that raised an error, which other ranks have not seen: end all "
                     "processes and resume from a checkpoint"
                 )
-            self._leave_unit()  # its gradients are added, as autograd adds to ``.grad``
+            self.visits.leave_backward()  # its gradients are added, as autograd adds to ``.grad``
         self.reset()
         self.bindings.begin_use("backward()")
         refuse_hooks_on_sums(self.members, self.gradients.indices())
@@ -229,36 +162,18 @@ class Engine:
         failed = (lambda _: self._ranks.raised(None, "a backward")) if self._ranks.several else None
         self._backward = weakref.ref(end, failed)
         del end  # now autograd has the only reference, and drops it when backward ends or raises
-        self._visits.begin_backward()
+        self.visits.begin_backward()
         self.swaps.begin_backward()
         self.gradients.begin_backward()
 
     def in_backward_of(self, frame: Frame) -> bool:
         """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
         return (
-            self._current_frame() is frame
+            self.visits.current_frame() is frame
             and frame.weights_version == self.weights_version
             and self._backward is not None
             and self._backward() is not None
         )
-
-    def enter_backward(self, frame: Frame) -> None:
-        """Backward has reached the call of a unit that ``frame`` stands for, and is done with the unit before."""
-        self.begin_backward()
-        unit = frame.unit
-        if self._current is unit:
-            self._current_frame = weakref.ref(frame)
-            return
-        self._leave_unit()
-        self._visits.enter_backward(unit)
-        self.bindings.bind(unit, self._visits.schedule)
-        self._current, self._current_frame = unit, weakref.ref(frame)
-        self._span = span(GPU, f"backward {unit.label}")
-        self._span.__enter__()
-        self._visits.prefetch_in_backward(unit)
-        before = self._unit_before.get(unit.index)
-        if before is not None and not self.in_forward:
-            self.swaps.fetch_ahead(self.units[before])
 
     def gradient_ready(self, index: int) -> None:
         """Autograd has accumulated the whole gradient of parameter ``index``."""
@@ -279,8 +194,6 @@ class Engine:
             raise MisuseError(
                 "backward() after clip_grad_norm_(): clip once, after the last backward() of a step, or zero_grad()"
             )
-        if self.gradients.forgotten:
-            self.gradients.refuse_missing("backward()")
         if self.loss_scale is not None and not self.loss_scale.is_used:
             raise MisuseError(
                 "float16 needs a scaled loss: call optimizer.backward(loss) in place of loss.backward(), and no "
@@ -291,22 +204,22 @@ class Engine:
                 "backward() before step(): with step_during_backward=True the last backward has made its updates, so "
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
-        self.gradients.count_backward()
+        self.gradients.count_backward(no_sync=self._groups.no_sync)
         if self._inside:
             self._groups.check()
             self.bindings.refuse_lent("backward() with step_during_backward=True")
             self.bindings.refuse_edits()  # step() would be too late
-        if not self.gradients.no_sync:
+        if not self._groups.no_sync:
             self._groups.check_members()
             self.updates.begin_backward()
         self._go_to(Phase.BACKWARD)
 
-    def _take_gradients(self, visit: int) -> None:
+    def take_gradients(self, visit: int) -> None:
         """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
         arrived = self.gradients.flush(visit)
         if arrived:
             self._clipping.forget_norms()
-        if self.gradients.no_sync:
+        if self._groups.no_sync:
             return
         for chunk in arrived:
             if self._inside:
@@ -321,17 +234,13 @@ class Engine:
         self.gradients.reduction.send(chunk)
         self.updates.update_inside(chunk)
 
-    def _leave_unit(self) -> None:
-        self._unbind_current()
-        self._visits.leave_backward()
-
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
-            self._leave_unit()
-            self._visits.make_up_rest()
+            self.visits.leave_backward()
+            self.visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
-                if self._inside and not self.gradients.no_sync:
+                if self._inside and not self._groups.no_sync:
                     for chunk in self.chunks:
                         if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
                             self._update_inside(chunk)
@@ -354,25 +263,21 @@ class Engine:
                 "and save the model there, or call protrain.wrap in this process"
             )
         if self._backward is not None and (self._backward() is None or torch._C._current_graph_task_id() == -1):
-            self._begun += 1
-            self._unbind_current()
+            self.unfinished += 1
+            self.visits.abandon_backward()
             self.gradients.abandon()
             if self.phase is Phase.BACKWARD:
                 self._go_to(Phase.CUT_SHORT if self.updated_inside else Phase.READY)
             self._backward = None
-        if self._begun and not self._running and self._backward is None:
+        if self.visits.running or self._backward is not None:
+            return
+        end_left_hooks(self.buffers)
+        if self.unfinished:
             self.updates.drain()
             self.streams.synchronize()
             self.bindings.reset()
-            self._visits.reset()
-            self._begun = 0
-
-    def _unbind_current(self) -> None:
-        self._current_frame = _no_frame
-        unit, self._current = self._current, None
-        if unit is not None:
-            self.bindings.unbind(unit)
-            self._span.__exit__(None, None, None)
+            self.visits.reset()
+            self.unfinished = 0
 
     def gradient_pending(self, index: int) -> bool:
         """Whether parameter ``index`` has a gradient. One that a failed backward has not stored does not count."""
@@ -417,6 +322,14 @@ class Engine:
             self._restart(training=True)
         return ends
 
+    def forget_gradient(self, index: int) -> None:
+        """Forget the gradient of parameter ``index`` (``parameter.grad = None``), so that a step leaves it as it is."""
+        self._ranks.note(f"the gradient of {self.members[index].name} is set to None")
+        self.gradients.forget(index)
+        self._clipping.forget_norms()
+        if not any(self.gradients.present):
+            self.forget_gradients()
+
     def update(self) -> bool:
         """Do what ``optimizer.step()`` does, and begin to fetch for the next forward.
 
@@ -445,17 +358,19 @@ class Engine:
         self.gradients.refuse_missing("step()")
         self.gradients.refuse_zeros()
         self._groups.check()
-        factor, unscaling = self._clipping.factor(), self._unscaling()
+        factor, unscaling, loss_scale = self._clipping.factor(), self._unscaling(), self.loss_scale
         self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
-        if self.loss_scale is not None:
-            if not self.loss_scale.update(self._clipping.is_finite()):
+        if loss_scale is not None:
+            if not self._clipping.is_finite():
+                loss_scale.warn_of_smallest()
+                self.updates.commit(loss_scale.note_skipped)
                 return False
             inverse = torch.full((), unscaling, dtype=torch.float32, device=self.memory.device)
             factor = inverse if factor is None else factor * inverse
-        self._begun += 1
+        self.unfinished += 1
         self.weights_version += 1
-        self.updates.step(factor, assumed_factor=unscaling)
-        self._begun -= 1
+        self.updates.step(factor, assumed_factor=unscaling, loss_scale=loss_scale)
+        self.unfinished -= 1
         return True
 
     def _end_updated_inside(self) -> bool:
@@ -506,14 +421,10 @@ class Engine:
 
     def weights_changed(self, chunks: list[Chunk]) -> None:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
-        self._begun += 1
+        self.unfinished += 1
         for chunk in chunks:
             chunk.version += 1
             self.streams.compute.place(chunk.updated)
             self.buffers.invalidate(chunk)
         self.weights_version += 1
-        self._begun -= 1
-
-
-def _no_frame() -> None:
-    """Stands for a dead reference."""
+        self.unfinished -= 1

@@ -22,7 +22,7 @@ from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
 from protrain.engine.inputs import PlannedBatch
 from protrain.engine.streams import span
-from protrain.engine.visits import Unit
+from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.compilation import CompiledForward
@@ -34,7 +34,7 @@ from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpoi
 def install(engine: Engine) -> None:
     """Hook the engine into its model."""
     for member in engine.members:
-        handle = Handle(member.name, member.index, engine, trainable=member.parameter.requires_grad)
+        handle = Handle(member.name, member.index, engine)
         if member.parameter.requires_grad:
             member.parameter.register_post_accumulate_grad_hook(handle.gradient_ready)
         member.parameter.__class__ = PresentParameter
@@ -99,7 +99,7 @@ def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         _refuse_tracing()
         with span(GPU, f"forward {unit.label}"):
-            return engine.run_unit(unit, original, args, kwargs)
+            return engine.visits.run(unit, original, args, kwargs, around=False)
 
     return run
 
@@ -113,7 +113,7 @@ def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
         if not (module._forward_pre_hooks or module._forward_hooks or replaced):
             return original(*args, **kwargs)
         before = unit.calls
-        output = engine.run_around(unit, original, args, kwargs)
+        output = engine.visits.run(unit, original, args, kwargs, around=True)
         if replaced and unit.calls == before and unit.mode is not BlockMode.NONE and torch.is_grad_enabled():
             warn_user(
                 f"the forward of {unit.label} was replaced after protrain.wrap, so all tensors that it saves stay on "

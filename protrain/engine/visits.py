@@ -1,6 +1,4 @@
-"""Units, where a step is in the schedule of their visits, and what several ranks do together at each visit.
-
-A unit is a module around which chunks are fetched and released.
+"""Runs units: where a step is in the schedule of their visits, and what several ranks do together at each visit.
 
 A visit is one call of a unit in forward, or the backward of that call. At each visit chunks are fetched ahead, by the
 schedule. One rank goes to the visits that it really makes. Several ranks go through all visits of the schedule, one
@@ -19,73 +17,23 @@ to its end, as autograd goes to and fro between the enclosing unit and those ins
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
 
 import torch
-from torch import nn
 
 from protrain.common.errors import MisuseError
-from protrain.engine.states.arena import EngineMemory
-from protrain.engine.states.chunks import Chunk, Member
+from protrain.engine.activations.modes import frame_of
+from protrain.engine.activations.saved import Frame
+from protrain.engine.streams import span
+from protrain.engine.units import ManagedModel, Unit
+from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
 from protrain.engine.weights.buffers import BufferPool
-from protrain.engine.weights.parameter import PresentParameter
-from protrain.forward.module_state import BlockModules
-from protrain.planning.layout import Layout
-from protrain.planning.plan import BlockMode, Plan
+from protrain.engine.weights.handle import Engine
 from protrain.planning.schedule import Schedule
-from protrain.profiler.model_profile import ModelProfile, UnitRecord
-
-
-@dataclass(eq=False)
-class Unit:
-    """A block, or a module outside of blocks that has parameters of its own."""
-
-    index: int
-    label: str
-    module: nn.Module
-    mode: BlockMode
-    is_block: bool
-    packs: bool  # what it swaps goes to host memory in one buffer
-    chunks: list[Chunk]  # the chunks that it needs on the device
-    members: list[Member]  # its parameters in those
-    modules: BlockModules  # the module and all modules inside it
-    calls: int = 0  # of its forward, so far
-    moving: list[Member] = field(init=False)  # the members whose data lies in another buffer from time to time
-
-    def __post_init__(self) -> None:
-        self.moving = [member for member in self.members if not member.chunk.resident]
-
-
-@dataclass(eq=False, kw_only=True)
-class ManagedModel:
-    """A model whose states lie in chunks, and what it was planned for: what all parts of an engine work on."""
-
-    model: nn.Module
-    profile: ModelProfile
-    plan: Plan
-    layout: Layout
-    memory: EngineMemory
-    chunks: list[Chunk]
-    members: list[Member]  # all managed parameters
-    units: list[Unit] = field(init=False)  # one for each record of the profile
-
-    def __post_init__(self) -> None:
-        self.units = [self._unit(index, record) for index, record in enumerate(self.profile.units)]
-
-    def _unit(self, index: int, record: UnitRecord) -> Unit:
-        module = self.model.get_submodule(record.name)
-        return Unit(
-            index=index,
-            label=record.name or type(self.model).__name__,
-            module=module,
-            mode=BlockMode.NONE if record.block is None else self.plan.block_modes[record.block],
-            is_block=record.block is not None,
-            packs=record.block is not None and self.plan.packs(record.block),
-            chunks=[self.chunks[chunk] for chunk in self.layout.unit_chunks[index]],
-            members=[self.members[member] for member in record.parameters],
-            modules=BlockModules(module, PresentParameter),
-        )
+from protrain.planning.timeline import GPU
 
 
 class Visits:
@@ -93,28 +41,116 @@ class Visits:
 
     Args:
         managed: the model.
+        engine: whose step they are part of.
         buffers: where chunks are fetched to.
-        take_gradients: called with each visit of backward when it is over.
+        bindings: put parameters there.
     """
 
-    def __init__(self, managed: ManagedModel, *, buffers: BufferPool, take_gradients: Callable[[int], None]) -> None:
+    def __init__(self, managed: ManagedModel, engine: Engine, *, buffers: BufferPool, bindings: Bindings) -> None:
         units, calls = managed.units, managed.profile.calls
         fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training = Schedule([*calls, *reversed(calls)], fetched)
         self._inference = Schedule(calls, fetched)
-        self._units = units
-        self._chunks = managed.chunks
+        self._engine = engine
+        self._managed = managed
         self._buffers = buffers
-        self._take_gradients = take_gradients
+        self._bindings = bindings
         self._ranks = managed.memory.ranks
         self._several = self._ranks.several
         self.schedule = self._training  # the one that is followed now
         self.backward_start = len(calls)  # the first visit of backward
         self._within = [unit.within for unit in managed.profile.units]  # by unit, the units that enclose it
+        # By unit, the one that forward calls just before the first call of it: backward reaches that next.
+        self._unit_before = {unit: before for before, unit in reversed([*pairwise(calls)])}
         # With one rank no unit is held, and there is nothing to make up for.
         self._enclosing = managed.profile.enclosing if self._several else ()
         self._held: list[Unit] = []  # enclosing units whose chunks stay in their buffers
         self._reduced = -1  # the last visit whose gradients are reduced
+        self.running = 0  # how many forwards of units run now, one inside the other; a hook in them may save the model
+        self._current: Unit | None = None  # the unit whose backward runs
+        self.current_frame: Callable[[], Frame | None] = _no_frame  # a weak reference to the call in its forward
+
+    # -- running units -------------------------------------------------------------------------------------------------
+
+    def run(
+        self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, around: bool
+    ) -> Any:
+        """Call ``function`` with the parameters of ``unit`` on the device.
+
+        It is the forward of the unit, or with ``around`` what is around that: hooks of the user, which may use the
+        parameters before and after it. Tensors that the hooks save are neither recomputed nor swapped, as hooks must
+        run once.
+        """
+        engine, bindings, buffers = self._engine, self._bindings, self._buffers
+        bindings.begin_use(f"the forward of {unit.label}")
+        engine.reset()
+        self._enter_forward(unit)
+        if not around:
+            unit.calls += 1
+            args, kwargs = copy_escaping_weights((args, kwargs), buffers, own=unit)
+        engine.unfinished += 1
+        bindings.bind(unit, self.schedule)
+        self.prefetch()
+        engine.unfinished -= 1
+        running = self.running
+        try:
+            self.running = running + 1
+            if not torch.is_grad_enabled():
+                output = function(*args, **kwargs)
+            elif around:
+                with Frame(engine, unit).hooks():
+                    output = function(*args, **kwargs)
+            else:
+                output = frame_of(engine, unit).run(function, args, kwargs)
+            output = copy_escaping_weights(output, buffers)
+        finally:
+            self.running = running
+            engine.unfinished += 1
+            bindings.unbind(unit)
+            engine.unfinished -= 1
+        if torch.is_grad_enabled():
+            refuse_leaked_views(unit, buffers)
+        if not around:
+            self.gather_ahead()
+        return output
+
+    def enter_backward(self, frame: Frame) -> None:
+        """Backward has reached the call of a unit that ``frame`` stands for, and is done with the unit before."""
+        unit = frame.unit
+        if self._current is not unit:
+            self.leave_backward()
+            is_visit = unit.index not in self._enclosing
+            # The chunks of an enclosing unit are there, and its gradients are reduced after those of the units inside.
+            if is_visit:
+                self._enter_backward(unit)
+            self._bindings.bind(unit, self.schedule)
+            self._current = unit
+            self._span = span(GPU, f"backward {unit.label}")
+            self._span.__enter__()
+            if is_visit:
+                self.prefetch()
+                self.gather_ahead()
+            before = self._unit_before.get(unit.index)
+            if before is not None and not self._engine.in_forward:
+                self._engine.swaps.fetch_ahead(self._managed.units[before])
+        self.current_frame = weakref.ref(frame)
+
+    def leave_backward(self) -> None:
+        """Backward has left a unit: release it, and bring the gradients that have arrived into chunks."""
+        self.abandon_backward()
+        if not self._several or self.schedule.position > self._reduced:
+            self._engine.take_gradients(self.schedule.position)
+            self._reduced = self.schedule.position
+
+    def abandon_backward(self) -> None:
+        """Release the unit whose backward runs, if there is one."""
+        self.current_frame = _no_frame
+        unit, self._current = self._current, None
+        if unit is not None:
+            self._bindings.unbind(unit)
+            self._span.__exit__(None, None, None)
+
+    # -- the schedule --------------------------------------------------------------------------------------------------
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward of the model begins, or comes next after a step: fetch the chunks that it needs first."""
@@ -124,8 +160,16 @@ class Visits:
         self.schedule.restart()
         self.prefetch()
 
-    def enter_forward(self, unit: Unit) -> None:
-        """The forward of ``unit`` begins."""
+    def _enter_forward(self, unit: Unit) -> None:
+        if self._current is not None:  # inside a backward, in a checkpoint of the user's own
+            if self._several:
+                raise MisuseError(
+                    f"{unit.label} runs inside backward, in a checkpoint that is not ProTrain's, for which several "
+                    "ranks have no order: call the module without it, as ProTrain recomputes what it must"
+                )
+            # The current unit must free its buffers for this one, unless it encloses it.
+            if self._current.index not in self._within[unit.index]:
+                self.leave_backward()
         if self._several:
             if self.schedule.skipped(unit.index) is None:  # it runs more often than in the profiled step
                 self.make_up_rest()
@@ -143,17 +187,17 @@ class Visits:
                 return
             for visit in skipped:
                 self._make_up(visit)
-        self._release_left(unit)
+            self._release_left(unit)
         self.schedule.enter(unit.index)
 
     def prefetch(self) -> None:
         """Fetch the chunks of later visits, as far as buffers are free."""
-        self._buffers.prefetch(self._chunks, self.schedule)
+        self._buffers.prefetch(self._managed.chunks, self.schedule)
 
     def gather_ahead(self) -> None:
         """The ranks gather the weights of the next visit."""
         if self._several and self.schedule.position + 1 < len(self.schedule.visits):
-            self._buffers.make_whole(self._units[self.schedule.visits[self.schedule.position + 1]].chunks)
+            self._buffers.make_whole(self._managed.units[self.schedule.visits[self.schedule.position + 1]].chunks)
 
     def begin_backward(self) -> None:
         """A backward begins."""
@@ -165,13 +209,10 @@ class Visits:
         self.schedule.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
-            self._buffers.acquire_all(self._units[outer].chunks, self.schedule)
-            self._held.append(self._units[outer])
+            self._buffers.acquire_all(self._managed.units[outer].chunks, self.schedule)
+            self._held.append(self._managed.units[outer])
 
-    def enter_backward(self, unit: Unit) -> None:
-        """The backward of ``unit`` begins."""
-        if unit.index in self._enclosing:
-            return  # its chunks are there, and its gradients are reduced after those of the units inside
+    def _enter_backward(self, unit: Unit) -> None:
         skipped = self.schedule.skipped(unit.index, start=self.backward_start) if self._several else ()
         if skipped is None:
             raise MisuseError(
@@ -183,18 +224,6 @@ class Visits:
             self._make_up(visit)
         self.schedule.enter(unit.index, start=self.backward_start)
 
-    def prefetch_in_backward(self, unit: Unit) -> None:
-        """``prefetch`` and ``gather_ahead`` in the backward of ``unit``."""
-        if unit.index not in self._enclosing:
-            self.prefetch()
-            self.gather_ahead()
-
-    def leave_backward(self) -> None:
-        """Backward has left a unit: bring the gradients that have arrived into chunks."""
-        if not self._several or self.schedule.position > self._reduced:
-            self._take_gradients(self.schedule.position)
-            self._reduced = self.schedule.position
-
     def reset(self) -> None:
         """No unit uses any chunk any more."""
         self._held.clear()
@@ -202,7 +231,7 @@ class Visits:
     def _make_up(self, visit: int) -> None:
         """Do what the other ranks do together in a visit that this rank skips."""
         self.schedule.position = visit
-        unit = self._units[self.schedule.visits[visit]]
+        unit = self._managed.units[self.schedule.visits[visit]]
         self._release_left(unit)
         self._buffers.acquire_all(unit.chunks, self.schedule)
         self.prefetch()
@@ -236,3 +265,7 @@ class Visits:
     def _release(self, unit: Unit) -> None:
         for chunk in unit.chunks:
             self._buffers.release(chunk)
+
+
+def _no_frame() -> None:
+    """Stands for a dead reference."""

@@ -116,33 +116,54 @@ def _kind(cls: Any) -> Any:
     return next((kind for kind in _CONTAINERS if issubclass(cls, kind)), object if cls.__dictoffset__ else None)
 
 
-def _read(container: Any, kind: Any) -> tuple[tuple[Any, ...], list[Any]]:
-    """The keys of the container, if it is a dictionary, and its values."""
-    if issubclass(kind, dict):
-        return (*kind.keys(container),), [*kind.values(container)]
-    return (), [*kind.__iter__(container)]
+class _Alike:
+    """The filled ``containers`` of one builtin ``kind``, and what they hold when this is made."""
+
+    def __init__(self, kind: Any, containers: list[Any]) -> None:
+        self._kind, self.containers = kind, containers
+        self._named = issubclass(kind, dict)
+        self.sizes, self.keys, self.values = self._read(containers)
+
+    def _read(self, containers: list[Any]) -> tuple[list[int], list[Any], list[Any]]:
+        """The sizes of containers, the keys of all together if they are dictionaries, and the values of all."""
+        keys = [*chain.from_iterable(map(self._kind.keys, containers))] if self._named else []
+        values = chain.from_iterable(map(self._kind.values if self._named else self._kind.__iter__, containers))
+        return [*map(self._kind.__len__, containers)], keys, [*values]
+
+    def same(self) -> bool:
+        """Whether all of them hold what they held. Values are compared by identity, as they may be tensors."""
+        sizes, keys, values = self._read(self.containers)
+        return sizes == self.sizes and keys == self.keys and all(map(is_, values, self.values))
+
+    def put_back(self) -> None:
+        """Let each hold what it held, in the same order."""
+        kind, all_keys, all_values = self._kind, iter(self.keys), iter(self.values)
+        for container, size in zip(self.containers, self.sizes, strict=True):
+            keys, values = [*islice(all_keys, size)], [*islice(all_values, size)]
+            kind.clear(container)
+            for key, value in zip(keys, values, strict=False):  # a list has no keys
+                kind.__setitem__(container, key, value)
+            if not self._named:
+                (kind.update if kind is set else kind.extend)(container, values)
 
 
 class Contents:
     """What ``modules`` consist of now: see [Note: contents of modules].
 
-    Modules have a thousand containers, which hardly ever change. So ``same`` must be fast, and it is so for empty
-    containers and for dictionaries.
+    Modules have a thousand containers, which hardly ever change. So ``same`` must be fast: it reads all containers of a
+    kind at once, and of the empty ones only whether they are still empty.
     """
 
     def __init__(self, modules: list[nn.Module], containers: dict[int, tuple[Any, Any]]) -> None:
         self.modules = modules
         self._containers = containers  # with their kinds, by their ids
         self._classes = [*map(type, modules)]
-        held = [(container, kind) for container, kind in containers.values() if kind is not tuple]
-        self._empty = [container for container, kind in held if type(container) is kind and not container]
-        self._tables = [container for container, _ in held if container and type(container) is dict]
-        self._sizes = [*map(len, self._tables)]
-        self._keys = [*chain.from_iterable(self._tables)]
-        self._values = [*chain.from_iterable(map(dict.values, self._tables))]
-        self._named = self._names()
-        others = [(c, kind) for c, kind in held if type(c) is not dict and (c or type(c) is not kind)]
-        self._others = [(*other, _read(*other)) for other in others]
+        self._empty: list[Any] = []
+        filled: dict[Any, list[Any]] = {}
+        for container, kind in containers.values():
+            if kind is not tuple:
+                (filled.setdefault(kind, []) if len(container) else self._empty).append(container)
+        self._filled = [_Alike(kind, alike) for kind, alike in filled.items()]
 
     @classmethod
     def of(cls, module: nn.Module) -> Contents:
@@ -153,15 +174,10 @@ class Contents:
         for _ in range(_DEPTH):
             new = {id(c): (c, _kind(type(c))) for c in level if id(c) not in containers and len(c) < _LONGEST}
             containers |= new
-            inner = [v for container, kind in new.values() if container for v in _read(container, kind)[1]]
+            inner = [*chain.from_iterable(_Alike(kind, [container]).values for container, kind in new.values())]
             level = [value for value in inner if _kind(type(value)) not in (None, object)]
             level += [vars(v) for v in inner if type(v).__dictoffset__ and _kind(type(v)) not in (None, type(v))]
         return cls(modules, containers)
-
-    def _names(self) -> list[Any]:
-        """The last attribute of each module, as a new one comes behind it, and the keys of all other dictionaries."""
-        own, others = self._tables[: len(self.modules)], self._tables[len(self.modules) :]
-        return [*map(next, map(reversed, own)), *chain.from_iterable(others)]
 
     def now(self) -> Contents:
         """What the same modules and containers consist of now. Others are not looked for."""
@@ -170,22 +186,21 @@ class Contents:
     @property
     def generators(self) -> list[Any]:
         """The random generators in the containers."""
-        values = chain(self._values, *(held for _, _, (_, held) in self._others))
-        return [value for value in values if isinstance(value, GENERATORS)]
+        return [value for alike in self._filled for value in alike.values if isinstance(value, GENERATORS)]
 
-    def entries(self) -> Iterable[tuple[dict[str, Any], str, Any]]:
+    def entries(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """Every dictionary, key and value, attributes of modules and objects among them."""
-        return zip(chain.from_iterable(map(repeat, self._tables, self._sizes)), self._keys, self._values, strict=True)
+        for alike in self._filled:
+            tables = chain.from_iterable(map(repeat, alike.containers, alike.sizes))
+            entries = zip(tables, alike.keys, alike.values, strict=False)  # a list has no keys
+            yield from (entry for entry in entries if type(entry[0]) is dict)
 
     def same(self) -> bool:
-        """Whether all is as it was. Values are compared by identity, as they may be tensors."""
+        """Whether all is as it was."""
         return (
-            not any(self._empty)
-            and [*map(len, self._tables)] == self._sizes
-            and self._names() == self._named
-            and all(map(is_, chain.from_iterable(map(dict.values, self._tables)), self._values))
+            all(alike.same() for alike in self._filled)
             and [*map(type, self.modules)] == self._classes
-            and all(_holds(*other) for other in self._others)
+            and not any(map(len, self._empty))
         )
 
     def put_back(self) -> None:
@@ -194,29 +209,11 @@ class Contents:
             return
         for module, cls in zip(self.modules, self._classes, strict=True):
             module.__class__ = cls
-        for container in filter(None, self._empty):
+        for container in filter(len, self._empty):
             container.clear()
-        keys, values = iter(self._keys), iter(self._values)
-        for table, size in zip(self._tables, self._sizes, strict=True):
-            _refill(table, dict, ((*islice(keys, size),), [*islice(values, size)]))
-        for other in self._others:
-            _refill(*other)
-
-
-def _holds(container: Any, kind: Any, held: Any) -> bool:
-    (keys, values), (keys_now, now) = held, _read(container, kind)
-    return keys == keys_now and len(values) == len(now) and all(map(is_, values, now))
-
-
-def _refill(container: Any, kind: Any, held: Any) -> None:
-    if _holds(container, kind, held):
-        return
-    kind.clear(container)
-    if issubclass(kind, dict):
-        for key, value in zip(*held, strict=True):
-            kind.__setitem__(container, key, value)
-    else:
-        (kind.update if kind is set else kind.extend)(container, held[1])
+        for alike in self._filled:
+            if not alike.same():
+                alike.put_back()
 
 
 TABLE_ELEMENTS = 1 << 22  # larger tensors of modules are usually quantized weights, which nothing writes to

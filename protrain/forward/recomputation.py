@@ -3,7 +3,7 @@
 [Note: a second run] The second run must do what the first has done, and leave no trace. It gets the arguments as they
 were at the call: lists, dictionaries, objects and key/value caches are copied beforehand, as the model may put more
 into them, and tensors are cut off from the graph of the first run. Its modules have the content that the first run
-found (see [Note: what a block changes]), and it draws the same random numbers under the same autocast. The tensors that
+found (see [Note: what a block finds]), and it draws the same random numbers under the same autocast. The tensors that
 autograd saves in it are those that the first run saved, in the same order. It ends with the last of them.
 
 The engine recomputes blocks that a plan checkpoints, and the profiler recomputes every block. Both do it by this class,

@@ -9,11 +9,10 @@ import torch
 from protrain.common.tables import format_bytes, parse_memory
 from protrain.distributed.devices import own_device
 from protrain.hardware.cache import cached, device_name
-from protrain.hardware.memory import available_host_bytes, usable_cores
+from protrain.hardware.memory import HOST_SHARE, available_host_bytes, usable_cores
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_gpu
 
-_HOST_SHARE = 0.9  # of the available host memory; the rest is left to the data loader and the page cache
 _DEVICE_RESERVE_BYTES = 384 * 1024**2  # for kernels that are loaded later and for allocations of libraries
 
 
@@ -53,7 +52,7 @@ def assume(device: torch.device) -> HardwareProfile:
     available = available_host_bytes()
     if device.type != "cuda":
         return _cpu(available // 2)
-    gpu = replace(_gpu(device), host_bytes=int(available * _HOST_SHARE), cpu_threads=usable_cores())
+    gpu = replace(_gpu(device), host_bytes=int(available * HOST_SHARE), cpu_threads=usable_cores())
     if torch.cuda.get_device_properties(device).is_integrated:  # its memory is the host's, which would count twice
         return replace(gpu, device_bytes=min(gpu.device_bytes, gpu.host_bytes // 2), host_bytes=gpu.host_bytes // 2)
     return gpu

@@ -8,6 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _ROOT = Path("/")  # of the files in which the system describes itself
+HOST_SHARE = 0.9  # of the available host memory; the rest is left to the data loader and the page cache
+_PROCESS_BYTES = 3 * 1024**3  # what Python, torch and CUDA take in the host memory, for each process of a training
+
+
+def for_training(ram_bytes: int, n_processes: int) -> int:
+    """What ``n_processes`` that train may take of a machine with so much RAM.
+
+    The processes themselves take 3 GiB each, but no more than an eighth of the RAM in all. Of what is left a tenth is
+    for the data loader, the page cache and the tables of pinned memory.
+    """
+    return int((ram_bytes - min(n_processes * _PROCESS_BYTES, ram_bytes // 8)) * HOST_SHARE)
 
 
 def available_host_bytes() -> int:

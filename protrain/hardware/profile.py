@@ -72,8 +72,7 @@ class HardwareProfile(Record):
     host_adam_narrow_gparams: float | None = None  # with moments in bf16
     host_adam_p20_gparams: float | None = None  # the rate that host_adam_gparams reaches four fifths of the time
     streamed_adam_gparams: float | None = None  # the device on states in host memory
-    flatten_gbps: float | None = None  # bytes read and written
-    pack_gbps: float | None = None  # bytes read and written
+    flatten_gbps: float | None = None  # bytes read and written, by packing too
     all_gather_gbps: float | None = None  # bytes that one of several processes receives
     all_to_all_gbps: float | None = None  # bytes that one of them sends in the exchange of a reduction
     network_gbps: float | None = None  # what all GPUs of a machine together receive from other machines; never measured

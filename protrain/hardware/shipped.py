@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
+from protrain.common.tables import format_bytes
 from protrain.hardware.datasheet import has_words, is_less, of_card
+from protrain.hardware.memory import HOST_SHARE, for_training
 from protrain.hardware.profile import HardwareProfile
+
+_Value = TypeVar("_Value")
 
 # From what the name of a GPU contains to its profile. A GH200 has the GPU of an H100. docs/new-gpu.md says where the
 # figures come from.
@@ -25,41 +31,122 @@ def shipped_names() -> list[str]:
     return sorted(set(_BY_GPU.values()))
 
 
+def shipped_name(text: str) -> str | None:
+    """The shipped profile that people mean by ``text``, such as "RTX 3090", "3090" or "H100". None: there is none."""
+    return next((name for name in shipped_names() if _plain(name) == _plain(text)), None)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"nvidia|geforce|rtx|amd|instinct|[\s_-]", "", name.lower())
+
+
 def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     """The profile in a JSON file, or the shipped one of a name such as "h100". ValueError when there is neither."""
     text = os.fspath(name_or_path)
-    if text.lower() in shipped_names() and not os.path.isfile(text):
+    name = shipped_name(text)
+    if name is not None and not os.path.isfile(text):
         machines = files("protrain.hardware").joinpath("machines.json").read_text(encoding="utf-8")
-        return HardwareProfile.from_dict(json.loads(machines)[text.lower()])
+        return HardwareProfile.from_dict(json.loads(machines)[name])
     if not os.path.exists(text):
         raise ValueError(f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}")
     return HardwareProfile.load(text)
 
 
 _GIB = 1024**3
-# By number of GPUs, the hosts of machines with H100s or H200s as they are rented, with 90% of their memory. The names
-# are those of the profile's fields. One GPU comes with an eighth of a server, as h100 and h200 have it. AdamW
-# is measured on two H200s (calibration-x2.json) and on eight (compare-llama2-13b-8x2048-8gpus.json); that of four, and
-# the DRAM of four and eight, lie in between or follow.
+_MORE_RAM_BYTES = 64 * _GIB
+_MOST_GPUS = 8  # of a machine
+# The RAM in GiB of machines with so many GPUs or fewer, as they are sold or rented: docs/new-gpu.md names them.
+_RAM_GIB = {
+    "rtx3090": {8: 64},
+    "rtx4090": {8: 128},
+    "rtx5090": {8: 128},
+    "a10g": {1: 128, 4: 192, 8: 768},
+    "l40s": {1: 128, 4: 384, 8: 1536},
+    "a100": {1: 220, 2: 440, 4: 880, 8: 1152},
+    "h100": {1: 128, 2: 256, 4: 512, 8: 1740},
+    "h200": {1: 128, 2: 256, 4: 512, 8: 2048},
+    "b200": {1: 256, 2: 512, 4: 1024, 8: 2048},
+    "mi300x": {1: 224, 2: 448, 4: 896, 8: 1792},
+}
+# By number of GPUs, the hosts of machines with H100s or H200s as they are rented. The names are those of the profile's
+# fields. One GPU comes with an eighth of a server, as h100 and h200 have it. AdamW is measured on two H200s
+# (calibration-x2.json) and on eight (compare-llama2-13b-8x2048-8gpus.json); that of four, and the DRAM of four and
+# eight, lie in between or follow.
 _RENTED: dict[int, dict[str, Any]] = {
-    2: {"host_bytes": 224 * _GIB, "cpu_threads": 32, "host_dram_gbps": 160.0, "host_adam_gparams": 5.6},
-    4: {"host_bytes": 460 * _GIB, "cpu_threads": 64, "host_dram_gbps": 200.0, "host_adam_gparams": 7.0},
-    8: {"host_bytes": 504 * _GIB, "cpu_threads": 128, "host_dram_gbps": 240.0, "host_adam_gparams": 8.4},
+    2: {"cpu_threads": 32, "host_dram_gbps": 160.0, "host_adam_gparams": 5.6},
+    4: {"cpu_threads": 64, "host_dram_gbps": 200.0, "host_adam_gparams": 7.0},
+    8: {"cpu_threads": 128, "host_dram_gbps": 240.0, "host_adam_gparams": 8.4},
 }
 _AS_RENTED = ("h100", "h200")
 
 
-def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int) -> HardwareProfile:
+def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int, *, ram_bytes: int | None = None) -> HardwareProfile:
     """The profile of a whole machine with ``n_gpus``: that of ``load``, with a host as such machines have it.
 
-    Only shipped profiles of cards that are rented in parts of a server have a larger host with more GPUs.
+    A machine of a shipped profile has the RAM with which it is sold or rented, unless ``ram_bytes`` says how much it
+    has. The profile is named with its RAM, and takes what that leaves for training. Only shipped profiles of cards that
+    are rented in parts of a server have a faster host with more GPUs.
     """
-    profile = load(name_or_path)
-    if n_gpus == 1 or profile.source != "shipped" or os.fspath(name_or_path).lower() not in _AS_RENTED:
+    profile, known = load(name_or_path), "as given"
+    name = shipped_name(os.fspath(name_or_path)) if profile.source == "shipped" else None
+    if ram_bytes is None and name is not None:
+        ram_bytes, known = _of_size(_RAM_GIB[name], n_gpus) * _GIB, "assumed"
+    if ram_bytes is not None:
+        named = f"{profile.name} in a machine with {format_bytes(ram_bytes)} of RAM ({known})"
+        profile = replace(profile, name=named, host_bytes=for_training(ram_bytes, n_gpus))
+    if n_gpus == 1 or name not in _AS_RENTED:
         return profile
-    host = next((host for most, host in _RENTED.items() if n_gpus <= most), _RENTED[max(_RENTED)])
+    host = _of_size(_RENTED, n_gpus)
     rates = profile.host_adam_scaled(host["host_adam_gparams"] / profile.host_adam_gparams)
     return replace(profile, **host | rates, composed=(*profile.composed, "host_dram_gbps", *rates))
+
+
+def _of_size(by_size: Mapping[int, _Value], n_gpus: int) -> _Value:
+    """What ``by_size`` has for machines with so many GPUs: that of the smallest which has as many, or the largest."""
+    return by_size[next((size for size in by_size if n_gpus <= size), max(by_size))]
+
+
+# The card that people would buy or rent next, by the shipped profile of the one that they have.
+_NEXT = {"rtx3090": "rtx4090", "rtx4090": "rtx5090", "rtx5090": "h100", "a10g": "l40s", "l40s": "h100"} | {
+    "a100": "h100",
+    "h100": "h200",
+    "h200": "b200",
+}
+
+
+def next_card(gpu_name: str) -> str | None:
+    """The shipped profile of the next card after the one that the driver calls ``gpu_name``. None: none is known."""
+    return next((_NEXT.get(name) for card, name in _BY_GPU.items() if has_words(gpu_name, card)), None)
+
+
+def other_machines(hardware: HardwareProfile, *, lacks_host_bytes: int = 0) -> dict[str, HardwareProfile]:
+    """The machine of ``hardware``, one of its GPUs, with more memory, with the next card, and with twice the GPUs.
+
+    ``lacks_host_bytes`` are what each GPU's share of the host is too small by, so that nothing fits.
+    """
+    n_gpus = hardware.world_size // hardware.n_nodes
+    whole = replace(
+        hardware,
+        host_bytes=hardware.host_bytes * n_gpus,
+        cpu_threads=hardware.cpu_threads * n_gpus,
+        host_dram_gbps=hardware.host_dram_gbps * n_gpus,
+        world_size=1,
+        n_nodes=1,
+        **hardware.host_adam_scaled(n_gpus),
+    )
+    module_bytes = int(_MORE_RAM_BYTES * HOST_SHARE)
+    n_modules = max(1, -(-lacks_host_bytes * n_gpus // module_bytes))
+    more_bytes = n_modules * module_bytes // n_gpus
+    more = f"{format_bytes(n_modules * _MORE_RAM_BYTES)} more RAM"
+    machines = {more: replace(hardware, host_bytes=hardware.host_bytes + more_bytes)}
+    name = next_card(hardware.name)
+    if name is not None:
+        host = {field: getattr(whole, field) for field in ("host_bytes", "cpu_threads", "host_dram_gbps")}
+        card = replace(load(name), **host, **whole.host_adam_scaled(1.0))
+        machines[f"the next card ({name})"] = card.shared_by(n_gpus, hardware.n_nodes)
+    if hardware.device_type == "cuda" and 2 * n_gpus <= _MOST_GPUS:
+        machines[f"{2 * n_gpus} GPUs"] = whole.shared_by(2 * n_gpus, hardware.n_nodes)
+    return machines
 
 
 def of_gpu(gpu_name: str) -> HardwareProfile | None:
@@ -81,5 +168,4 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
         device_copy_gbps=profile.device_copy_gbps * memory,
         device_adam_gparams=profile.device_adam_gparams * memory,
         flatten_gbps=profile.flatten_gbps and profile.flatten_gbps * memory,
-        pack_gbps=profile.pack_gbps and profile.pack_gbps * memory,
     )

@@ -11,7 +11,7 @@ from typing import Any
 from axolotl.core.trainers import AxolotlTrainer
 from axolotl.integrations.base import BasePlugin
 
-from protrain.integrations.any_trainer import on_protrain
+from protrain.integrations.transformers import on_protrain
 
 
 class ProTrainPlugin(BasePlugin):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from protrain.integrations.any_trainer import on_protrain
+from protrain.integrations.transformers import on_protrain
 
 # The Trainer of each kind of training. Some workflows import it when the module is imported, and others when they run.
 _TRAINERS = {

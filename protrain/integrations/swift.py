@@ -9,7 +9,7 @@ from typing import Any
 
 from swift.trainers import TrainerFactory
 
-from protrain.integrations.any_trainer import on_protrain
+from protrain.integrations.transformers import on_protrain
 
 _get_trainer_cls = TrainerFactory.get_trainer_cls.__func__
 

@@ -177,7 +177,7 @@ def _newest(folder: Path) -> str | None:
 
 
 def _check(checkpoint: Path) -> None:
-    """Raise a CheckpointError unless ``checkpoint`` is whole. No more than headers of its large files are read."""
+    """Raise a CheckpointError unless ``checkpoint`` is whole. Its large files are not read."""
     try:
         TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         if (checkpoint / STATES).exists():

@@ -14,23 +14,23 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
 from protrain.checkpoint.random_state import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.errors import warn_user
 from protrain.common.progress import heard, stage
-from protrain.common.trees import named_tensors
 from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
 from protrain.integrations.accelerate import leave_model
 from protrain.integrations.found_batch import smaller_if_it_fits
-from protrain.integrations.longest import generate_longest, longest_collated, longest_rows, stretched_row
+from protrain.integrations.longest import generate_longest, longest_rows
 from protrain.integrations.mixed_precision import (
     cast_reference,
     first_dtype,
@@ -38,12 +38,13 @@ from protrain.integrations.mixed_precision import (
     precision_of,
     refuse_precision,
 )
-from protrain.integrations.text_lengths import TextLengths
 from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
 from protrain.integrations.trainer_stops import TrainerStops
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
+
+_PROMPTS = 1000  # of which the plan is made for the longest one
 
 
 class _Called(Exception):
@@ -108,8 +109,7 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
                 found["chunked_loss"] = False
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            finding = smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext()
-            with finding:
+            with smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext():
                 if precision_of(self.args) == "bf16":
                     mix_precision(self.accelerator, self.model, whole)
                 # To place the state on a device, Accelerate would take the whole of it on every rank.
@@ -146,38 +146,27 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
         self.callback_handler.call_event = call
 
     def _largest_batch(self, whole: nn.Module) -> Any:
-        """The arguments that ``whole`` gets in a step of the longest rows, or None where these are not known.
-
-        Rows of several kinds may be the longest, and a trainer may draw which kind it makes of them (TRL's GKD with
-        ``lmbda``, the share of steps that train on what the model generates). The largest call of all is taken.
-        """
+        """The arguments that ``whole`` gets in a step of the longest rows, or None where these are not known."""
         if self.train_dataset is None:
             return None
         before = random_state()
         try:
             loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
-            texts = TextLengths(
-                self.processing_class,
-                loader.collate_fn,
-                self.model,
-                chat_template=getattr(self, "chat_template", None),
-            )
-            first = self.args.process_index == 0
-            with heard(first and not self.args.disable_tqdm), stage("measuring the rows of the dataset"):
-                rows = [] if _packs(loader) else longest_rows(loader.dataset, texts) or self._truncated_rows()
-                collate = self._collator_of(loader, self._twin()) if texts.guessed else None
-                collated = [] if collate is None else longest_collated(loader.dataset, collate)
-                rows = collated or rows
-            share = getattr(self, "lmbda", 1.0)
-            kinds = (0.0, 1.0) if 0.0 < share < 1.0 else (share,)
-            calls = [self._call_of_rows(whole, loader, row, kind) for row in rows for kind in kinds]
+            twin = self._twin()
+            collate = self._collator_of(loader, twin)
+            with heard(self.args.process_index == 0 and not self.args.disable_tqdm):
+                rows = [] if collate is None or _packs(loader) else self._longest_rows(loader, collate)
+            known = bool(rows)
+            if not known and hasattr(self, "generation_config"):  # of TRL, whose rows are prompts
+                rows = [max(islice(loader.dataset, _PROMPTS), key=lambda row: len(str(row)))]
+            # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
+            count = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size
+            batch = [dict(row) for row in islice(cycle(rows), count)]
+            largest = None if collate is None or not batch else twin._call_of(whole, collate(batch))
         finally:
             set_random_state(before)
-        known = [call for call in calls if call is not None]
-        largest = max(known, key=_elements, default=None)
-        guessed = texts.guessed and not collated
-        if first and (largest is None or guessed or not all(_holds(largest, call) for call in known)):
-            basis = "the first batch" if largest is None else "the rows that seem longest"
+        if self.args.process_index == 0 and (largest is None or not known):
+            basis = "the first batch" if largest is None else "a prompt that seems long"
             warn_user(
                 f"nobody knows how long rows will be, so the plan is made for {basis}, and a much longer batch may be "
                 'refused in the middle of the training for want of memory: pass protrain={"example_batch": batch}, '
@@ -185,18 +174,13 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
             )
         return largest
 
-    def _truncated_rows(self) -> list[dict[str, Any]]:
-        """A row as long as any of a stream that a trainer of TRL truncates, or none if it does not truncate.
-
-        Nobody has seen the rows of a stream, and those of a trainer with a ``max_length`` are not longer than that.
-        """
-        limit = getattr(self.args, "max_length", None)
+    def _longest_rows(self, loader: Any, collate: Callable[[list[Any]], Any]) -> list[dict[str, Any]]:
+        """Rows as long as any, of a stream those to which TRL cuts it before the training, or none."""
         unprepared = (getattr(self.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
-        if limit is None or unprepared or type(self.train_dataset).__module__ != "datasets.iterable_dataset":
-            return []
-        first = next(iter(self.train_dataset), None)
-        row = None if first is None else stretched_row(first, limit)
-        return [] if row is None else [row]
+        limit = None if unprepared else getattr(self.args, "max_length", None)
+        is_stream = isinstance(loader.dataset, IterableDataset)
+        with stage("measuring the rows of the dataset"):
+            return longest_rows(self.train_dataset if is_stream else loader.dataset, collate, limit)
 
     def _collator_of(self, loader: Any, twin: ProTrainMixin) -> Callable[[list[Any]], Any] | None:
         """A copy of the collator of ``loader``, as collators may draw from generators of their own.
@@ -209,21 +193,6 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
         except Exception:  # whatever a class of the user raises
             return None
         return copied
-
-    def _call_of_rows(self, whole: nn.Module, loader: Any, row: dict[str, Any], share: float) -> Any:
-        """The arguments that ``whole`` gets in a step of rows that are all ``row``, or None where these are not known.
-
-        ``share`` is the ``lmbda`` of a trainer that has one.
-        """
-        twin = self._twin()
-        if hasattr(self, "lmbda"):
-            twin.lmbda = share
-        collate = self._collator_of(loader, twin)
-        if collate is None:
-            return None
-        # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
-        rows = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size
-        return twin._call_of(whole, collate([dict(row) for _ in range(rows)]))
 
     def _twin(self) -> ProTrainMixin:
         """A Trainer that shares everything with this one but its counters and records.
@@ -319,6 +288,17 @@ class ProTrainTrainer(ProTrainMixin, Trainer):
     """The Trainer of transformers on ProTrain."""
 
 
+def on_protrain(trainer: type[Any]) -> type[Any]:
+    """The class ``trainer`` on ProTrain, or ``trainer`` itself if it already is, for frameworks that choose a Trainer.
+
+    They have no place for the arguments of ``protrain.wrap``. Its memory can be limited by the environment variables
+    PROTRAIN_DEVICE_MEMORY and PROTRAIN_HOST_MEMORY.
+    """
+    if issubclass(trainer, ProTrainMixin):
+        return trainer
+    return type(f"ProTrain{trainer.__name__}", (ProTrainMixin, trainer), {"__module__": trainer.__module__})
+
+
 def _check(args: Any) -> None:
     """ValueError for training arguments that ProTrain cannot carry out, and a warning for one that it ignores."""
     precision = precision_of(args)
@@ -360,19 +340,6 @@ def _packs(loader: Any) -> bool:
     if sampler is None or type(sampler) is BatchSampler:
         return False
     return any(isinstance(row, list) for row in next(iter(sampler), []))
-
-
-def _elements(call: Any) -> int:
-    return sum(tensor.numel() for _, tensor in named_tensors(call))
-
-
-def _holds(largest: Any, call: Any) -> bool:
-    """Whether a plan for the arguments ``largest`` is one for those of ``call``."""
-    planned = {name: tuple(tensor.shape) for name, tensor in named_tensors(largest)}
-    return all(
-        batches.growth(tuple(tensor.shape), planned.get(name, ()), rows_first=True) == 1
-        for name, tensor in named_tensors(call)
-    )
 
 
 def _no_reward(completions: list[Any], **_: Any) -> list[float]:

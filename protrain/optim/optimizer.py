@@ -7,11 +7,11 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +25,10 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.answer import Answer, explain, host_gparams
+from protrain.hardware.shipped import other_machines
+from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
+from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
-
-
-class StatesInChunks(defaultdict[Any, Any]):
-    """What ``optimizer.state`` is: not the states, which lie in chunks, but an error for whoever looks for them there.
-
-    An empty dictionary would let a script that resets or reads moments do nothing.
-    """
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise MisuseError(
-            "optimizer.state does not hold the states of parameters, which ProTrain keeps in chunks: read them with "
-            "optimizer.state_dict(), and set them with optimizer.load_state_dict(), where parameters without an entry "
-            "in 'state' begin anew. protrain.save_checkpoint and `protrain convert` write files of them"
-        )
-
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __reduce_ex__ = _refuse
-    get = items = keys = values = pop = popitem = clear = update = setdefault = copy = _refuse
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):
@@ -85,7 +70,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
         self._clock = StepClock()
         self._running: Engine | None = None  # None: the model was not called yet
-        self._no_sync = False
         self._on_attach: list[Callable[[], None]] = []
         self._awaited: Awaited | None = None  # what is loaded by one of these
         # States of parameters by name, for the engine when that is attached.
@@ -100,7 +84,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._running = engine
         self.hardware = hardware
         self._by_name = {member.name: member for member in engine.members}
-        engine.gradients.no_sync = self._no_sync
         try:
             self._import(self._states_to_import)
             for action in self._on_attach:
@@ -197,17 +180,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Make backwards inside only accumulate gradients (``model.no_sync()``)."""
-        before = self._no_sync
-        self._set_no_sync(True)
+        before, self.groups.no_sync = self.groups.no_sync, True
         try:
             yield
         finally:
-            self._set_no_sync(before)
-
-    def _set_no_sync(self, value: bool) -> None:
-        self._no_sync = value
-        if self._running is not None:
-            self._running.gradients.no_sync = value
+            self.groups.no_sync = before
 
     # -- information ---------------------------------------------------------------------------------------------------
 
@@ -241,8 +218,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return host_gparams(self.plan, profile, self.hardware, step_during_backward=self.step_during_backward)
 
     def explain(self) -> Answer:
-        """What limits the plan, what each of its numbers would change, and what more memory would buy."""
-        return explain(self.plan, self._engine.profile, self.hardware, step_during_backward=self.step_during_backward)
+        """What limits the plan, what each of its numbers would change, and how fast other machines would be."""
+        profile, inside = self._engine.profile, self.step_during_backward
+        cases = others_of(profile, self.hardware, other_machines(self.hardware))
+        others = alternatives(cases, step_during_backward=inside)
+        return replace(explain(self.plan, profile, self.hardware, step_during_backward=inside), alternatives=others)
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -273,7 +253,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.groups.check_members()
         self.ranks.meet(what)
         states = self._states_to_import if self._running is None else self._states_of(self._running, kept=kept)
-        result = _pack_state(self.param_groups, self._parameters, states)
+        result = pack_state(self.param_groups, self._parameters, states)
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale.state()
         return self._through(self._optimizer_state_dict_post_hooks, result)
@@ -308,7 +288,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
         check_options(state_dict["param_groups"])
-        found = _match_state(self.param_groups, self._trained, state_dict)
+        found = match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self._running is None:
@@ -463,48 +443,3 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             changed = hook(self, state)
             state = state if changed is None else changed
         return state
-
-
-def _pack_state(
-    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The state in torch's format. ``states`` has those of ``parameters``, by name."""
-    numbers = {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
-    state = {numbers[id(parameters[name])]: dict(value) for name, value in states.items()}
-    packed = []
-    for group in groups:
-        own = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
-    return {"state": dict(sorted(state.items())), "param_groups": packed}
-
-
-def _match_state(
-    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], state_dict: dict[str, Any]
-) -> dict[str, Mapping[str, Any]]:
-    """The states in ``state_dict`` of trainable ``parameters``, by name.
-
-    Raises:
-        ValueError: the groups or shapes are those of another model, or the states those of another optimizer.
-    """
-    saved = state_dict["param_groups"]
-    numbers = {number for group in saved for number in group["params"]}
-    unknown = [number for number in state_dict["state"] if number not in numbers]
-    if unknown:
-        raise ValueError(
-            f"the optimizer state has an entry {unknown[0]!r}, which is none of the parameters in its groups: load "
-            "what state_dict() returned, where the keys of 'state' are numbers"
-        )
-    if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved]:
-        raise ValueError(
-            f"the optimizer state has groups of {[len(group['params']) for group in saved]} parameters, this "
-            f"optimizer of {[len(group['params']) for group in groups]}: load a state of the same model"
-        )
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    found: dict[str, Mapping[str, Any]] = {}
-    for group, other in zip(groups, saved, strict=True):
-        for parameter, number in zip(group["params"], other["params"], strict=True):
-            if id(parameter) in names:
-                name = names[id(parameter)]
-                found[name] = state_dict["state"].get(number, {})
-                parameter_state.check_state(name, parameter.shape, found[name])
-    return found

@@ -7,7 +7,7 @@ from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Plan, block_modes, fingerprint
 from protrain.planning.predict import Prediction, RuntimeModel, predict
 from protrain.planning.search import search
-from protrain.planning.sweeps import Comparison, Frontier, Largest, compare, frontier, largest
+from protrain.planning.sweeps import Comparison, Frontier, Largest, fastest_batches, frontier, largest
 
 __all__ = [
     "Answer",
@@ -25,9 +25,9 @@ __all__ = [
     "block_modes",
     "check",
     "choose_chunk_elements",
-    "compare",
     "evaluate",
     "explain",
+    "fastest_batches",
     "fingerprint",
     "frontier",
     "largest",

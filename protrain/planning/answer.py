@@ -6,8 +6,10 @@ numbers come from the models that the search uses. What a phase waits for is rea
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from math import inf
 from typing import Any, Self
 
 from protrain.common.errors import PlanError
@@ -24,24 +26,47 @@ from protrain.planning.search import search
 from protrain.planning.timeline import HOST, WAITS, Phase, phases
 from protrain.profiler.model_profile import ModelProfile
 
-MORE = (0.05, 0.10, 0.25, 0.50, 1.00)  # how much more memory is tried, as shares of what there is
 _SHOWN = 0.0005  # the smallest share that is printed as 0.1%
-_SAME = 0.005  # times within this share count as the same, since the search has other criteria for plans so close
+_SAME = 0.005  # speeds within this share count as the same, since the search has other criteria for plans so close
+
+Case = tuple[ModelProfile, HardwareProfile]  # what is trained, and where
 
 
 @dataclass(frozen=True, kw_only=True)
-class Better(Record):
-    """A faster plan, of a machine with more memory or of the machine as it is."""
+class Job(Record):
+    """How much is to be trained, and what a GPU costs."""
 
-    memory: str  # of which there is more: "device", "host" or ""
-    more_bytes: int  # what the plan needs beyond what there is; 0 if it fits
-    step_ms: float
-    plan: Plan
+    tokens: int = 10**9
+    price: float | None = None  # of a GPU for an hour, in dollars
 
-    @property
-    def where(self) -> str:
-        """On which machine it is faster, as text."""
-        return f"with {format_bytes(self.more_bytes)} more {self.memory} memory" if self.memory else "as it is"
+    def bill(self, tokens_per_s: float, n_gpus: int) -> str:
+        """How long the job takes at this speed, and what it costs if the price is known, as text."""
+        hours = self.tokens / tokens_per_s / 3600
+        time = f"{hours / 24:.3g} days" if hours >= 48 else f"{hours:.3g} h"
+        return time if self.price is None else f"{time}, ${hours * n_gpus * self.price:,.0f}"
+
+    def __str__(self) -> str:
+        """The tokens, as people write them: "1 B tokens"."""
+        unit, name = next(pair for pair in ((10**9, "B"), (10**6, "M"), (1, "")) if self.tokens >= pair[0])
+        return f"{self.tokens / unit:.4g} {name}".strip() + " tokens"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative(Record):
+    """What could be done instead, as something that exists, and how fast that would be."""
+
+    what: str
+    gpus: int
+    plan: Plan | None  # None: it does not fit either
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch(Record):
+    """A batch on each GPU with which a step has the tokens that were asked for, and how fast it would be."""
+
+    batch: int
+    accumulation: int
+    tokens_per_s: float  # on all GPUs together; 0 if it does not fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +96,7 @@ class Machine(Record):
 
     def __str__(self) -> str:
         """The machine as the first line of an answer names it."""
-        shards = f", {self.gpus} of them with 1/{self.gpus} of the states each" if self.gpus > 1 else ""
+        shards = f", {self.gpus} GPUs with 1/{self.gpus} of the states each" if self.gpus > 1 else ""
         host = f"{per_gpu('host memory', self.gpus)} {format_bytes(self.host_bytes)}"
         return f"{self.name}{shards}, {host}, rates {self.rates}"
 
@@ -103,6 +128,7 @@ class Answer(Record):
     fits: bool
     verdict: str  # one sentence
     lacks: str = ""  # the memory that is too small, if nothing fits
+    lacks_bytes: int = 0  # how much of it each GPU, or its share of the host, would need beyond what there is
     model: str | None = None  # its class; it and the next three are None where the batch alone is too large
     parameters: int | None = None
     trained_parameters: int | None = None
@@ -119,13 +145,24 @@ class Answer(Record):
     large_buffers: int = 0  # beside the plan's n_buffer, for chunks of large parameters
     phases: tuple[Phase, ...] = ()  # of the step's last batch
     changes: tuple[Change, ...] = ()
-    better: tuple[Better, ...] | None = None  # None: they were not searched
+    job: Job = Job()
+    batches: tuple[Batch, ...] = ()  # the fastest first, if the batch was not given
+    alternatives: tuple[Alternative, ...] = ()
 
     @classmethod
     def refused(cls, why: PlanError, hardware: HardwareProfile, profile: ModelProfile | None = None) -> Self:
         """The answer where no plan fits, or where even the batch does not and there is no profile."""
         machine, about = Machine.of(hardware), _model(profile, hardware)
-        return cls(fits=False, verdict=str(why), lacks=f"{why.where} memory", machine=machine, **about)
+        if profile is not None:  # a remedy in bytes is none that can be bought
+            why = replace(why, remedy="")
+        return cls(
+            fits=False,
+            verdict=str(why).strip(),
+            lacks=f"{why.where} memory",
+            lacks_bytes=why.needed_bytes - why.available_bytes,
+            machine=machine,
+            **about,
+        )
 
     def __str__(self) -> str:
         return self.table()
@@ -142,6 +179,13 @@ class Answer(Record):
         return f"{format_ms(self.fitting.step_ms)}, {self.fitting.tokens_per_s:,.0f} tokens/s"
 
     @property
+    def token_price(self) -> float:
+        """What a token costs if the price of a GPU is known, else how long it takes; infinite if nothing fits."""
+        if self.tokens_per_s is None:
+            return inf
+        return (1.0 if self.job.price is None else self.machine.gpus * self.job.price) / self.tokens_per_s
+
+    @property
     def limits(self) -> dict[str, float]:
         """By critical resource, the share of the step that it limits, the largest first."""
         whole_ms, found = sum(phase.length_ms for phase in self.phases), dict[str, float]()
@@ -149,22 +193,18 @@ class Answer(Record):
             found[phase.limit] = found.get(phase.limit, 0.0) + phase.length_ms / whole_ms
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
-    def change(self, faster: Better) -> str:
-        """By how much ``faster`` is, as text: "-4.1%"."""
-        return format_change(faster.step_ms, self.fitting.step_ms)
-
     def table(self) -> str:
         """Everything as text."""
         if self.plan is None:
             return wrapped(self.verdict)
-        tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.better_table()]
+        tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.alternatives_table()]
         step = f"{self.plan}: {self.speed}"
         step += f"; {slower}" if (slower := self.on_slower_host()) else ""
         return "\n\n".join(filter(None, (wrapped(step, indent="  "), *tables)))
 
     def on_slower_host(self) -> str:
-        """The step time on the slower host that plans are made for, as text; "" if that is as fast as calibrated."""
-        if not self._host_is_slower:
+        """The step time on the slower host that plans are made for, as text; "" if no host is slower or has work."""
+        if not self._host_is_slower or self.fitting.n_persist == self.fitting.n_chunks:
             return ""
         slower, calibrated = format_ms(self.slower_ms), format_ms(self.fitting.step_ms)
         time = "the same" if slower == calibrated else slower
@@ -242,28 +282,26 @@ class Answer(Record):
         is_faster = 1 - change.step_ms / self.fitting.step_ms >= _SHOWN
         return "saves nothing on the slower host that plans are made for" if is_faster else ""
 
-    def better_table(self) -> str:
-        """The faster plans that more memory would allow; "" if they were not searched."""
-        if self.better is None:
-            return ""
-        lines = [f"{each.where}: {format_ms(each.step_ms)} ({self.change(each)}), {each.plan}" for each in self.better]
-        for memory in ("device", "host"):
-            if not any(found.memory == memory for found in self.better):
-                lines.append(f"up to twice the {memory} memory: no faster plan")
-        return wrapped("\n".join(lines), indent="  ")
+    def alternatives_table(self) -> str:
+        """What would fit or be faster, each with its speed; "" if nothing else was tried."""
+        rows = [["instead", "tokens/s", str(self.job), ""]]
+        for other in self.alternatives:
+            if other.plan is None:
+                rows.append([other.what, "-", "-", "does not fit"])
+                continue
+            speed = other.plan.tokens_per_s
+            change = "fits"
+            if self.tokens_per_s is not None:
+                gains = speed > self.tokens_per_s * (1 + _SAME)
+                change = format_change(speed, self.tokens_per_s) if gains else "no faster"
+            rows.append([other.what, f"{speed:,.0f}", self.job.bill(speed, other.gpus), change])
+        return aligned(rows, WIDTH) if self.alternatives else ""
 
 
 def explain(
-    plan: Plan,
-    profile: ModelProfile,
-    hardware: HardwareProfile,
-    *,
-    step_during_backward: bool = False,
-    more_memory: bool = True,
+    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, *, step_during_backward: bool = False
 ) -> Answer:
-    """What limits ``plan`` for ``profile`` on ``hardware``, and what would change that.
-
-    With ``more_memory`` it also searches plans for machines with more memory, which takes some seconds.
+    """What limits ``plan`` for ``profile`` on ``hardware``, and what each of its numbers would change.
 
     Raises:
         ValueError: the plan was made for another model, or contradicts itself.
@@ -282,7 +320,8 @@ def explain(
         tokens_per_s=plan.tokens_per_s,
         times_ms={
             "step": plan.step_ms,
-            "step on a slower host": models.slower_ms(modes, counts),
+            # An operation that takes longer may change the order of others for the better, which nobody should expect.
+            "step on a slower host": max(plan.step_ms, models.slower_ms(modes, counts)),
             **{phase.name: phase.length_ms for phase in parts},
         },
         device_bytes={"all": plan.device_bytes, **models.memory.device_parts(counts, modes)},
@@ -293,7 +332,6 @@ def explain(
         large_buffers=models.memory.large_buffers(plan.n_persist),
         phases=parts,
         changes=tuple(changes_of(plan, profile, models)),
-        better=_faster(plan, profile, hardware, step_during_backward) if more_memory else None,
     )
 
 
@@ -309,33 +347,24 @@ def _model(profile: ModelProfile | None, hardware: HardwareProfile) -> dict[str,
     }
 
 
-def _faster(
-    plan: Plan, profile: ModelProfile, hardware: HardwareProfile, step_during_backward: bool
-) -> tuple[Better, ...]:
-    """A faster plan for the memory there is, and the fastest plans with more and more memory, if they are faster."""
-
-    @cache
-    def fastest(memory: str = "device_bytes", share: float = 0.0) -> Plan:
-        grown: dict[str, Any] = {memory: int(getattr(hardware, memory) * (1 + share))}
-        machine = replace(hardware, **grown)
-        return search(profile, machine, chunk_elements=plan.chunk_elements, step_during_backward=step_during_backward)
-
-    here = fastest()
-    best_ms, found = min(here.step_ms, plan.step_ms), []
-    if here.step_ms < plan.step_ms * (1 - _SAME):
-        found.append(Better(memory="", more_bytes=0, step_ms=here.step_ms, plan=here))
-    for memory in ("device", "host"):
-        size = f"{memory}_bytes"
-        known_ms, most_ms = best_ms, fastest(size, MORE[-1]).step_ms
-        for share in MORE:
-            if most_ms >= known_ms * (1 - _SAME):
-                break  # no amount of memory gains more
-            better = fastest(size, share)
-            if better.step_ms < known_ms * (1 - _SAME):
-                known_ms = better.step_ms
-                needed = getattr(better, size) - getattr(hardware, size)
-                found.append(Better(memory=memory, more_bytes=needed, step_ms=known_ms, plan=better))
+def alternatives(cases: Mapping[str, Case], *, step_during_backward: bool = False) -> tuple[Alternative, ...]:
+    """The fastest plan of each of ``cases``, by what it is called."""
+    found = []
+    for what, (profile, hardware) in cases.items():
+        plan = None
+        with suppress(PlanError):
+            plan = search(profile, hardware, step_during_backward=step_during_backward)
+        found.append(Alternative(what=what, gpus=hardware.world_size, plan=plan))
     return tuple(found)
+
+
+def others_of(
+    profile: ModelProfile, hardware: HardwareProfile, machines: Mapping[str, HardwareProfile]
+) -> dict[str, Case]:
+    """``profile`` on ``machines``, by what they are called, and on ``hardware`` with moments of 16 bits."""
+    narrow = replace(profile, moment_dtype="bfloat16"), hardware
+    moments = {"bf16 moments (--moment-dtype bf16)": narrow} if profile.moment_dtype == "float32" else {}
+    return moments | {what: (profile, machine) for what, machine in machines.items()}
 
 
 def _signed(size: int) -> str:

@@ -61,7 +61,6 @@ _HOST_SMALL_BYTES = 1 * MIB  # partial sums, and page rounding of the arena's se
 _CUDA_WORKSPACE_BYTES = 128 * MIB  # matmul workspaces that a trace may have found allocated, the engine's small tensors
 _CUDA_FRAGMENTATION = 0.05  # a share of the activations, lost by the caching allocator to sizes that don't fit together
 _CPU_SLACK = 0.01  # a share of the activations
-_AT_ONCE = 256  # choices of block modes whose activations are computed at once: their arrays fit a core's cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,10 +142,8 @@ class MemoryModel:
         self._weight_copy_bytes = list(accumulate(weights, initial=0))
         self.partial_bytes = PARTIAL_BYTES * layout.n_tiles
         self._exchange_bytes = layout.exchange_bytes(element)
-        self._swapped_bytes = [  # by block: host memory of its saved activations, and of its inputs
-            (swapped_block_bytes(record, packed=packed), offloaded_input_bytes(record))
-            for record, packed in zip(profile.blocks, packs, strict=True)
-        ]
+        # By block: host memory of its saved activations, and of its inputs.
+        self._swapped_bytes = [(swapped_block_bytes(each), offloaded_input_bytes(each)) for each in profile.blocks]
         self._segments = Segments.of(profile, packs)
         self.activations = cache(self._activations_of)
         self.offloads = cache(self._offloads_of)
@@ -349,12 +346,7 @@ class MemoryModel:
 
     def all_activations(self, choices: ModeChoices) -> tuple[Bytes, Bytes, Bytes]:
         """The fields of ``Activations`` in their order, each as an array by choice."""
-        firsts = range(0, choices.ckpt.shape[1], _AT_ONCE)
-        parts = [
-            self._segments.peaks(ModeChoices(*(of_block[:, first : first + _AT_ONCE] for of_block in choices)))
-            for first in firsts
-        ]
-        peak, held = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        peak, held = self._segments.peaks(choices)
         saved_bytes, input_bytes = np.array(self._swapped_bytes, dtype=np.int64).reshape(-1, 2).T
         return peak, np.minimum(held, peak), saved_bytes @ choices.swap + input_bytes @ choices.ckpt_swap
 
@@ -416,7 +408,7 @@ class Segments(NamedTuple):
         inputs = per_call([block.input_bytes - block.held_input_bytes for block in blocks])
         held = per_call([block.held_input_bytes for block in blocks])
         unsaved = per_call([block.unsaved_input_bytes for block in blocks])
-        packed = per_call([swapped_block_bytes(block, packed=True) * packs[at] for at, block in enumerate(blocks)])
+        packed = per_call([swapped_block_bytes(block) * packs[at] for at, block in enumerate(blocks)])
         order = [segment.block for segment in profile.segments]
         rows, held_inputs = [], []
         before, at_loss = -1, True  # at_loss: the backward of no block has begun yet

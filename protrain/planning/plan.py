@@ -165,9 +165,9 @@ def as_planned(profile: ModelProfile, plan: Plan) -> ModelProfile:
     return profile.keeping_attention() if plan.keep_attention else profile
 
 
-def swapped_block_bytes(record: BlockRecord, *, packed: bool) -> int:
-    """Host memory of what a swapped block saves in one step."""
-    return (record.packed_bytes if packed else record.saved_bytes) + SWAP_ALIGNMENT_BYTES * record.saved_tensors
+def swapped_block_bytes(record: BlockRecord) -> int:
+    """Host memory of what a swapped block saves in one step, packed or not."""
+    return record.saved_bytes + SWAP_ALIGNMENT_BYTES * record.saved_tensors
 
 
 def offloaded_input_bytes(record: BlockRecord) -> int:

@@ -8,7 +8,7 @@ and beyond), as ``MemoryModel`` is the part that knows memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf
 
 from protrain.hardware.profile import HardwareProfile
@@ -16,12 +16,10 @@ from protrain.planning.layout import Layout
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
 from protrain.planning.rates import slower_share, with_host
-from protrain.planning.simulate import serial, serial_ms, simulate, timeline
-from protrain.planning.step import Steps
+from protrain.planning.simulate import serial, simulate, timeline
+from protrain.planning.step import PlannedStep, Steps
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
-
-_ROUNDING = 1e-9  # the rounding error of a limit that goes through a mean is a smaller share than this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,29 +61,32 @@ class RuntimeModel:
         self._is_cpu = memory.hardware.device_type == "cpu"
         # The forwards and backwards before the last one of a step: see [Note: several batches].
         self._n_before = memory.profile.accumulation - 1
-        self._before = Steps(memory, hardware, only_adds=True) if self._n_before else None
+        self._adding = Steps(memory, hardware, only_adds=True) if self._n_before else None
+        self._before_ms = cache(self._before_ms_of)
 
     def step_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
-        """Predicted milliseconds of one step in steady state, or some number of at least ``limit_ms`` if it is no less.
+        """Predicted milliseconds of one step in steady state; infinite if what the GPU does takes ``limit_ms`` alone.
 
         The step's gradients are not clipped, so no speculative update is redone.
         """
-        before_ms = 0.0
-        if self._before is not None:
-            counts_before = counts._replace(n_speculate=0, n_weight_only=0)
-            before_ms = self._n_before * self._ms(self._before, modes, counts_before, limit_ms / self._n_before)
-            if before_ms >= limit_ms:
-                return before_ms
-        return before_ms + self._ms(self.steps, modes, counts, limit_ms - before_ms)
+        before_ms = self._before_ms(modes, counts._replace(n_speculate=0, n_weight_only=0))
+        step = self.steps.step(modes, counts)
+        if before_ms + step.gpu_ms >= limit_ms:
+            return inf
+        return before_ms + self._ms(step, self.steps)
 
-    def _ms(self, steps: Steps, modes: Modes, counts: Counts, limit_ms: float) -> float:
-        step = steps.step(modes, counts)
-        return serial_ms(step) if self._is_cpu else simulate(step, steps.slowdowns, limit_ms=limit_ms)
+    def _before_ms_of(self, modes: Modes, counts: Counts) -> float:
+        if self._adding is None:
+            return 0.0
+        return self._n_before * self._ms(self._adding.step(modes, counts), self._adding)
+
+    def _ms(self, step: PlannedStep, steps: Steps) -> float:
+        return (serial(step) if self._is_cpu else simulate(step, steps.rates)).step_ms
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self.steps.step(modes, counts)
-        return serial(step) if self._is_cpu else timeline(step, self.steps.slowdowns)
+        return serial(step) if self._is_cpu else timeline(simulate(step, self.steps.rates))
 
 
 class Models:
@@ -145,9 +146,8 @@ class Models:
         return block_modes(self.n_blocks, counts.n_swap, counts.n_ckpt, counts.n_ckpt_swap)
 
     def slower_ms(self, modes: Modes, counts: Counts, *, limit_ms: float = inf) -> float:
-        """The step time on the slower host that plans are made for; infinite if it is at least ``limit_ms``."""
-        step_ms = self._on_slower_host.step_ms(modes, counts, limit_ms=limit_ms)
-        return inf if step_ms >= limit_ms * (1 - _ROUNDING) else step_ms
+        """``RuntimeModel.step_ms`` on the slower host that plans are made for."""
+        return self._on_slower_host.step_ms(modes, counts, limit_ms=limit_ms)
 
     def device_bytes(self, modes: Modes, counts: Counts) -> int:
         """Predicted peak on the device."""

@@ -4,15 +4,15 @@ Computing takes the milliseconds that the trace measured, per block and between 
 
 [Note: packed copies] A swapped block's saved activations are copied storage by storage, or packed into one buffer.
 Copied directly, each distinct storage is one copy out and one copy back, and the GPU computes nothing for it. Packed,
-one kernel writes all storages into one buffer, with bools as bits, and the buffer is one copy each way. In backward the
-tensors are views of that buffer, and only the bits are unpacked.
+one kernel writes all storages into one buffer, and the buffer is one copy each way. In backward the tensors are views
+of that buffer.
 
-Packing costs a pass over the GPU's memory. It saves the start of every copy but one each way, and seven eighths of the
-transfer of bools. The GPU's computing for a block, packing and unpacking included, runs beside the copies of the block
-next to it. Copies out have until the end of the next forward, when the memory is given up. Copies back begin with the
-backward of the block before in backward order. So in a row of swapped blocks each block takes as long as its computing
-or its copies, whichever is longer. Packing is faster for blocks of many small tensors or with masks. For blocks of few
-large tensors direct copies are as fast, and where computing hides the copies they are faster.
+Packing costs a pass over the GPU's memory. It saves the start of every copy but one each way. The GPU's computing for a
+block, packing included, runs beside the copies of the block next to it. Copies out have until the end of the next
+forward, when the memory is given up. Copies back begin with the backward of the block before in backward order. So in a
+row of swapped blocks each block takes as long as its computing or its copies, whichever is longer. Packing is faster
+for blocks of many small tensors. For blocks of few large tensors direct copies are as fast, and where computing hides
+the copies they are faster.
 
 [Note: update rates] AdamW runs on the GPU, on the host, and on the GPU for states in host memory. Calibration measures
 updates of bf16 weights with moments in fp32, on the GPU and on the host. On the host it also measures moments in bf16,
@@ -225,11 +225,10 @@ class SwapCopies(NamedTuple):
     out_ms: float  # on the link, after forward
     back_ms: float  # on the link, before backward
     pack_ms: float = 0.0  # on the GPU, at the end of forward
-    unpack_ms: float = 0.0  # on the GPU, at the begin of backward
 
     def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
         """Milliseconds that one of several such blocks in a row adds to a step, with this computing."""
-        return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms + self.unpack_ms)
+        return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms)
 
 
 NO_COPIES = SwapCopies(0.0, 0.0)
@@ -240,16 +239,11 @@ def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, 
 
     ``n_calls`` are the block's calls in one forward.
     """
+    size_bytes = block.saved_bytes / n_calls
     if not packed:
-        return SwapCopies(*_link_ms(block.saved_bytes / n_calls, block.saved_tensors / n_calls, hardware))
-    gbps = hardware.pack_gbps or hardware.device_copy_gbps  # the rate of packing is close to that of a copy
-    read_and_written = block.saved_bytes + block.packed_bytes
-    expanded = block.saved_bool_bytes * 9 / 8
-    return SwapCopies(
-        *_link_ms(block.packed_bytes / n_calls, 1, hardware),
-        pack_ms=bytes_ms(read_and_written / n_calls, gbps),
-        unpack_ms=bytes_ms(expanded / n_calls, gbps),
-    )
+        return SwapCopies(*_link_ms(size_bytes, block.saved_tensors / n_calls, hardware))
+    gbps = hardware.flatten_gbps or hardware.device_copy_gbps  # packing is flattening of whole storages
+    return SwapCopies(*_link_ms(size_bytes, 1, hardware), pack_ms=bytes_ms(2 * size_bytes, gbps))  # read and written
 
 
 def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[bool, ...]:

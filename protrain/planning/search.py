@@ -140,8 +140,7 @@ class _Search:
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
         self._n_values = max(2, _VALUES // self._largest)  # of an integer on the grid
         self._n_starts = max(_STARTS, 2 * self._n_values)  # plans with which the race begins
-        # Scores and whether they are exact. A score that is not exact is a limit that the true one is not below.
-        self._scores: dict[tuple[bool, Counts], tuple[float, bool]] = {}
+        self._scores_ms: dict[tuple[bool, Counts], float] = {}
         self._roomy = cache(self._roomy_of)
 
     def run(self, known: Sequence[Plan]) -> Plan:
@@ -160,15 +159,15 @@ class _Search:
         best = self._settled(racing[0])
         return self._models[best.keeps].plan(best.counts)
 
-    def _grid(self) -> Iterator[_Found]:
-        """Plans with values of every integer from the fewest to the most, if they are among the best until then."""
+    def _grid(self) -> list[_Found]:
+        """The best plans with values of every integer from the fewest to the most."""
         models = self._models[False]
         n_chunks, n_blocks = models.n_chunks, models.n_blocks
         fitting = [n for n in range(n_chunks + 1) if self._fitted(False, Counts(n, 0, 0, n_blocks))]
+        best: list[_Found] = []
         if not fitting:
-            return
+            return best
         blocks = _spread(n_blocks, self._n_values)
-        best_ms, seen = [inf] * self._n_starts, set()
         for place in reversed(_spread(len(fitting) - 1, max(_PLACEMENTS, self._n_values))):
             n_persist = fitting[place]
             chunks = _spread(n_chunks - n_persist, self._n_values)
@@ -176,14 +175,10 @@ class _Search:
             sums = _spread(n_chunks - n_persist, 3) if models.memory.accumulates else [0]
             for n_swap, n_ckpt, (n_speculate, n_weight_only), n_sum in product(blocks, blocks, updates, sums):
                 wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_sum)
-                counts = self._fitted(False, wanted)
-                if counts is None or counts in seen:
-                    continue
-                seen.add(counts)
-                found = self._scored(False, counts, best_ms[-1])
-                if found.score_ms < best_ms[-1]:
-                    best_ms = sorted((*best_ms[:-1], found.score_ms))
-                    yield found
+                if counts := self._fitted(False, wanted):
+                    limit_ms = best[-1].score_ms if len(best) == self._n_starts else inf
+                    best = sorted({*best, self._scored(False, counts, limit_ms)})[: self._n_starts]
+        return best
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
         for plan in plans:
@@ -239,15 +234,14 @@ class _Search:
         return max(found, key=lambda room: int(room[1].max()))
 
     def _scored(self, keeps: bool, counts: Counts, limit_ms: float = inf) -> _Found:
-        """``counts`` with their score, which is infinite if it is not less than ``limit_ms``."""
-        score_ms, exact = self._scores.get((keeps, counts), (0.0, False))
-        if not exact and score_ms < limit_ms:
+        """``counts`` with their score, which is infinite if it is clear without a simulation that it is too long."""
+        score_ms = self._scores_ms.get((keeps, counts), inf)
+        if score_ms == inf:
             models = self._models[keeps]
             share = _share(counts, models)
             score_ms = share * models.slower_ms(models.modes(counts), counts, limit_ms=limit_ms / share)
-            exact = score_ms < inf
-            self._scores[keeps, counts] = (score_ms if exact else limit_ms, exact)
-        return _Found(score_ms if exact else inf, keeps, counts)
+            self._scores_ms[keeps, counts] = score_ms
+        return _Found(score_ms, keeps, counts)
 
     def _descended(self, best: _Found, step: int) -> _Found:
         """The plan to which ``best`` improves with changes by ``step``."""

@@ -39,17 +39,17 @@ offloaded. The norm is known when all gradients are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, repeat, zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise, repeat
 from math import inf
-from operator import mul, sub
+from operator import sub
 from typing import NamedTuple
 
-from protrain.planning.contention import Slowdowns
+from protrain.planning.contention import Times, slowdowns
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.schedule import Fetch
 from protrain.planning.sharing import Waiting, next_for_gpu
-from protrain.planning.step import Gradient, PlannedStep, Updates
+from protrain.planning.step import Gradient, PlannedStep, Updates, Visit
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
 
 
@@ -61,27 +61,24 @@ class Choices(NamedTuple):
 
 
 class Run:
-    """A backward with its updates, and then a step in steady state.
-
-    The search spends most of its time here. So the loops over visits keep what the GPU does in local variables.
+    """A backward with its updates, and then a step in steady state. The search spends most of its time here.
 
     Args:
         step: what a step does.
-        factors: by lane, the factor on the duration of one operation after the other.
+        factors: by lane, the factor on the duration of one operation after the other, in the order of the full-rate run
+            that they were made from. None: this is a full-rate run.
+        choices: those of that run.
     """
 
-    def __init__(self, step: PlannedStep, factors: list[Iterator[float]]) -> None:
+    def __init__(
+        self, step: PlannedStep, factors: list[list[float]] | None = None, choices: Choices | None = None
+    ) -> None:
         self.step = step
-        self._visits = list(zip(step.visits, step.work, step.fetches, step.gathers, strict=True))
-        self._factors = factors
-        self.choices: Choices | None = None  # the first updates make them
-        self.uploads: list[Fetch] = []  # in forward, in the order in which they went
-        self.beyond_ms = 0.0  # how long updates inside the first backward go on after it
-        self.reordered = False  # whether an upload went before one that was issued earlier
-        self.step_ms = self.begin_ms = self.forward_end_ms = self.backward_end_ms = 0.0  # of the step
+        self._factors = [repeat(1.0)] * len(LANES) if factors is None else list(map(iter, factors))
+        self.choices = choices  # the first updates make them, if there are none
         self.starts: list[list[float]] = [[] for _ in LANES]  # by lane: when its operations start, and when they end
         self.ends: list[list[float]] = [[] for _ in LANES]
-        self.first = [0] * len(LANES)  # by lane: its first operation of the step
+        self.labels: list[list[tuple[str, object]]] = [[] for _ in LANES]  # their kinds, and what they work on
         self.free = [0.0] * len(LANES)  # by lane: when it has done all operations so far
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
@@ -92,197 +89,133 @@ class Run:
         # By chunk: when its weight is in its buffer. A frozen chunk may never be fetched.
         self._loaded = [0.0] * n_chunks
         self.offloaded = [0.0] * n_chunks  # by chunk: when its gradient is in host memory
-        self._drained = [0.0] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been offloaded
+        # By staging buffer: when its gradient has been offloaded. The last (index -1) is none, and always is free.
+        self._drained = [0.0] * (STAGING_BUFFERS + 2)
         self._sent = [0.0] * (STAGING_BUFFERS + 1)  # by staging buffer: when its gradient has been reduced
         self._swapped_out = [0.0] * len(step.swap_in_ms)  # by unit: when its activations are in host memory
         self._back = [0.0] * len(step.swap_in_ms)  # by unit: when its activations are on the device again
         self._last_swap_out = 0.0  # when the last swap out ends, whose device memory the next visit gives up
-
-    @classmethod
-    def of(cls, step: PlannedStep, factors: list[list[float]] | None = None, choices: Choices | None = None) -> Run:
-        """The run of ``step``.
-
-        ``factors`` are by lane and operation, in the order of the full-rate run that they were made from; ``choices``
-        are that run's. Without ``factors`` this is a full-rate run.
-        """
-        run = cls(step, [repeat(1.0)] * len(LANES) if factors is None else list(map(iter, factors)))
-        run.choices = choices
-        run.backward()
-        run.update()
-        run.begin_ms, run.first = run.free[GPU], [len(each) for each in run.starts]
-        run.forward()
-        run.forward_end_ms = run.free[GPU]
-        run.backward()
-        run.backward_end_ms = run.free[GPU]
-        run.update()
-        run.step_ms = run.free[GPU] - run.begin_ms
+        self._visits = list(zip(step.visits, step.work, step.fetches, step.gathers, strict=True))
+        self.backward()
+        self.update()
+        self.begin_ms = self.free[GPU]
+        self.first = [len(of_lane) for of_lane in self.starts]  # by lane: its first operation of the step
+        self.forward()
+        self.forward_end_ms = self.free[GPU]
+        self.backward()
+        self.backward_end_ms = self.free[GPU]
+        self.update()
         # Updates that the next step does not wait for would pile up if the host had more to do than a step is long.
-        run.step_ms = max(run.step_ms, run.busy_ms(HOST))
-        return run
+        self.step_ms = max(self.free[GPU] - self.begin_ms, self.busy_ms(HOST))
 
-    def busy_ms(self, lane: int, factors: list[float] | None = None) -> float:
-        """How long ``lane`` is busy in the step if its operations take longer by ``factors``."""
+    def busy_ms(self, lane: int) -> float:
+        """How long ``lane`` is busy in the step."""
         first = self.first[lane]
-        lengths = map(sub, self.ends[lane][first:], self.starts[lane][first:])
-        return sum(lengths if factors is None else map(mul, lengths, factors[first:]))
+        return sum(map(sub, self.ends[lane][first:], self.starts[lane][first:]))
 
-    @property
-    def is_gpu_alone(self) -> bool:
-        """Whether no lane does anything that the GPU could slow down, or that could slow it down."""
-        return not any(self.starts[lane] for lane in (UP, DOWN, HOST, STREAM))
-
-    def _do(self, lane: int, earliest: float, duration: float) -> float:
+    def _do(self, lane: int, earliest: float, duration: float, kind: str, what: object) -> float:
         """Run one operation on ``lane``, from ``earliest`` on. Returns its end."""
         free = self.free[lane]
         start = free if free > earliest else earliest
         end = self.free[lane] = start + duration * next(self._factors[lane])
         self.starts[lane].append(start)
         self.ends[lane].append(end)
+        self.labels[lane].append((kind, what))
         return end
 
-    def _fetch(self, fetches: Sequence[Fetch]) -> None:
+    def _fetch(self, fetches: Iterable[Fetch]) -> None:
         """Upload weights, each as soon as it is updated and its buffer is given up."""
         for chunk, victim in fetches:
             there = max(self._updated[chunk], self._released[victim])
-            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk])
+            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk], "weights", chunk)
 
-    def _fetch_updated(self, fetches: Sequence[Fetch]) -> Sequence[Fetch]:
-        """Upload weights that forward fetches at its begin. No updated chunk waits for one that is not updated yet.
-
-        Returns the fetches in the order in which they went.
-        """
-        updated, left, gone = self._updated, list(fetches), []
+    def _updated_first(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
+        """Fetches at the begin of forward, as they go: no updated chunk waits for one that is not updated yet."""
+        updated, left = self._updated, list(fetches)
         while left:
             free = self.free[UP]
             first = next((fetch for fetch in left if updated[fetch[0]] <= free), None)  # the nearest use comes first
             if first is None:
                 first = min(left, key=lambda fetch: updated[fetch[0]])
             left.remove(first)
-            gone.append(first)
-            self._fetch((first,))
-        self.reordered = self.reordered or gone != list(fetches)
-        return gone
+            yield first
 
     def _gather(self, fetches: Sequence[Fetch]) -> None:
         """Make chunks whole, one after the other: see [Note: collectives]."""
         for chunk, victim in fetches:
             # A chunk that is not uploaded was loaded by the gather before, in the same lane.
             there = max(self._updated[chunk], self._released[victim], self._loaded[chunk])
-            self._loaded[chunk] = self._do(GATHER, there, self.step.gather_ms[chunk])
+            self._loaded[chunk] = self._do(GATHER, there, self.step.gather_ms[chunk], "gather", chunk)
 
-    def _reduce(self, gradients: Sequence[Gradient], gpu: float) -> float:
-        """Flatten, reduce and offload gradients of several ranks from ``gpu`` on. Returns when the GPU is done.
-
-        See [Note: collectives].
-        """
-        step = self.step
-        for index, chunk, flatten_ms, offload_ms, staging in gradients:
-            reduction, ready = step.reductions[index], 0.0
-            self.free[GPU] = gpu
-            gpu = self._do(GPU, self._sent[reduction.sent], flatten_ms)
-            if index in step.awaited_updates:
-                before, duration = step.awaited_updates[index]
-                ready = self._do(HOST, self.offloaded[before], duration)
-            if reduction.ms:
-                there = self._drained[staging] if staging >= 0 else gpu
-                if index in step.sum_up_ms:
-                    there = self._do(UP, max(gpu, there, self.offloaded[chunk]), step.sum_up_ms[index])
-                reduced = self._sent[reduction.sent] = self._do(REDUCE, max(gpu, there), reduction.ms)
-                if staging >= 0:
-                    ready = max(ready, self._deferred[chunk])
-                    offloaded = self._do(DOWN, max(reduced, ready), offload_ms)
-                    self._drained[staging] = self.offloaded[chunk] = offloaded
-            gpu, self.free[UP] = max(gpu, ready), max(self.free[UP], ready)
-        return gpu
+    def _compute(self, visit: Visit, earliest: float, compute_ms: float, phase: str) -> float:
+        """Compute a visit once its chunks are in buffers, which it gives up. Returns its end."""
+        for chunk in visit.chunks:
+            if self._loaded[chunk] > earliest:
+                earliest = self._loaded[chunk]
+        end = self._do(GPU, earliest, compute_ms, phase, visit.name)
+        for chunk in visit.chunks:
+            self._released[chunk] = end
+        return end
 
     def forward(self) -> None:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
-        gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
-        released, loaded, last_swap_out = self._released, self._loaded, self._last_swap_out
-        if self.step.sum_up_ms and self.free[DOWN] > gpu:
-            gpu = self.free[DOWN]  # see [Note: looking at the loss]
-        self.uploads = []
+        free = self.free
+        if self.step.sum_up_ms:
+            free[GPU] = max(free[GPU], free[DOWN])  # see [Note: looking at the loss]
         for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
-            if fetches:
-                if len(fetches) > 1 and self._all_updated > self.free[UP]:
-                    fetches = self._fetch_updated(fetches)
-                else:
-                    self._fetch(fetches)
-                self.uploads += fetches
-            if gathers:
-                self._gather(gathers)
-            start = gpu
-            chunks = visit.chunks
-            for chunk in chunks:
-                if loaded[chunk] > start:
-                    start = loaded[chunk]
-            gpu = start + compute_ms * next(factors)
-            starts.append(start)
-            ends.append(gpu)
-            for chunk in chunks:
-                released[chunk] = gpu
+            late = len(fetches) > 1 and self._all_updated > free[UP]
+            self._fetch(self._updated_first(fetches) if late else fetches)
+            self._gather(gathers)
+            end = self._compute(visit, 0.0, compute_ms, "forward")
             # The device memory of the last swapped block is given up here, and the GPU waits for its copy first.
-            if last_swap_out > gpu:
-                gpu = last_swap_out
+            free[GPU] = max(end, self._last_swap_out)
             if swap_ms:
-                last_swap_out = self._swapped_out[visit.unit] = self._do(DOWN, gpu, swap_ms)
-        self.free[GPU] = gpu
-        self._last_swap_out = last_swap_out
+                self._last_swap_out = self._do(DOWN, free[GPU], swap_ms, "activations", visit.name)
+                self._swapped_out[visit.unit] = self._last_swap_out
 
     def backward(self) -> None:
         """The GPU computes and flattens beside fetches and offloads, and updates that gradients wait for are made."""
-        gpu, factors, starts, ends = self.free[GPU], self._factors[GPU], self.starts[GPU], self.ends[GPU]
-        released, loaded, swapped_out, back = self._released, self._loaded, self._swapped_out, self._back
-        drained, all_offloaded, deferred, step = self._drained, self.offloaded, self._deferred, self.step
-        swap_in_ms, awaited_updates, reductions = step.swap_in_ms, step.awaited_updates, step.reductions
-        sum_up_ms = step.sum_up_ms
-        if self._last_swap_out > gpu:
-            gpu = self._last_swap_out
+        step, free = self.step, self.free
+        free[GPU] = max(free[GPU], self._last_swap_out)
         for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in self._visits[step.n_forward :]:
-            if fetches:
-                self._fetch(fetches)
-            if gathers:
-                self._gather(gathers)
+            self._fetch(fetches)
+            self._gather(gathers)
             for unit in swap_in:
                 # Device memory is allocated when the visit begins.
-                back[unit] = self._do(UP, max(gpu, swapped_out[unit]), swap_in_ms[unit])
-            start = gpu
-            chunks = visit.chunks
-            for chunk in chunks:
-                if loaded[chunk] > start:
-                    start = loaded[chunk]
-            if swap_ms and back[visit.unit] > start:
-                start = back[visit.unit]
-            gpu = start + compute_ms * next(factors)
-            starts.append(start)
-            ends.append(gpu)
-            for chunk in chunks:
-                released[chunk] = gpu
-            if reductions:
-                gpu = self._reduce(visit.gradients, gpu)
-                continue
-            for index, chunk, flatten_ms, offload_ms, staging in visit.gradients:
-                start = gpu
-                if staging >= 0 and drained[staging] > start:
-                    start = drained[staging]
-                gpu = start + flatten_ms * next(factors)
-                starts.append(start)
-                ends.append(gpu)
-                if staging >= 0:
-                    ready = deferred[chunk]
-                    if index in awaited_updates:
-                        before, duration = awaited_updates[index]
-                        ready = self._do(HOST, all_offloaded[before], duration)
-                    if ready > self.free[UP]:
-                        self.free[UP] = ready  # until then the engine issues no upload
-                    if ready > gpu:
-                        gpu = ready
-                    there = gpu
-                    if index in sum_up_ms:  # in parts, each of which goes down while the next one comes up
-                        sum_there = self._do(UP, max(gpu, all_offloaded[chunk]), sum_up_ms[index])
-                        there = max(gpu, sum_there - offload_ms)
-                    drained[staging] = all_offloaded[chunk] = self._do(DOWN, there, offload_ms)
-        self.free[GPU] = max(gpu, self.free[REDUCE])
+                there = max(free[GPU], self._swapped_out[unit])
+                self._back[unit] = self._do(UP, there, step.swap_in_ms[unit], "activations", unit)
+            self._compute(visit, self._back[visit.unit] if swap_ms else 0.0, compute_ms, "backward")
+            for gradient in visit.gradients:
+                self._take(gradient)
+        free[GPU] = max(free[GPU], free[REDUCE])
+
+    def _take(self, gradient: Gradient) -> None:
+        """Flatten a gradient, reduce it if ranks do, and offload it if its chunk is in host memory."""
+        step, free, (index, chunk, flatten_ms, offload_ms, staging) = self.step, self.free, gradient
+        reduction = step.reductions.get(index)
+        room = self._drained[staging] if reduction is None else self._sent[reduction.sent]
+        gpu = self._do(GPU, room, flatten_ms, "flatten", chunk)
+        ready = self._deferred[chunk]
+        if index in step.awaited_updates:  # see [Note: waiting for regions]
+            awaited, update_ms = step.awaited_updates[index]
+            ready = self._do(HOST, self.offloaded[awaited], update_ms, "speculative update", awaited)
+        there = None  # when it can be offloaded
+        if reduction is None:
+            gpu = there = max(gpu, ready)
+            if index in step.sum_up_ms:  # in parts, each of which goes down while the next one comes up
+                sum_there = self._do(UP, max(gpu, self.offloaded[chunk]), step.sum_up_ms[index], "sum", chunk)
+                there = max(gpu, sum_there - offload_ms)
+        elif reduction.ms:  # see [Note: collectives]
+            there = max(gpu, self._drained[staging])
+            if index in step.sum_up_ms:
+                there = self._do(UP, max(there, self.offloaded[chunk]), step.sum_up_ms[index], "sum", chunk)
+            reduced = self._do(REDUCE, there, reduction.ms, "reduce", chunk)
+            self._sent[reduction.sent] = reduced
+            there = max(reduced, ready)
+        if there is not None and staging >= 0:
+            offloaded = self._do(DOWN, there, offload_ms, "gradients", chunk)
+            self._drained[staging] = self.offloaded[chunk] = offloaded
+            free[GPU], free[UP] = max(gpu, ready), max(free[UP], ready)  # until then the engine issues nothing
 
     def update(self) -> None:
         """Make all updates that no gradient waited for. The first time, choose when and where they are made."""
@@ -294,14 +227,13 @@ class Run:
         updates, updated, offloaded = step.host.ordered(n_in_time), self._updated, self.offloaded
         in_backward, after = updates[:n_in_time], updates[n_in_time:]
         # Updates inside backward take effect when the norm is known and none of them runs any more.
-        for chunk, duration in in_backward:
-            self._do(HOST, offloaded[chunk], duration)
+        n_whole = step.host.n_in_backward - step.host.n_weight_only
+        for at, (chunk, duration) in enumerate(in_backward):
+            kind = "speculative update" if at < n_whole else "speculative weight"
+            self._do(HOST, offloaded[chunk], duration, kind, chunk)
         settled = max(over, self.free[HOST])
-        self.beyond_ms = self.beyond_ms or (settled - over)
-        for chunk, _ in in_backward:
+        for chunk, _ in (*in_backward, *step.awaited_updates.values()):
             updated[chunk] = settled
-        for update in step.awaited_updates.values():
-            updated[update.chunk] = settled
         if self.choices is None:
             self.choices = Choices(n_in_time, _updated_by_gpu(step, after, self.free[HOST] - over))
         by_gpu = self.choices.by_gpu
@@ -309,12 +241,12 @@ class Run:
         streamed = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
         for lane, of_lane in ((HOST, by_host), (STREAM, streamed)):
             for chunk, duration in of_lane:
-                updated[chunk] = self._do(lane, max(over, offloaded[chunk]), duration)
+                updated[chunk] = self._do(lane, max(over, offloaded[chunk]), duration, "update", chunk)
         self._all_updated = max(over, self.free[HOST], self.free[STREAM])
         for chunk, duration in step.host.deferred(n_in_time):
-            self._deferred[chunk] = self._do(HOST, over, duration)
+            self._deferred[chunk] = self._do(HOST, over, duration, "deferred update", chunk)
         for chunk, duration in step.device_update_ms:
-            updated[chunk] = self._do(GPU, 0.0, duration)
+            updated[chunk] = self._do(GPU, 0.0, duration, "update", chunk)
 
 
 def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
@@ -323,7 +255,7 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     Times count from the norm, which the host knows at ``host_free_ms`` or at 0, whichever is later.
     """
     host_free_ms, gpu_free_ms = max(0.0, host_free_ms), 0.0
-    if not step.streamed_ms or not _is_late(step, updates, host_free_ms):
+    if not step.streamed_ms:
         return ()
     sharing, chunks = step.sharing, [chunk for chunk, _ in updates]
     waiting = [
@@ -351,45 +283,19 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     return tuple(found)
 
 
-def _is_late(step: PlannedStep, updates: Updates, host_free_ms: float) -> bool:
-    """Whether the host alone would be late with any of ``updates``."""
-    end_ms, needed_ms = host_free_ms, step.sharing.needed_ms
-    for chunk, duration in updates:
-        end_ms += duration
-        if end_ms > needed_ms[chunk]:
-            return True
-    return False
+def simulate(step: PlannedStep, rates: Times) -> Run:
+    """The run of ``step`` with contention, by the shares of their ``rates`` that lanes keep beside others."""
+    full_rate = Run(step)
+    return Run(step, slowdowns(rates, full_rate.starts, full_rate.ends), full_rate.choices)
 
 
-def simulate(step: PlannedStep, slowdowns: Slowdowns, *, limit_ms: float = inf) -> float:
-    """Milliseconds of one step in steady state, or some number of at least ``limit_ms`` once it cannot be less.
-
-    Contention only makes operations longer. So the full-rate run bounds the second run from below, with two
-    exceptions: where uploads went in an order that depends on how long they and the updates take, and by the time that
-    updates inside backward go on after backward, since a longer backward hides that time. What the GPU and the host do
-    in the second run are bounds that take no run.
-    """
-    full_rate = Run.of(step)
-    is_at_least = full_rate.step_ms - full_rate.beyond_ms >= limit_ms and not full_rate.reordered
-    if is_at_least or full_rate.is_gpu_alone:
-        return full_rate.step_ms
-    factors = slowdowns.of(full_rate.starts, full_rate.ends)
-    busy_ms = max(full_rate.busy_ms(lane, factors[lane]) for lane in (GPU, HOST))
-    if busy_ms >= limit_ms:
-        return busy_ms
-    return Run.of(step, factors, full_rate.choices).step_ms
-
-
-def timeline(step: PlannedStep, slowdowns: Slowdowns) -> Timeline:
-    """Every operation of one step in steady state."""
-    run = Run.of(step)
-    if not run.is_gpu_alone:
-        run = Run.of(step, slowdowns.of(run.starts, run.ends), run.choices)
+def timeline(run: Run) -> Timeline:
+    """Every operation of the step in ``run``."""
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
-        for lane, names in enumerate(_names(step, run))
-        for (kind, what), start, end in zip(names, run.starts[lane], run.ends[lane], strict=True)
+        for lane in range(len(LANES))
+        for (kind, what), start, end in zip(run.labels[lane], run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
     return Timeline(
@@ -400,14 +306,9 @@ def timeline(step: PlannedStep, slowdowns: Slowdowns) -> Timeline:
     )
 
 
-def serial_ms(step: PlannedStep) -> float:
-    """Milliseconds of a step on a CPU, where device and host are one processor and nothing overlaps."""
-    return sum(map(Run.of(step).busy_ms, range(len(LANES))))
-
-
 def serial(step: PlannedStep) -> Timeline:
     """The timeline of a step on a CPU: all of its forward, then all of its backward, its copies and its updates."""
-    run = Run.of(step)
+    run = Run(step)
     gpu = [end - start for start, end in zip(run.starts[GPU], run.ends[GPU], strict=True)][run.first[GPU] :]
     forward, update = step.n_forward, len(gpu) - len(step.device_update_ms)  # where they end, and begin
     stages = {
@@ -423,46 +324,3 @@ def serial(step: PlannedStep) -> Timeline:
         if end > start
     )
     return Timeline(step_ms=ends[4], forward_end_ms=ends[1], backward_end_ms=ends[2], operations=operations)
-
-
-def _names(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
-    """By lane, the kind of each of its operations and what it works on, in the order of issue."""
-    forward, rest = _names_of_forward(step, run), _names_of_rest(step, run)
-    return [[*after, *before, *after] for before, after in zip(forward, rest, strict=True)]
-
-
-def _names_of_forward(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
-    names: list[list[tuple[str, object]]] = [[] for _ in LANES]
-    names[UP] = [("weights", chunk) for chunk, _ in run.uploads]
-    names[GATHER] = [("gather", chunk) for of_visit in step.gathers[: step.n_forward] for chunk, _ in of_visit]
-    for visit, (_, swap_ms, _) in zip(step.visits[: step.n_forward], step.work, strict=False):
-        names[GPU].append(("forward", visit.name))
-        if swap_ms:
-            names[DOWN].append(("activations", visit.name))
-    return names
-
-
-def _names_of_rest(step: PlannedStep, run: Run) -> list[list[tuple[str, object]]]:
-    """Of backward and the updates."""
-    n_in_time, by_gpu = run.choices or Choices(0, ())
-    names: list[list[tuple[str, object]]] = [[] for _ in LANES]
-    names[GATHER] = [("gather", chunk) for of_visit in step.gathers[step.n_forward :] for chunk, _ in of_visit]
-    visits = list(zip(step.visits, step.work, step.fetches, strict=True))
-    for visit, (_, _, swap_in), fetches in visits[step.n_forward :]:
-        names[UP] += [("weights", chunk) for chunk, _ in fetches]
-        names[UP] += [("activations", unit) for unit in swap_in]
-        names[GPU].append(("backward", visit.name))
-        names[GPU] += [("flatten", chunk) for _, chunk, _, _, _ in visit.gradients]
-        names[UP] += [("sum", chunk) for index, chunk, *_ in visit.gradients if index in step.sum_up_ms]
-        names[DOWN] += [("gradients", chunk) for _, chunk, _, _, staging in visit.gradients if staging >= 0]
-        if step.reductions:
-            names[REDUCE] += [("reduce", chunk) for index, chunk, *_ in visit.gradients if step.reductions[index].ms]
-    names[HOST] = [("speculative update", update.chunk) for update in step.awaited_updates.values()]
-    whole = min(n_in_time, step.host.n_in_backward - step.host.n_weight_only)
-    kinds = ["speculative update"] * whole + ["speculative weight"] * (n_in_time - whole)
-    chunks = [chunk for chunk, _ in step.host.ordered(n_in_time) if chunk not in by_gpu]
-    names[HOST] += zip_longest(kinds, chunks, fillvalue="update")
-    names[HOST] += [("deferred update", chunk) for chunk, _ in step.host.deferred(n_in_time)]
-    names[STREAM] = [("update", chunk) for chunk in by_gpu]
-    names[GPU] += [("update", chunk) for chunk, _ in step.device_update_ms]
-    return names

@@ -22,12 +22,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from itertools import accumulate, chain, cycle
 from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.contention import OTHERS, Slowdowns, lost_to_collectives, rates
+from protrain.planning.contention import OTHERS, lost_to_collectives, rates
 from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
@@ -155,6 +155,12 @@ class PlannedStep(NamedTuple):
     sharing: Sharing  # what the engine chooses these chunks by
     awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for
 
+    @property
+    def gpu_ms(self) -> float:
+        """How long the GPU is busy with what it does in any case. No step is shorter."""
+        flatten_ms = sum(flatten_ms for visit in self.visits for _, _, flatten_ms, _, _ in visit.gradients)
+        return sum(work[0] for work in self.work) + flatten_ms + sum(ms for _, ms in self.device_update_ms)
+
 
 # The time of a collective beyond the time of its bytes. On two H100s with NVLink, gathering 64 MiB takes 162 us and
 # gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times
@@ -238,7 +244,7 @@ class Steps:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
-        self._rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
+        self.rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
@@ -247,7 +253,6 @@ class Steps:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = _weight_bytes_share(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
             self._weight_share = min(1.0, self._weight_share * (measured / counted))
-        self.slowdowns = Slowdowns(self._rates)
         self._device_kept = self._kept_beside(STREAM, HOST)
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(self._held) - 1, -1, -1) for chunk in self._held[at]}
@@ -256,7 +261,7 @@ class Steps:
         fetch_ms = [upload + gather for upload, gather in zip(self._upload_ms, self._gather_ms, strict=True)]
         # By chunk, when its fetch must begin, from the begin of forward on.
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
-        self._work_for = lru_cache(_KEPT_WORK)(self._work_of)
+        self._work_for = cache(self._work_of)
         self._fetched = cache(self._fetched_under)
         self._summed = cache(self._sums_up)
         self._streamed_ms = cache(self._streamed_from)
@@ -425,7 +430,7 @@ class Steps:
 
     def _kept_beside(self, lane: int, other: int) -> float:
         """The share of its rate that ``lane`` keeps beside ``other`` alone."""
-        return float(self._rates[*(int(beside == other) for beside in OTHERS[lane]), lane])
+        return float(self.rates[*(int(beside == other) for beside in OTHERS[lane]), lane])
 
     def _sharing_under(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
@@ -469,8 +474,7 @@ class Steps:
             swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
             if swap_ms or ahead:
                 swap_in = (unit,) if swap_ms and fetched != unit else ()
-                compute_ms = of_unit[0] + copies[unit].unpack_ms
-                of_unit = compute_ms, swap_ms, (*swap_in, earlier) if ahead else swap_in
+                of_unit = of_unit[0], swap_ms, (*swap_in, earlier) if ahead else swap_in
             fetched = earlier if ahead else -1
             work.append(of_unit)
         return work, [each.back_ms for each in copies]
@@ -484,6 +488,3 @@ def _weight_bytes_share(adam_bytes: int, written: int, element_bytes: int) -> fl
 def _collective_ms(size_bytes: int, gbps: float) -> float:
     """Milliseconds of a collective on a tensor of ``size_bytes`` in all, at ``gbps`` GB/s of the whole tensor."""
     return COLLECTIVE_MS + bytes_ms(size_bytes, gbps)
-
-
-_KEPT_WORK = 200  # entries of a cache, which may be small, as a search asks about similar plans soon after each other

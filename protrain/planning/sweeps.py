@@ -1,24 +1,18 @@
-"""Searches for many cases: several machines side by side, limits of device memory, and the deepest model that fits.
-
-[Note: the deepest model] It is found with a handful of profiles. Whether any plan fits depends on the memory model
-alone. The plans that need the least memory checkpoint every block, and differ only in the numbers of persistent chunks
-and of offloaded inputs. Memory grows evenly with depth, so a straight line through two depths almost hits the deepest
-model that fits. The depths around it are tried until one fits and the next does not.
-"""
+"""Searches for many cases: several machines side by side, limits of device memory, and the deepest model that fits."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from operator import attrgetter
-from typing import Any
+from typing import Self
 
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.answer import Answer, explain
+from protrain.planning.answer import Answer, Batch
 from protrain.planning.fits import least_bytes, nothing_fits, some_plan_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory import MemoryModel
@@ -31,39 +25,60 @@ N_LIMITS = 12  # of device memory, in a frontier
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Record):
-    """One model on several machines, in the order in which they were given."""
+    """One model on several machines, the cheapest first if prices are known, otherwise the fastest."""
 
     file_kind = "what `protrain plan --compare --out` writes"
 
-    model: str
     machines: dict[str, Answer]  # by what the user called them
+
+    @classmethod
+    def of(cls, answers: Mapping[str, Answer]) -> Self:
+        """The comparison of ``answers``, by what their machines are called."""
+        return cls(machines=dict(sorted(answers.items(), key=lambda pair: pair[1].token_price)))
 
     def table(self) -> str:
         """A table with one line for each machine, at most 80 columns wide where the names of machines are short."""
-        rows = [["machine", "fits", "tokens/s", "a GPU", "limited by", "gathers"]]
+        rows = [["machine", "fits", "tokens/s", "a GPU", str(next(iter(self.machines.values())).job), "limited by"]]
         for name, answer in self.machines.items():
-            cells = ["no", "-", "-", answer.lacks]
+            cells = ["no", "-", "-", "-", answer.lacks]
             if answer.tokens_per_s is not None:
                 rates = [f"{rate:,.0f}" for rate in (answer.tokens_per_s, answer.tokens_per_s / answer.machine.gpus)]
                 limit, share = next(iter(answer.limits.items()))
-                cells = ["yes", *rates, f"{limit}, {share:.0%}"]
-            rows.append([name, *cells, answer.machine.collectives.get("gathers", "-")])
+                bill = answer.job.bill(answer.tokens_per_s, answer.machine.gpus)
+                cells = ["yes", *rates, bill, f"{limit}, {share:.0%}"]
+            rows.append([name, *cells])
         return aligned(rows, WIDTH)
 
 
-def compare(
-    profile: ModelProfile, machines: Mapping[str, HardwareProfile], *, step_during_backward: bool = False
-) -> Comparison:
-    """The fastest plan for ``profile`` on each of ``machines``, whose keys are what to call them."""
+def fastest_batches(
+    profile_of: Callable[[int], ModelProfile],
+    hardware: HardwareProfile,
+    *,
+    n_sequences: int,
+    step_during_backward: bool = False,
+) -> tuple[Batch, ...]:
+    """The batches of 1, 2, 4, ... sequences by which a GPU can take ``n_sequences`` in a step, the fastest first.
 
-    def answer(hardware: HardwareProfile) -> Answer:
-        how: dict[str, Any] = {"step_during_backward": step_during_backward}
+    Args:
+        profile_of: the profile of the model with so many sequences in a batch.
+        hardware: the machine and its limits.
+        n_sequences: of a step on each GPU.
+        step_during_backward: plan for updates inside backward.
+
+    Returns:
+        The batches that fit. If none does, the smallest.
+    """
+    found: list[Batch] = []
+    for batch in (2**power for power in range(n_sequences.bit_length())):
+        accumulation = n_sequences // batch
+        profile = replace(profile_of(batch), accumulation=accumulation)
         try:
-            return explain(search(profile, hardware, **how), profile, hardware, more_memory=False, **how)
-        except PlanError as why:
-            return Answer.refused(why, hardware, profile)
-
-    return Comparison(model=profile.model, machines={name: answer(machines[name]) for name in machines})
+            plan = search(profile, hardware, step_during_backward=step_during_backward)
+        except PlanError:
+            break  # no larger batch fits either
+        found.append(Batch(batch=batch, accumulation=accumulation, tokens_per_s=plan.tokens_per_s))
+    found.sort(key=attrgetter("tokens_per_s"), reverse=True)
+    return tuple(found) or (Batch(batch=1, accumulation=n_sequences, tokens_per_s=0.0),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +117,9 @@ def frontier(
 ) -> Frontier:
     """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
-    The last limit is all the device memory there is. If the fastest plan leaves much of that unused, the last limit is
-    what that plan uses, and all there is is one more limit. More memory never makes a step slower: if the search finds
-    nothing faster under a larger limit, the plan of the smaller limit stays.
+    The last limit is all the device memory there is, with the plan that ``search`` finds there. If that leaves much of
+    it unused, what it uses is one more limit. More memory never makes a step slower: if the search finds nothing faster
+    under a larger limit, the plan of the smaller limit stays.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -120,10 +135,14 @@ def frontier(
     for limit in sorted(limits):
         before = [point.plan for point in points[-1:]]
         machine = replace(hardware, device_bytes=limit)
-        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-        plan = min([plan, *before], key=attrgetter("step_ms"))
+        plan = whole
+        if whole.device_bytes > limit:
+            plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
+            plan = min([plan, *before], key=attrgetter("step_ms"))
         points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
-    return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
+    # A plan for less memory may be faster than the last by a trifle, and slower on the slower host that counts.
+    kept = tuple(point for point in points if point.plan.step_ms >= whole.step_ms)
+    return Frontier(model=profile.model, machine=hardware.name, points=kept)
 
 
 def least_device_bytes(
@@ -138,7 +157,6 @@ def least_device_bytes(
 
 
 MOST_LAYERS = 512
-_GUESSES = 8  # the number of tries by a straight line, before bisection takes over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,26 +207,20 @@ def largest(
     Raises:
         PlanError: not even one layer fits.
     """
-    known: dict[int, MemoryModel] = {}  # by layers
 
-    def fits(layers: int) -> bool:
-        if layers not in known:
-            profile = profile_of(layers)
-            layout = pack(profile, world_size=hardware.world_size)
-            known[layers] = MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
-        return some_plan_fits(known[layers])
+    @cache
+    def memory(layers: int) -> MemoryModel:
+        profile = profile_of(layers)
+        layout = pack(profile, world_size=hardware.world_size)
+        return MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
 
-    low, high = 1, most_layers + 1  # low fits, and high is assumed not to
-    if not fits(low):
-        raise nothing_fits(known[low])
-    guess = 4
-    for tries in itertools.count(1):
-        if high - low == 1:
-            break
-        layers = min(max(guess, low + 1), high - 1)
-        low, high = (layers, high) if fits(layers) else (low, layers)
-        guess = _guess(known, hardware) if tries < _GUESSES else (low + high) // 2
-    chosen = known[low].profile
+    low, high = 0, most_layers + 1  # low fits, and high does not
+    while high - low > 1:
+        layers = (low + high) // 2
+        low, high = (layers, high) if some_plan_fits(memory(layers)) else (low, layers)
+    if not low:
+        raise nothing_fits(memory(1))
+    chosen = memory(low).profile
     plan = search(chosen, hardware, step_during_backward=step_during_backward)
     return Largest(
         machine=hardware.name,
@@ -216,23 +228,5 @@ def largest(
         parameters=chosen.n_parameters,
         tokens_per_s=plan.tokens_per_s,
         plan=plan,
-        one_more="" if high > most_layers else str(nothing_fits(known[high])),
+        one_more="" if high > most_layers else str(replace(nothing_fits(memory(high)), remedy="")).strip(),
     )
-
-
-def _guess(known: dict[int, MemoryModel], hardware: HardwareProfile) -> int:
-    """The deepest model that fits, by straight lines through the two deepest that were tried."""
-    first, second = sorted(known)[-2:]
-    # States and activations are in one memory or the other. With all of them away, the host has the most.
-    (device_before, both_before), (device, both) = (
-        (int(on_device.min()), int(on_device.min() + on_host.max()))
-        for on_device, on_host in (least_bytes(known[layers]) for layers in (first, second))
-    )
-    found = float(MOST_LAYERS)
-    for before, at, limit in (
-        (device_before, device, hardware.device_bytes),
-        (both_before, both, hardware.device_bytes + hardware.host_bytes),
-    ):
-        if at > before:
-            found = min(found, second + (limit - at) * (second - first) / (at - before))
-    return int(max(found, 0))

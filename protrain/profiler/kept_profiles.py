@@ -15,13 +15,15 @@ import platform
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from protrain.common.cache import cache_folder, keeps_measurements, say_unwritable
+from protrain.common.records import Record
 from protrain.profiler.model_profile import ModelProfile
 
 LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
-_KEPT = 64  # the number of profiles kept; the oldest are deleted first
+_KEPT = 64  # the number of files kept in a folder; the oldest are deleted first
+Kept = TypeVar("Kept", bound=Record)
 
 
 def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
@@ -32,6 +34,11 @@ def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile
             switches decide nothing, as they choose among kernels, and on the meta device none runs.
         make: builds the model and profiles it.
     """
+    return kept_answer("profiles", ModelProfile, description, make)
+
+
+def kept_answer(folder: str, kind: type[Kept], description: dict[str, Any], make: Callable[[], Kept]) -> Kept:
+    """What ``make`` makes of ``description``, this package and the libraries alone, from a ``folder`` of the cache."""
     if not keeps_measurements():
         return make()
     facts = {
@@ -39,17 +46,23 @@ def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile
         "code": digest_of(Path(__file__).parents[1].rglob("*.py")),
         "versions": {name: version_of(name) for name in LIBRARIES},
     }
-    return kept(key_of(facts), make)
+    return _kept(folder, kind, key_of(facts), make)
 
 
-def kept(key: str, make: Callable[[], ModelProfile], use: Callable[[bool], bool] = bool) -> ModelProfile:
+def kept(key: str, make: Callable[[], ModelProfile], use: Callable[[bool], bool]) -> ModelProfile:
     """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept.
 
     ``use`` is told whether the cache has one, and says whether it is used.
     """
-    path, found = cache_folder() / "profiles" / f"{key}.json", None
+    return _kept("profiles", ModelProfile, key, make, use)
+
+
+def _kept(
+    folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use: Callable[[bool], bool] = bool
+) -> Kept:
+    path, found = cache_folder() / folder / f"{key}.json", None
     with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
-        found = ModelProfile.load(path)
+        found = kind.load(path)
         path.touch()
     if use(found is not None) and found is not None:
         return found

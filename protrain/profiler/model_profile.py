@@ -66,17 +66,11 @@ class BlockRecord(Record):
     unsaved_input_bytes: int = 0
     # the part of input_bytes that code outside the blocks keeps too, so offloading frees nothing
     held_input_bytes: int = 0
-    saved_bool_bytes: int = 0  # the part of saved_bytes in storages of which only bools are saved
     attention_bytes: int = 0  # the part of saved_bytes that attention operators put out
     attention_flops: int = 0  # the part of forward_flops that is attention
     attention_ms: float = 0.0  # the time of the attention operators
     recomputes_attention: bool = True
     collective: bool = False  # whether its forward has collectives of its own, which all ranks must begin together
-
-    @property
-    def packed_bytes(self) -> int:
-        """``saved_bytes`` with bools as bits."""
-        return self.saved_bytes - self.saved_bool_bytes + -(-self.saved_bool_bytes // 8)
 
     def keeping_attention(self) -> BlockRecord:
         """This record for a block that keeps its attention outputs along with its inputs when it is checkpointed."""

@@ -6,16 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from protrain.cli import bench
-from protrain.cli.bench import Benchmark
-from protrain.cli.main import main
 from protrain.common.signals import Stopped, stop_requests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,56 +159,3 @@ def test_an_error_after_a_stop_that_was_swallowed_is_the_stop() -> None:
         work(stopped=False)
     with stop_requests() as requests, pytest.raises(Stopped), requests.raised():
         work(stopped=True)
-
-
-def ends(process: str) -> bool:
-    """Whether a process is gone, or only waits for its parent to read its status.
-
-    A killed process ends a little later.
-    """
-    for _ in range(500):
-        try:
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.01)
-    return False
-
-
-@pytest.mark.usefixtures("python_s_handlers")
-@pytest.mark.parametrize("listens", [True, False])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_benchmark_ends_with_the_command(
-    number: signal.Signals,
-    listens: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import os, pathlib, signal, subprocess, sys, time\n"
-        f"{'' if listens else 'signal.signal(signal.SIGINT, signal.SIG_IGN)'}\n"
-        "try:\n"
-        "    worker = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-        "    pathlib.Path('began').write_text(f'{os.getpid()} {worker.pid}')\n"
-        "    time.sleep(60)\n"
-        "finally:\n"
-        "    pathlib.Path('put in order').touch()\n"
-    )
-    slow = Benchmark(name="slow", help="sleep", epilog="", words=("slow",), writes="*", needs={}, statuses={})
-    monkeypatch.setattr(bench, "BENCHMARKS", (slow,))
-    monkeypatch.setattr(bench, "find_benchmark", lambda benchmark: tmp_path / "bench" / "slow")
-    monkeypatch.chdir(tmp_path)
-
-    def press() -> None:
-        while not (tmp_path / "began").exists() or not (tmp_path / "began").read_text():
-            time.sleep(0.02)
-        os.kill(os.getpid(), number)  # to this process only, as `kill` does
-
-    threading.Thread(target=press, daemon=True).start()
-    assert main(["bench", "slow"]) == 128 + number
-    assert capfd.readouterr().err == "protrain bench: interrupted\n"
-    assert all(map(ends, (tmp_path / "began").read_text().split()))
-    assert (tmp_path / "put in order").exists() is listens

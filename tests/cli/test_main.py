@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import PContext
 
 from protrain.cli.commands import COMMANDS
 from protrain.cli.launch import start_ranks
@@ -228,7 +230,7 @@ def test_an_impossible_machine_is_one_line(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.slow
 def test_a_shipped_profile_plans_for_a_machine_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
-    status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx3090", "--batch", "1", "--json")
+    status, text, err = run(capsys, "plan", "llama-7b", "--hardware", "rtx4090", "--batch", "1", "--json")
     assert status == 0, err
     plan = json.loads(text)["plan"]
     assert plan["device_bytes"] <= 24 * 1024**3
@@ -281,3 +283,4 @@ def test_gpus_is_torchrun_that_waits_for_a_save(monkeypatch: pytest.MonkeyPatch)
     assert (started[0].nproc_per_node, started[0].training_script) == ("2", "protrain")
     assert started[0].training_script_args == words
     assert int(os.environ.pop("TORCH_ELASTIC_SHUTDOWN_TIMEOUT")) >= 600
+    assert inspect.signature(PContext.close).parameters["timeout"].default >= 600

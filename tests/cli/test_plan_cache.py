@@ -38,8 +38,6 @@ def test_a_repeated_plan_is_the_same_without_transformers_and_another_model_is_c
     first = [plan(capsys, str(folder), *PLAN, *way) for way in ways]
     assert len({json.loads(text)["parameters"] for text in first}) == 2, "an adapter adds some"
     assert len(set(first)) == len(ways)
-    kept = list((tmp_path / "cache" / "profiles").iterdir())
-    assert len(kept) == len(ways) - 1, "one file for what is counted, which is the same for more batches in a step"
 
     monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it now fails
     assert [plan(capsys, str(folder), *PLAN, *way) for way in ways] == first
@@ -83,7 +81,7 @@ def test_a_repeated_plan_imports_no_torch(
     step = ["tiny", "--batch", "2", "--sequence", "32", "--no-compile"]
     plans = [[*step, *way] for way in ways]
     first = "".join(plan(capsys, *words) for words in plans)
-    assert len([*Path("cache", "profiles").iterdir()]) == 1
+    assert len({file.read_bytes() for file in Path("cache", "profiles").iterdir()}) == 2, "of this batch and another"
     command = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(plans)]
     environment = {**os.environ, "PYTHONPATH": str(Path(protrain.__file__).parents[1])}
     repeated = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

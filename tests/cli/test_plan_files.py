@@ -18,7 +18,7 @@ from protrain.cli.models import read_architecture
 from protrain.cli.trained import adamw
 from protrain.common.errors import PlanError
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning import Plan
+from protrain.planning import Answer, Plan, explain
 
 SHAPE = ["--device", "cpu", "--batch", "2", "--sequence", "32"]
 
@@ -92,7 +92,12 @@ def test_a_plan_that_is_from_no_file_names_none() -> None:
 
 def test_an_optimizer_explains_its_own_way_of_updating(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("protrain.optim.optimizer.explain", lambda plan, *args, **options: asked.append(options))
+
+    def noted(*args: Any, **options: Any) -> Answer:
+        asked.append(options)
+        return explain(*args, **options)
+
+    monkeypatch.setattr("protrain.optim.optimizer.explain", noted)
     for inside in (False, True):
         _wrap(None, step_during_backward=inside).explain()
     assert asked == [{"step_during_backward": False}, {"step_during_backward": True}]

@@ -22,12 +22,12 @@ def test_several_gpus_share_the_states_and_the_host(capsys: pytest.CaptureFixtur
     assert status == 0, err
     first, second, third, _, *rows = out.splitlines()
     assert f"{first}{second}" == (
-        "fits on NVIDIA GeForce RTX 3090, 4 of them with 1/4 of the states each, host  memory a GPU 256 MiB, rates "
-        "composed"
+        "fits on NVIDIA GeForce RTX 3090 in a machine with 1 GiB of RAM (as given), 4  GPUs with 1/4 of the states "
+        "each, host memory a GPU 202 MiB, rates composed"
     )
     assert "256 tokens a step" in third, "4 of 2 x 32"
     said = by_label(rows[: rows.index("")], 18)
-    assert said["host memory a GPU"].endswith("of 256 MiB")
+    assert said["host memory a GPU"].endswith("of the 202 MiB for training")
     assert said["GPU memory"].endswith("of 800 MiB")
     assert said["model states"].startswith("shards of")
     gathers, reductions, computing = said["collectives"].split(", ")
@@ -55,7 +55,7 @@ def test_other_answers_are_for_several_gpus_too(tmp_path: Path, capsys: pytest.C
     two, file = [*TINY, *TIGHT, "--gpus", "2"], tmp_path / "frontier.json"
     status, out, err = run(capsys, *two, "--frontier", "--out", str(file))
     assert status == 0, err
-    assert "2 of them with 1/2 of the states each" in out
+    assert "2 GPUs with 1/2 of the states each" in " ".join(out.split())
     assert "host memory a GPU" in out
     assert max(map(len, out.splitlines())) <= 80
     assert {point.plan.world_size for point in Frontier.load(file).points} == {2}
@@ -71,16 +71,18 @@ def test_nodes_are_named_first_with_what_is_assumed_of_their_network(capsys: pyt
     status, out, err = run(capsys, *nodes)
     assert status == 0, err
     assert " ".join(out.split()).startswith(
-        "fits on 2 nodes of NVIDIA GeForce RTX 3090, 1.25 GB/s of network each (assumed), 4 of them with 1/4 of the "
-        "states each, host memory a GPU 512 MiB, rates composed"
+        "fits on 2 nodes of NVIDIA GeForce RTX 3090 in a machine with 1 GiB of RAM (as given), 1.25 GB/s of network "
+        "each (assumed), 4 GPUs with 1/4 of the states each, host memory a GPU 403 MiB, rates composed"
     )
     assert "gathers 1.25 GB/s (composed), reductions 0.938 GB/s (composed)" in " ".join(out.split())
-    assert "of 512 MiB" in out, "each node has all of --host-memory, for two GPUs"
+    assert "of the 403 MiB" in out, "each node has all of --host-memory, for two GPUs"
     for what in ("--frontier", "--max-model"):
-        found = run(capsys, *nodes, what, "--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "16MiB")
+        found = run(capsys, *nodes, what, "--network-gbps", "8", "--device-memory", "737MiB", "--host-memory", "24MiB")
         assert found[0] == 0, found[2]
         said = " ".join(found[1].split())
-        assert said.startswith("2 nodes of NVIDIA GeForce RTX 3090, 8 GB/s of network each (as given), 4 of them with")
+        assert said.startswith(
+            "2 nodes of NVIDIA GeForce RTX 3090 in a machine with 24 MiB of RAM (as given), 8 GB/s of"
+        )
         assert "world_size=4" in found[1]
     status, _, err = run(capsys, "plan", "tiny", "--device", "cpu", "--nodes", "2", "--batch", "1", "--seq", "16")
     assert (status, "give --network-gbps" in err) == (2, True)
@@ -98,20 +100,27 @@ def test_machines_are_compared_in_one_table(
     assert status == 0, err
     title, table, *_ = out.split("\n\n")
     said, rows = " ".join(title.split()), table.splitlines()[1:]
-    assert "64 tokens a step and GPU" in said
-    assert "a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB, 200 GB/s of network each (assumed), 16 of them with" in said
-    assert "h100x1: NVIDIA H100 80GB HBM3, host memory 112 GiB, rates measured" in said
+    nodes = (
+        "a100x8x2: 2 nodes of NVIDIA A100-SXM4-80GB in a machine with 1.12 TiB of RAM (assumed), 200 GB/s of network"
+    )
+    assert f"{nodes} each (assumed), 16 GPUs with" in said
+    assert (
+        "h100x1: NVIDIA H100 80GB HBM3 in a machine with 128 GiB of RAM (assumed), host memory 112 GiB, rates" in said
+    )
     assert max(map(len, out.splitlines())) <= 80
     found = Comparison.load(out_file)
-    assert list(found.machines) == machines.split(",")
-    assert [each.machine.gpus for each in found.machines.values()] == [1, 4, 16, 2]
+    assert {*found.machines} == {*machines.split(",")}
+    assert {name: each.machine.gpus for name, each in found.machines.items()} == {
+        **{"h100x1": 1, "rtx3090x4": 4, "a100x8x2": 16, "mine.jsonx2": 2}
+    }
+    speeds = [each.tokens_per_s or 0.0 for each in found.machines.values()]
+    assert speeds == sorted(speeds, reverse=True), "the fastest comes first"
     for (name, each), row in zip(list(found.machines.items())[:3], rows, strict=False):
         assert each.tokens_per_s is not None
         assert row.split()[:4] == [
             *(name, "yes", f"{each.tokens_per_s:,.0f}", f"{each.tokens_per_s / each.machine.gpus:,.0f}")
         ]
-    assert rows[1].endswith("6.3 GB/s (composed)")
-    assert rows[3].split()[1:] == ["no", "-", "-", "GPU", "memory", "12.5", "GB/s", "(assumed)"]
+    assert rows[3].split() == ["mine.jsonx2", "no", "-", "-", "-", "GPU", "memory"]
     alone = run(capsys, *tiny, "--hardware", "rtx3090", "--gpus", "4", "--json")[1]
     assert found.machines["rtx3090x4"].plan == Plan.from_dict(json.loads(alone)["plan"])
 
@@ -119,7 +128,7 @@ def test_machines_are_compared_in_one_table(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--compare", "h100x2,b300x2"], "'b300x2' is no machine: give NAMExGPUS or NAMExGPUSxNODES"),
+        (["--compare", "h100x2,b300x2"], "'b300x2' is no machine: give NAME, NAMExGPUS or NAMExGPUSxNODES"),
         (["--compare", "h100x0"], "'h100x0' is no machine"),
         (["--compare", "h100x1", "--gpus", "2"], "leave out --hardware, --gpus and --nodes"),
         (["--compare", "h100x1", "--frontier"], "not allowed with argument"),

@@ -201,7 +201,9 @@ PAIRS = {"device_memory": "20MiB", "max_steps": 16}
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_pairs(adapter: bool, workplace: Path, tmp_path: Path) -> None:
+def test_pairs(adapter: bool, workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process holds the model."""
+    monkeypatch.delattr(transformers.PreTrainedModel, "from_pretrained")
     rows = [{"prompt": f"is {number} a number? ", "chosen": "yes", "rejected": "no"} for number in range(8)]
     data = write(tmp_path / "pairs.jsonl", rows)
     assert run(workplace, tmp_path / "run", "dpo", data=data, use_peft=adapter, learning_rate=3e-2, **PAIRS) == 0

@@ -120,15 +120,6 @@ def run(rank: int, size: int, timeout_s: float, device: str = "cpu") -> None:
     do(rank, size, -1, "", {}, 1_000_000, device)
 
 
-def again(rank: int, size: int, times: dict[str, float]) -> None:
-    """Get out of step, catch the error, and train anew in the same processes."""
-    try:
-        do(rank, size, 0, "another forward", times, 4)
-    except protrain.MisuseError as error:
-        print(f"caught: {error}", flush=True)
-        do(rank, size, -1, "", {}, 4)
-
-
 def run_with_child(rank: int, size: int) -> None:
     """Train until something happens. Each rank has a forked child, as a DataLoader has, which outlives it."""
     model, optimizer = wrapped(rank, "cpu")

@@ -16,8 +16,7 @@ from torch import nn
 
 import protrain
 from protrain.cli.main import main
-from protrain.distributed.devices import has_bf16, own_device, refuse_shared_gpu
-from protrain.distributed.joining import join
+from protrain.distributed.devices import has_bf16, own_device
 from protrain.hardware.detection import detect
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
@@ -195,27 +194,3 @@ def test_more_processes_than_gpus_are_refused(use: str) -> None:
     )
     assert other.startswith(f"MisuseError: rank 1 has raised an exception in {use}, while rank 0 went on to ")
     assert other.endswith(mine)
-
-
-def refused(rank: int, hosts: Sequence[str], uuids: Sequence[str], device: str) -> bool:
-    """Whether the rank may not train on its only GPU, or on the CPU."""
-    with machine(visible=1, uuids=[uuids[rank]]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "gethostname", lambda: hosts[rank])
-        try:
-            refuse_shared_gpu(join(None), own_device(device))
-        except ValueError:
-            return True
-    return False
-
-
-@pytest.mark.parametrize(
-    ("hosts", "uuids", "device", "expected"),
-    [
-        (("x", "x"), ("a", "b"), "cuda", False),
-        (("x", "y"), ("a", "a"), "cuda", False),  # as where a virtual machine tells no UUID
-        (("x", "x"), ("a", "a"), "cpu", False),
-        (("x", "x"), ("a", "a"), "cuda", True),
-    ],
-)
-def test_which_ranks_share_a_gpu(hosts: Sequence[str], uuids: Sequence[str], device: str, expected: bool) -> None:
-    assert on_ranks(2, refused, hosts, uuids, device) == [expected] * 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,34 +71,6 @@ def test_a_group_of_some_processes_trains_a_model_of_its_own() -> None:
             assert all(torch.equal(value, same[name]) for name, value in final.items())
 
 
-def train_beside_a_group_of_one(rank: int) -> list[list[float]]:
-    """Rank 0 belongs to one group more than rank 1, and both train in two groups of their own, one after the other."""
-    dist.new_group([0])
-    data = batches(4)[rank::2]
-    found = []
-    for _ in range(2):
-        group: Any = dist.new_group([0, 1])
-        model = MAKE()
-        wrapped, trainer = protrain.wrap(
-            model,
-            adamw(model, learning_rate=1e-3),
-            example_batch=data[0],
-            device="cpu",
-            device_memory="1GiB",
-            process_group=group,
-            progress=False,
-        )
-        found.append([_step(wrapped, trainer, batch) for batch in data])
-    return found
-
-
-def test_a_rank_may_belong_to_more_groups_than_another() -> None:
-    expected = on_ranks(2, train_as_two, 1e-3)
-    for (losses, _), (one, again) in zip(expected, on_ranks(2, train_beside_a_group_of_one), strict=True):
-        assert one == losses[:2]
-        assert again == one
-
-
 def host_bytes(rank: int, local: int) -> int:
     """The host memory that a rank plans with, where ``local`` of four ranks share a node."""
     before = os.environ["LOCAL_WORLD_SIZE"]
@@ -154,3 +128,31 @@ def test_what_crosses_the_links() -> None:
             assert abs(sent - whole) <= padding, "each gradient is sent once"
     for uploaded, *_ in on_ranks(2, traffic, 2, Spec("all", "all", (NONE,))):
         assert uploaded == 0, "shards that are on the device are not uploaded"
+
+
+def traced(rank: int, folder: Path) -> int:
+    """Two traced steps. Returns the number of chunks."""
+    model = functools.partial(make, "gpt2")()
+    data = batches(4)[rank::2]
+    wrapped, optimizer = wrap_under(
+        Spec("none", "all", (NONE,)), model, adamw(model), data[0], device=torch.device("cpu"), world_size=2
+    )
+    with protrain.trace(optimizer, folder / "trace.json", kernels=False):
+        for batch in data:
+            default_loss(wrapped, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return optimizer.plan.n_chunks
+
+
+def test_gathers_and_reductions_of_each_rank(tmp_path: Path) -> None:
+    counts = on_ranks(2, traced, tmp_path)
+    for name, n_chunks in zip(("trace.json", "trace-rank1.json"), counts, strict=True):
+        events = json.loads((tmp_path / name).read_text())["traceEvents"]
+        pid = next(event["pid"] for event in events if event.get("args") == {"name": "ProTrain, measured"})
+        measured = [event["name"] for event in events if event["pid"] == pid and event["ph"] == "X"]
+        for chunk in range(n_chunks):
+            assert measured.count(f"gather {chunk}") == 2, "with buffers for all chunks: once a step"
+            assert f"reduce {chunk}" in measured
+        titles = [event["args"]["name"] for event in events if event["name"] == "thread_name" and event["pid"] == pid]
+        assert titles[-2:] == ["gathers", "reductions"]

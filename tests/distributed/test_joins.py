@@ -2,25 +2,97 @@
 
 from __future__ import annotations
 
+import ctypes
+import json
+import os
 import re
+import signal
 import socket
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from protrain.distributed import joining
+import protrain
+from protrain.common.errors import MisuseError
+from protrain.distributed import joining, watch
+from protrain.distributed.links import Links, Message
+from tests.distributed import out_of_step
 from tests.distributed.apart import Ending, Group
-from tests.distributed.joins import (
-    GROUPS,
-    be_busy,
-    die,
-    fail,
-    join,
-    join_without_the_last,
-    save_end_the_group_and_die,
-)
+from tests.distributed.saves import Training
+from tests.distributed.test_async_save import held
+
+GROUPS = ("the start of the process group", "control", "gathers", "reductions")  # in the order in which they start
+
+
+def die() -> None:
+    """End without a word."""
+    print(f"dies at {time.time()}", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_and_die() -> None:
+    """End when others wait."""
+    time.sleep(1)
+    die()
+
+
+def fail() -> None:
+    """Raise an error."""
+    print(f"fails at {time.time()}", flush=True)
+    raise ArithmeticError("a rank fails")
+
+
+def be_busy() -> None:
+    """Be busy for three seconds in which no other thread of this process runs, as a compiler may be."""
+    ctypes.PyDLL(None).sleep(3)
+
+
+def before(place: str, act: Callable[[], None]) -> None:
+    """Let this process ``act`` before it takes part in what starts at ``place``."""
+    start, left = dist.distributed_c10d._new_process_group_helper, GROUPS.index(place)
+
+    def act_and_start(*args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            dist.distributed_c10d._new_process_group_helper = start
+            act()
+        return start(*args, **options)
+
+    dist.distributed_c10d._new_process_group_helper = act_and_start
+
+
+def join(rank: int, size: int, odd: int, place: str, act: Callable[[], None], times: dict[str, float]) -> None:
+    """Begin a training. Rank ``odd`` does ``act`` at ``place``. ``times`` changes those of the watcher, in seconds."""
+    for name, seconds in times.items():
+        assert hasattr(watch, name)
+        setattr(watch, name, seconds)
+    if rank == odd:
+        before(place, act)
+    out_of_step.do(rank, size, -1, "", {}, 1)
+
+
+def save_end_the_group_and_die(rank: int, size: int, odd: int, folder: str) -> None:
+    """Save in the background and end the process group. Then rank ``odd`` dies before it has written its part."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = Training(rank, size, None)
+    training.train(range(1))
+    with held(by=rank == odd):
+        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        dist.barrier()
+        dist.destroy_process_group()
+        Path(folder, f"rank{rank}").touch()
+        if rank == odd:
+            wait_and_die()
+        path.result()
+
 
 WITHIN_S = 10.0
 ERROR = "protrain.common.errors.MisuseError: "
@@ -50,7 +122,7 @@ def test_a_rank_is_killed(tmp_path: Path, size: int, odd: int, place: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "odd", "place"), [(2, 1, GROUPS[1]), (3, 0, GROUPS[3])])
+@pytest.mark.parametrize(("size", "odd", "place"), [(3, 0, GROUPS[3])])
 def test_a_rank_fails(tmp_path: Path, size: int, odd: int, place: str) -> None:
     with Group(size, join, odd, place, fail, {}, folder=tmp_path) as group:
         for ending in end_in_time(group, size, odd).values():
@@ -58,13 +130,6 @@ def test_a_rank_fails(tmp_path: Path, size: int, odd: int, place: str) -> None:
             (error,) = ending.errors
             assert error.startswith(f"{ERROR}rank {odd} has raised an exception"), error
             assert error.endswith("in the start of a process group of gloo: ArithmeticError: a rank fails"), error
-
-
-def test_a_rank_is_killed_while_another_has_not_come(tmp_path: Path) -> None:
-    with Group(3, join_without_the_last, folder=tmp_path) as group:
-        group.wait_for_end(1)
-        (ending,) = group.endings([0], timeout_s=WITHIN_S).values()
-    assert ending.errors == [DIED.format(1)], ending.text
 
 
 @pytest.mark.slow
@@ -102,3 +167,46 @@ def test_a_launcher_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(joining, "CONNECT", timedelta(seconds=0.1))
     with pytest.raises(dist.DistNetworkError):
         joining.start_group()
+
+
+def received(links: Links, count: int) -> list[tuple[int, Message | None]]:
+    """The first ``count`` messages that have something to say."""
+
+    def all_said() -> Iterator[tuple[int, Message | None]]:
+        for _ in range(20):
+            yield from (each for each in links.receive(0.2) if each[1] != [])
+
+    found = all_said()
+    return [next(found) for _ in range(count)]
+
+
+def test_ranks_that_come_one_after_the_other_hear_of_each_other() -> None:
+    store = dist.HashStore()
+    first = Links(0, 3, store)
+    first.send(["told before the other has come"])
+    second = Links(2, 3, store)
+    assert first.receive(1.0) == []  # it accepts the call
+    assert received(second, 1) == [(0, ["told before the other has come"])]
+    second.send([1, None])
+    assert received(first, 1) == [(2, [1, None])]
+
+
+def test_a_rank_that_was_killed_after_it_had_left_its_address_is_named() -> None:
+    store = dist.HashStore()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store.set("0", json.dumps(("127.0.0.1", server.getsockname()[1])))
+    with pytest.raises(MisuseError, match="rank 0 has died"):
+        Links(1, 3, store)
+
+
+def test_strangers_are_not_listened_to() -> None:
+    store = dist.HashStore()
+    links = Links(0, 2, store)
+    address = "127.0.0.1", json.loads(store.get("0"))[1]
+    for said in (b"GET / HTTP/1.0\r\n\r\n", b"\0\0\0\4abcd", b""):
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(said)
+    assert [links.receive(0.2) for _ in range(6)] == [[]] * 6
+    other = Links(1, 2, store)
+    other.send(["a rank"])
+    assert received(links, 1) == [(1, ["a rank"])]

@@ -23,7 +23,7 @@ from tests.engine.harness import Spec, assert_same
 from tests.engine.profiles import share_profiles
 
 SEED = 20251126
-RUNS = 3  # which go on at once; each has a moment of every kind, one after another
+RUNS = 2  # which go on at once; each has a moment of every kind, one after another
 KINDS = (
     (signal.SIGKILL, "one"),
     (signal.SIGKILL, "one"),

@@ -58,7 +58,7 @@ def test_the_values_of_the_first_rank() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
 def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first(family: str) -> None:
     (_, mine), (_, theirs) = on_ranks(2, start, partial(empty, family=family))
     _, alone = start(0, partial(empty, family=family))
@@ -88,11 +88,10 @@ class Fourier(nn.Module):
         return output
 
 
-def wrap_fourier(rank: int, late: bool, grow: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def wrap_fourier(rank: int, late: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The buffers that a rank builds, and those that it has after wrap."""
     torch.manual_seed(rank)
     model, batch = Fourier(), (torch.ones(2, 3),)
-    model.table = torch.randn(8 + grow * rank)
     built = {name: buffer.clone() for name, buffer in model.named_buffers()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     wrapped, _ = protrain.wrap(
@@ -110,13 +109,6 @@ def test_buffers_of_the_first_rank(late: bool) -> None:
     for name, value in first.items():
         assert torch.equal(mine[name], value), name
         assert torch.equal(theirs[name], value), name
-
-
-def test_buffers_of_different_shapes_are_refused_on_every_rank() -> None:
-    with pytest.raises(RankError) as raised:
-        on_ranks(2, wrap_fourier, False, 1)
-    said = "rank 1 has another buffer than rank 0 (('table', (9,), 'torch.float32'), not ('table', (8,),"
-    assert all(error is not None and said in error for error in raised.value.by_rank)
 
 
 def another_model(rank: int) -> nn.Module:

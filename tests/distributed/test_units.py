@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import check
-from tests.distributed.training import DTYPES, Training
+from tests.distributed.training import Training
 from tests.engine import residual
 from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, default_loss, seeded, states, wrap_under
 
@@ -121,40 +121,6 @@ def test_updates_inside_backward_of_units_that_some_ranks_skip() -> None:
     check(2, Training(make, batches, dtype="bfloat16", steps=4, inside=True, max_norm=None), SPECS[::2])
 
 
-def test_frozen_blocks() -> None:
-    check(2, Training(functools.partial(make, freeze=True), batches, dtype="bfloat16", steps=4), SPECS[1:])
-
-
-def train_and_evaluate(rank: int, evaluates: bool) -> tuple[list[float], dict[str, Tensor]]:
-    """Two ranks train; between steps they evaluate, rank 1 on text alone, and rank 0 runs forwards for nothing."""
-    with seeded():
-        model: Any = make()
-    data = batches(8)
-    wrapped, optimizer = wrap_under(
-        SPECS[1], model, adamw(model), data[0], device=torch.device("cpu"), dtype=DTYPES["bfloat16"], world_size=2
-    )
-    losses = []
-    for batch in data[rank::2]:
-        if evaluates:
-            with torch.no_grad():
-                wrapped(**(data[0] if rank == 0 else {"ids": data[0]["ids"]}))
-            default_loss(wrapped, batch)  # without a backward
-        loss = default_loss(wrapped, batch)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, states(wrapped, optimizer)
-
-
-@pytest.mark.slow
-def test_evaluation_and_forwards_without_a_backward_change_nothing() -> None:
-    alone, between = on_ranks(2, train_and_evaluate, False), on_ranks(2, train_and_evaluate, True)
-    for (losses, final), (also, same) in zip(alone, between, strict=True):
-        assert losses == also
-        assert all(torch.equal(value, same[name]) for name, value in final.items())
-
-
 def train_with_gradients_of_inputs(rank: int, size: int, inside: bool) -> dict[str, Tensor]:
     """``size`` ranks, or one with as many micro-batches, train with a penalty on gradients, and look at gradients."""
     count = 2 // size
@@ -198,6 +164,10 @@ def test_gradients_of_inputs_leave_those_of_parameters(inside: bool) -> None:
     expected = train_with_gradients_of_inputs(0, 1, inside)
     for found in on_ranks(2, train_with_gradients_of_inputs, 2, inside):
         assert_same(found, expected)
+
+
+def test_frozen_blocks() -> None:
+    check(2, Training(functools.partial(make, freeze=True), batches, dtype="bfloat16", steps=4), SPECS[1:])
 
 
 def peak_on_rank(rank: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -194,56 +194,41 @@ def test_ranks_that_have_updated_their_parts_differently_give_no_state(what: str
         assert error.startswith(said)
 
 
-class Pair(torch.nn.Module):
-    """The loss of two forwards of one model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return contrast(self.model, one, other)
-
-
-def contrast(model: torch.nn.Module, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return model(one) - 0.5 * model(other)
-
-
-def train_on_pairs(rank: int, *, in_module: bool) -> list[float] | str:
-    """Three losses on ``rank``, or the error."""
-    with seeded():
-        model = Pair() if in_module else Model()
-    wrapped, optimizer = wrap(model, **({"example_batch": (batch(0), batch(1))} if in_module else {}))
-    losses = []
+def add_up(rank: int, under_no_sync: bool) -> str:
+    """The error of a backward() under no_sync(), or of a second one without a step between."""
+    model: Any
+    model, optimizer = wrap(Model())
     try:
-        for step in range(3):
-            pair = batch(10 * step + rank), batch(10 * step + 5 + rank)
-            loss = wrapped(*pair) if in_module else contrast(wrapped, *pair)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(float(loss.detach()))
+        with model.no_sync() if under_no_sync else nullcontext():
+            for seed in (rank, 5 + rank):
+                model(batch(seed)).backward()
+    except protrain.MisuseError as error:
+        optimizer.zero_grad()
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("under_no_sync", "begins"), [(True, "a backward() under model.no_sync() in a step"), (False, "another backward()")]
+)
+def test_more_gradients_than_the_plan_has_sums_for_are_refused(under_no_sync: bool, begins: str) -> None:
+    for error in on_ranks(2, add_up, under_no_sync):
+        assert error.startswith(begins)
+        assert "pass accumulation=2 or more to protrain.wrap" in error
+
+
+def contrast(rank: int) -> str:
+    """The error of a loss that takes two forwards of the model."""
+    model, _ = wrap(Model())
+    try:
+        (model(batch(rank)) - 0.5 * model(batch(5 + rank))).backward()
     except protrain.MisuseError as error:
         return str(error)
-    return losses
+    return ""
 
 
-def test_a_loss_of_several_forwards_is_a_module() -> None:
-    with seeded():
-        model = Pair()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    expected: list[list[float]] = [[], []]
-    for step in range(3):
-        losses = [model(batch(10 * step + rank), batch(10 * step + 5 + rank)) for rank in range(2)]
-        (sum(losses) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for rank, loss in enumerate(losses):
-            expected[rank].append(loss.item())
-    assert [pytest.approx(losses, rel=1e-5) for losses in expected] == on_ranks(
-        2, partial(train_on_pairs, in_module=True), timeout_s=150
-    )
-    for said in on_ranks(2, partial(train_on_pairs, in_module=False), timeout_s=150):
+def test_a_loss_of_several_forwards_is_refused_with_the_remedy() -> None:
+    for said in on_ranks(2, contrast):
         assert "wrap a module whose forward makes all calls of the model and returns the loss" in said
 
 

@@ -105,7 +105,7 @@ def _step(model: Any, optimizer: Any, batch: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("spec", "what"), [("all", "evaluates"), ("few", "evaluates"), ("few", "generates")])
+@pytest.mark.parametrize(("spec", "what"), [("all", "evaluates"), ("few", "generates")])
 def test_forwards_that_one_rank_makes_alone(spec: str, what: str) -> None:
     for error in on_ranks(2, do_unlike, SPECS[spec], what):
         assert error == (

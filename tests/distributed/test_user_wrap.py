@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from time import monotonic, sleep
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -18,7 +18,6 @@ import protrain
 from protrain import wrapping
 from protrain.common.errors import MisuseError
 from protrain.common.tables import format_bytes
-from protrain.distributed.watch import Watch
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_user_generate import quick
 from tests.engine.harness import seeded
@@ -96,60 +95,6 @@ def test_an_error_of_one_rank_after_one_of_both() -> None:
     (other, _), (mine, _) = on_ranks(2, error_of, {}, ({}, {"device": "tpu"}))
     assert mine == "ValueError: device must be a CUDA GPU or the CPU, not 'tpu'"
     assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
-
-
-def error_after_others(rank: int, where: str) -> Any:
-    """Both ranks catch an error that a failed backward tells of, too, in either order. Then rank 1 raises one alone."""
-    _, optimizer = wrap(Model())
-    error = ArithmeticError("both ranks raise it")
-    for each in (error, None) if rank == 0 else (None, error):
-        optimizer.ranks.raised(each, where)
-    return error_of(rank, {}, ({}, {"accumulation": 0}))
-
-
-@pytest.mark.parametrize("where", ["protrain.wrap", "a backward"])
-def test_an_error_of_one_rank_after_one_of_both_that_is_told_twice(where: str) -> None:
-    (other, _), (mine, _) = on_ranks(2, error_after_others, where)
-    assert mine.startswith("ValueError: accumulation must be 1 or more")
-    assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap"), other
-
-
-def errors_of_both(rank: int) -> list[int]:
-    """Both ranks catch an error, are silent for long, and then go on to another one, rank 0 a little later."""
-    with quick():
-        _, optimizer = wrap(Model())
-        ranks = optimizer.ranks
-        ranks.raised(ArithmeticError("the first"), "a forward")
-        sleep(1.5 if rank == 1 else 2.0)
-        ranks.note("a forward")
-        ranks.raised(ArithmeticError("the second"), "a forward")
-        return ranks.all_values(rank)
-
-
-def test_a_second_error_of_both_ranks_blames_nobody_for_the_first() -> None:
-    assert on_ranks(2, errors_of_both) == [[0, 1], [0, 1]]
-
-
-def hear_late(rank: int, late: bool) -> None:
-    """Let rank 1 take its time to hear that the ranks are out of step."""
-    hear = vars(Watch).get("heard_at_once", Watch._hear)
-
-    def hear_later(self: Watch, other: int, message: Any) -> None:
-        if message and message[3] is not None:  # what is decided
-            sleep(2.0)
-        hear(self, other, message)
-
-    vars_of: Any = Watch
-    vars_of.heard_at_once, vars_of._hear = hear, hear_later if late and rank == 1 else hear
-
-
-def test_a_rank_that_hears_late_of_an_error_trains_anew_with_the_others() -> None:
-    on_ranks(2, hear_late, True)
-    for _ in range(2):
-        (other, _), (mine, _) = on_ranks(2, error_of, {}, ({}, {"accumulation": 0}))
-        assert mine.startswith("ValueError: accumulation must be 1 or more")
-        assert other.startswith("MisuseError: rank 1 has raised an exception in protrain.wrap")
-    on_ranks(2, hear_late, False)
 
 
 @pytest.mark.parametrize(

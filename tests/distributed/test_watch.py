@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from protrain.distributed.links import first_difference
-from protrain.distributed.watch import Watch
 from tests.distributed.apart import Group
-from tests.distributed.out_of_step import again, do, run, run_with_child
-from tests.distributed.pool import on_ranks
-from tests.distributed.test_bits import batches, make
-from tests.distributed.training import Outcome, Training, on_rank, plain
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, assert_same
+from tests.distributed.out_of_step import do, end, run, run_with_child
 
 pytest.importorskip("transformers")
 
@@ -117,14 +109,6 @@ def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
         assert ending.errors[0].startswith(f"{ERROR}rank 1 has died")
 
 
-def test_training_anew_after_the_error(tmp_path: Path) -> None:
-    with Group(2, again, QUICK, folder=tmp_path) as group:
-        for ending in group.endings(range(2), timeout_s=30).values():
-            assert ending.status == 0, ending.text
-            assert "caught: rank 1 came to a backward, while rank 0 came to a forward. " in ending.text
-            assert "\ntrained\n" in ending.text
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize(
@@ -155,34 +139,6 @@ def test_a_rank_is_killed_on_two_gpus(tmp_path: Path, victim: int) -> None:
         assert any(each.startswith(f"{ERROR}rank {victim} has died") for each in ending.errors), ending.text
 
 
-def _delayed(rank: int, size: int, training: Training, specs: tuple[Spec, ...], slow: int) -> list[Outcome]:
-    """The training, with a pause before each collective of rank ``slow``."""
-    note: Callable[..., None] = Watch.note
-
-    def pause(self: Watch, what: str, size_bytes: int = 0) -> None:
-        if rank == slow:
-            time.sleep(0.003)
-        note(self, what, size_bytes)
-
-    Watch.note = pause  # type: ignore[method-assign]
-    try:
-        return on_rank(rank, size, training, specs)
-    finally:
-        Watch.note = note  # type: ignore[method-assign]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slow", range(2))
-def test_a_delay_changes_nothing_but_time(slow: int) -> None:
-    specs = (Spec("some", "middle", (SWAP, CKPT, NONE), small=True),)
-    training = Training(functools.partial(make, "llama"), batches, dtype="bfloat16", steps=2)
-    expected = plain(training, 2)
-    for rank, (outcome,) in enumerate(on_ranks(2, _delayed, 2, training, specs, slow, timeout_s=120)):
-        assert outcome.losses == [losses[rank::2] for losses in expected.losses]
-        assert outcome.norms == expected.norms
-        assert_same(outcome.states, expected.states, where=f"rank {rank}")
-
-
 def test_first_difference() -> None:
     usual = [(5, "a forward", 0), (6, "the gather of chunk 1", 256)]
     earlier = [(4, "a backward", 0), (5, "a forward", 0)]
@@ -200,3 +156,12 @@ def test_first_difference() -> None:
     assert said.startswith(
         "ranks 1, 3 came to the gather of chunk 1 with 256 bytes, while ranks 0, 2 came to a backward"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [False, True])
+def test_wrap_ends_a_group_that_it_has_started(tmp_path: Path, own: bool) -> None:
+    with Group(2, end, own, folder=tmp_path, frees_modules=True) as group:
+        for ending in group.endings(range(2), timeout_s=120).values():
+            assert ending.status == 0, ending.text
+            assert f"trained\nthere is a group: {own}\n" in ending.text, ending.text

@@ -16,9 +16,9 @@ import torch
 from protrain.hardware import memory
 from protrain.hardware.datasheet import of_card
 from protrain.hardware.detection import assume, detect
-from protrain.hardware.memory import available_host_bytes, usable_cores
-from protrain.hardware.profile import HardwareProfile
-from protrain.hardware.shipped import load, of_gpu, of_machine, shipped_names
+from protrain.hardware.memory import available_host_bytes, for_training, usable_cores
+from protrain.hardware.profile import Contention, HardwareProfile
+from protrain.hardware.shipped import load, next_card, of_gpu, of_machine, shipped_name, shipped_names
 
 GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")
@@ -116,7 +116,7 @@ def test_cards_of_one_name_have_rates_in_proportion_to_their_datasheets(
     found, base = of_gpu(name), load(shipped)
     assert found is not None
     assert found.matmul_tflops == pytest.approx(base.matmul_tflops * computing)
-    for rate in ("device_copy_gbps", "device_adam_gparams", "flatten_gbps", "pack_gbps"):
+    for rate in ("device_copy_gbps", "device_adam_gparams", "flatten_gbps"):
         had = getattr(base, rate)
         assert getattr(found, rate) == (None if had is None else pytest.approx(had * memory))
     assert found.h2d_gbps == base.h2d_gbps
@@ -160,15 +160,46 @@ def test_a_card_that_is_found_here_is_not_known_to_be_connected_as_elsewhere(car
 
 def test_cards_rented_in_parts_of_a_server_have_a_larger_host_with_more_gpus() -> None:
     one, two, three, eight = (of_machine("h100", n_gpus) for n_gpus in (1, 2, 3, 8))
-    assert one == load("h100")
-    assert three == of_machine("H100", 4)
+    assert one.name == "NVIDIA H100 80GB HBM3 in a machine with 128 GiB of RAM (assumed)"
+    assert replace(one, name=load("h100").name, host_bytes=load("h100").host_bytes) == load("h100")
+    assert one.host_bytes == pytest.approx(load("h100").host_bytes, rel=0.01), "as measured"
+    four = of_machine("H100", 4)
+    assert replace(three, host_bytes=four.host_bytes) == four
     assert one.host_bytes < two.host_bytes < three.host_bytes < eight.host_bytes
     assert eight.host_adam_gparams == pytest.approx(8.4)
     assert one.host_adam_weight_gparams is not None
     assert eight.host_adam_weight_gparams == pytest.approx(one.host_adam_weight_gparams * 8.4 / one.host_adam_gparams)
     assert [each.known("host_adam_gparams") for each in (one, eight)] == ["measured", "composed"]
     assert eight.h2d_gbps == one.h2d_gbps
-    assert of_machine("a100", 4) == load("a100")
+    assert of_machine("a100", 4).host_adam_gparams == load("a100").host_adam_gparams
+
+
+def test_hosts_are_those_that_people_have_and_leave_room_for_the_system() -> None:
+    for name in shipped_names():
+        whole = of_machine(name, 1)
+        assert whole.host_bytes == pytest.approx(load(name).host_bytes, rel=0.02), "one truth"
+    ram_gib = {"rtx3090": 64, "rtx4090": 128, "rtx5090": 128}
+    for name, size in ram_gib.items():
+        assert f"in a machine with {size} GiB of RAM (assumed)" in of_machine(name, 2).name
+    for name in ("h100", "h200", "b200"):
+        assert 1000 * GIB < of_machine(name, 8).host_bytes < 2048 * GIB
+    given = of_machine("rtx3090", 1, ram_bytes=128 * GIB)
+    assert given.name.endswith("in a machine with 128 GiB of RAM (as given)")
+    assert given.host_bytes == for_training(128 * GIB, 1) == pytest.approx(112.5 * GIB)
+    assert for_training(128 * GIB, 2) < for_training(128 * GIB, 1)
+    assert 0 < for_training(2 * GIB, 8) < 2 * GIB
+
+
+@pytest.mark.parametrize("name", ["3090", "RTX 3090", "rtx-3090", "NVIDIA GeForce RTX 3090", "GeForce RTX3090"])
+def test_a_card_is_found_by_the_names_that_people_write(name: str) -> None:
+    assert load(name) == load("rtx3090")
+    assert shipped_name("RTX 3080") is None
+
+
+def test_the_next_card_is_known_by_the_name_of_the_driver() -> None:
+    assert next_card("NVIDIA GeForce RTX 3090") == "rtx4090"
+    assert next_card("NVIDIA H100 80GB HBM3") == "h200"
+    assert next_card("CPU with 2 cores") is None
 
 
 def test_a_profile_is_loaded_from_a_file_or_refused(tmp_path: Path) -> None:
@@ -328,6 +359,17 @@ def test_a_processor_is_named_as_the_system_names_it(write: Write) -> None:
     assert memory.processor_name() in (platform.processor(), platform.machine())
     write({"proc/cpuinfo": "processor\t: 0\nmodel name\t: A: processor\nmodel name\t: another\n"})
     assert memory.processor_name() == "A: processor"
+
+
+def test_a_share_is_that_of_the_most_crowded_group_known() -> None:
+    groups = (
+        Contention(activities=("h2d", "host_adam"), shares=(0.8, 0.9)),
+        Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.6, 0.7, 0.5)),
+    )
+    profile = replace(load("a100"), contention=groups)
+    assert profile.share("h2d", ["host_adam"]) == 0.8
+    assert profile.share("host_adam", ["h2d", "d2h", "matmul"]) == 0.5
+    assert profile.share("h2d", []) == profile.share("matmul", ["h2d"]) == 1.0
 
 
 @pytest.mark.gpu

@@ -36,30 +36,9 @@ def test_each_rate_has_its_percent_where_a_datasheet_is_known() -> None:
     assert "best with 1 thread\n" in report(replace(PROFILE, host_adam_threads=1))
     assert "best with 14 threads" in report(PROFILE)
     assert "driver 580.1, torch 2.13.0" in report(PROFILE)
-
-
-def test_without_contention_or_warnings_there_is_no_empty_table() -> None:
     plain = report(replace(PROFILE, contention=(), warnings=()))
     assert "together" not in plain
     assert "warning" not in plain
-
-
-@pytest.mark.parametrize(
-    ("name", "memory_gbps", "matmul_tflops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 3350, 989),
-        ("NVIDIA H100 PCIe", 2000, 756),
-        ("NVIDIA H200", 4800, 989),
-        ("NVIDIA A100-SXM4-80GB", 2039, 312),
-        ("NVIDIA A100-PCIE-40GB", 1555, 312),
-        ("NVIDIA GeForce RTX 3090", 936, 71),
-        ("NVIDIA GeForce RTX 3090 Ti", 1008, 80),
-    ],
-)
-def test_cards_are_known_by_the_drivers_name(name: str, memory_gbps: float, matmul_tflops: float) -> None:
-    sheet = of_card(name)
-    assert sheet is not None
-    assert (sheet.memory_gbps, sheet.matmul_tflops) == (memory_gbps, matmul_tflops)
 
 
 def test_an_unknown_card_or_link_promises_nothing() -> None:

@@ -111,15 +111,6 @@ def test_a_resumed_loop_of_two_processes_has_the_bits_of_a_whole_one(tmp_path: P
     assert len(list(save.glob("state-*"))) == 2  # each rank has written its own
 
 
-def test_a_state_without_a_plan_is_one_of_accelerate(tmp_path: Path) -> None:
-    begin, other = Loop(), Loop()
-    other.train(1)
-    begin.accelerator.save_state(str(tmp_path))
-    other.accelerator.load_state(str(tmp_path))
-    for name, value in network().state_dict().items():
-        assert torch.equal(other.weights()[name], value), name
-
-
 def test_a_state_is_replaced_in_its_folder(tmp_path: Path) -> None:
     loop = Loop()
     for until in (1, 2):

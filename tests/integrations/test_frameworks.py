@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 _Trainer: Any = transformers.Trainer
 ProTrainMixin: Any = importlib.import_module("protrain.integrations.transformers").ProTrainMixin
-on_protrain = importlib.import_module("protrain.integrations.any_trainer").on_protrain
+on_protrain = importlib.import_module("protrain.integrations.transformers").on_protrain
 
 
 def _module(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:

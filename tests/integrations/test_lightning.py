@@ -73,15 +73,6 @@ def test_with_an_example_batch_validation_may_come_first(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_mixed_precision_is_the_type_of_the_weights(tmp_path: Path) -> None:
-    run = fit(tmp_path, protrain_strategy(), precision="bf16-mixed")
-    assert {value.dtype for value in run.weights.values()} == {torch.bfloat16}
-    assert run.losses == pytest.approx(fit(tmp_path, "auto", precision="bf16-mixed").losses, rel=0.1)
-    with pytest.raises(ValueError, match="precision='64-true' is not one that ProTrain has"):
-        fit(tmp_path, protrain_strategy(), precision="64-true")
-
-
-@pytest.mark.slow
 def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
     def two(name: str, on_protrain: bool, resume: Path | None = None) -> list[Run]:
         found: list[Run] = on_ranks(2, fit_on_rank, tmp_path / name, on_protrain, resume)
@@ -149,13 +140,6 @@ def test_fewer_devices_than_processes_are_named(fabric: bool, monkeypatch: pytes
         strategy.setup_environment()
 
 
-@pytest.mark.slow
-def test_manual_optimization_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Module, "automatic_optimization", False)
-    with pytest.raises(ValueError, match="automatic optimization and one optimizer: use Fabric"):
-        fit(tmp_path, protrain_strategy())
-
-
 class Thaws(lightning.pytorch.callbacks.BaseFinetuning):
     def freeze_before_training(self, module: Any) -> None: ...
 
@@ -166,6 +150,7 @@ class Thaws(lightning.pytorch.callbacks.BaseFinetuning):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"precision": "64-true"}, "precision='64-true' is not one that ProTrain has"),
         ({"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, "use gradient_clip_algorithm='norm'"),
         ({"callbacks": [lightning.pytorch.callbacks.StochasticWeightAveraging(1e-3)]}, "Stochastic.*AveragedWeights"),
         *(
@@ -184,9 +169,18 @@ def test_what_would_fail_later_is_refused_before_the_training(
 
 
 @pytest.mark.slow
-def test_a_module_without_an_optimizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Module, "configure_optimizers", lambda _: None)
-    with pytest.raises(ValueError, match=r"configure_optimizers\(\) returned None"):
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("automatic_optimization", False, "automatic optimization and one optimizer: use Fabric"),
+        ("configure_optimizers", lambda _: None, r"configure_optimizers\(\) returned None"),
+    ],
+)
+def test_modules_that_are_refused(
+    attribute: str, value: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Module, attribute, value)
+    with pytest.raises(ValueError, match=words):
         fit(tmp_path, protrain_strategy())
 
 

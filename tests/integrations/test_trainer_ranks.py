@@ -58,15 +58,6 @@ def test_a_training_that_changes_its_ranks_has_the_bits_of_one_rank(client: str,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("client", MEMORY)
-def test_two_and_three_ranks_have_the_bits_of_one(client: str, tmp_path: Path) -> None:
-    one = training(client, tmp_path)
-    through = one.on(1)
-    for ranks in (2, 3):
-        assert_same(replace(one, folder=tmp_path / str(ranks)).on(ranks), through)
-
-
-@pytest.mark.slow
 def test_what_a_collator_draws_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
     one = replace(training("Trainer", tmp_path, eval_strategy="no"), forgets=True)
     through = one.on(1)

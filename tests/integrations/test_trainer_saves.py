@@ -118,11 +118,6 @@ def test_checkpoints_without_the_state_of_the_optimizer_are_refused(tmp_path: Pa
         train("Trainer", tmp_path, on_protrain=True, resume=tmp_path / LAST)
 
 
-def test_a_folder_without_checkpoints_has_the_error_of_the_trainer(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="No valid checkpoint found in output directory"):
-        train("Trainer", tmp_path, on_protrain=True, resume=True)
-
-
 # The evaluation's loss grows after the first checkpoint of the Trainer and falls with adapters.
 BEST: dict[str, dict[str, Any]] = {
     "Trainer": {"save_total_limit": 1},
@@ -146,12 +141,6 @@ def test_two_processes_load_the_best_model(tmp_path: Path) -> None:
     for _, at_save, at_end in on_ranks(2, best_on_rank, "Trainer", tmp_path, arguments):
         assert_same_weights(at_end, at_save)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == [HALF]
-
-
-def test_a_loader_is_given_what_the_caller_gives(tmp_path: Path) -> None:
-    trainer = make("Trainer", tmp_path, on_protrain=True)
-    with pytest.raises(TypeError, match="skip_batches"):  # of the Trainer, which has no such argument
-        trainer.get_train_dataloader(skip_batches=1)
 
 
 @pytest.mark.parametrize("client", ["Trainer", "SFT", "SFT with LoRA"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.engine.weights.handle import GradientProxy
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.integrations import clients
@@ -90,16 +88,6 @@ def test_sft_of_a_model_whose_own_loss_shifts_no_labels(tmp_path: Path, monkeypa
     assert_close(train("SFT", tmp_path / "ours", on_protrain=True, memory="16MiB", save_strategy="no"), plain)
 
 
-def test_clipping_looks_at_no_single_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own clipping reads each of them four times, which takes milliseconds in every step."""
-    arguments: dict[str, Any] = {"max_grad_norm": 0.01, "save_strategy": "no"}
-    plain = train("Trainer", tmp_path / "plain", on_protrain=False, **arguments)
-    read: list[str] = []
-    monkeypatch.setattr(GradientProxy, "of", lambda handle, shape: read.append(handle.name))
-    assert_close(train("Trainer", tmp_path / "ours", on_protrain=True, **arguments), plain)
-    assert not read
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("client", ["Trainer", "SFT with LoRA", "DPO", "GRPO", "sentences"])
 def test_two_processes(client: str, tmp_path: Path) -> None:
@@ -173,15 +161,6 @@ def test_what_grpo_generates_at_once_is_cut_into_the_batches_of_several_steps(tm
     assert rewarded_ours == rewarded, "the user's reward function was called for the plan"
 
 
-@pytest.mark.slow
-def test_packed_rows_have_any_number_of_texts(tmp_path: Path) -> None:
-    prepare("SFT", tmp_path)
-    arguments: dict[str, Any] = {"packing": True, "max_length": 64, "max_steps": 4, "save_strategy": "no"}
-    plain = train("SFT", tmp_path / "plain", on_protrain=False, eval_strategy="no", **arguments)
-    ours = train("SFT", tmp_path / "ours", on_protrain=True, memory=WHOLE, eval_strategy="no", **arguments)
-    assert ours.losses == pytest.approx(plain.losses, rel=2e-5)
-
-
 @pytest.mark.parametrize("precomputed", [False, True])
 def test_training_in_bf16_begins_at_the_reference_model(precomputed: bool, tmp_path: Path) -> None:
     """Where the model equals its reference, DPO's loss is log 2 and its margins are 0."""
@@ -201,27 +180,6 @@ def test_a_reference_model_follows_the_model_on_two_processes(tmp_path: Path) ->
     arguments: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "save_strategy": "no"}
     ours = two("DPO", tmp_path / "ours", on_protrain=True, **arguments)
     assert_close(ours[0], two("DPO", tmp_path / "plain", on_protrain=False, **arguments)[0])
-
-
-def test_a_warning_names_the_line_that_called_the_trainer(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"gradient_checkpointing": True, "save_strategy": "no", "eval_strategy": "no"}
-    trainer = make("Trainer", tmp_path, on_protrain=True, **arguments)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer.train()
-    [warned] = [one for one in caught if "gradient checkpointing of model was switched off" in str(one.message)]
-    assert warned.filename == __file__
-
-
-def test_neither_plan_nor_processes_change_the_bits(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_grad_norm": 0.1}
-    offloaded = train("Trainer", tmp_path / "offloaded", on_protrain=True, **arguments)
-    whole = train("Trainer", tmp_path / "whole", on_protrain=True, memory=WHOLE, **arguments)
-    assert offloaded.offloaded
-    assert not whole.offloaded
-    assert whole.log == offloaded.log
-    assert_same_weights(whole, offloaded)
-    assert_same_weights(two("Trainer", tmp_path / "two", on_protrain=True, max_grad_norm=0.1)[0], offloaded)
 
 
 @pytest.mark.parametrize(
@@ -268,12 +226,6 @@ def test_processes_that_the_trainer_does_not_see_are_refused(tmp_path: Path, mon
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"announces 2 processes, and the Trainer sees 1 of them.*use_cpu=True"):
         trainer.create_accelerator_and_postprocess()
-
-
-def test_bf16_is_the_type_of_the_weights(tmp_path: Path) -> None:
-    run = train("Trainer", tmp_path, on_protrain=True, bf16=True)
-    assert {value.dtype for value in run.weights.values()} == {torch.bfloat16}
-    assert run.losses == pytest.approx(train("Trainer", tmp_path, on_protrain=False, bf16=True).losses, rel=1e-2)
 
 
 @pytest.mark.parametrize("another", ["none", "own", "function", "smoothing"])

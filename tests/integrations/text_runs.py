@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ class TokenizingCollator:
     """Makes tokens of the texts in a batch, and pads them to the longest."""
 
     def __init__(self, words: Any) -> None:
-        self._tokens = words  # under another name than "tokenizer", so that nobody knows it
+        self._words = words
 
     def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
-        batch = self._tokens([row["text"] for row in rows], padding=True, return_tensors="pt")
+        batch = self._words([row["text"] for row in rows], padding=True, return_tensors="pt")
         return {
             "input_ids": batch["input_ids"],
             "attention_mask": batch["attention_mask"],
@@ -40,7 +39,6 @@ def trainer(
     *,
     on_protrain: bool,
     stream: bool = False,
-    known: bool = True,
     tensors: bool = True,
     **more: Any,
 ) -> Any:
@@ -51,7 +49,6 @@ def trainer(
         folder: for what it writes.
         on_protrain: whether it is one on ProTrain.
         stream: whether the rows come from a stream.
-        known: whether the trainer has the tokenizer of its collator.
         tensors: whether the collator of "Trainer" makes tensors, and not the trainer itself.
         more: arguments of the training.
     """
@@ -73,7 +70,7 @@ def trainer(
         "disable_tqdm": True,
         **more,
     }
-    others: dict[str, Any] = {"processing_class": words} if known else {}
+    others: dict[str, Any] = {"processing_class": words}
     data: Any = datasets.Dataset.from_list(texts(*("prompt", "chosen", "rejected") if kind == "DPO" else ("text",)))
     if kind == "Trainer":
         base: Any = transformers.Trainer
@@ -119,63 +116,3 @@ def losses(kind: str, folder: Path, *, on_protrain: bool, **more: Any) -> list[f
 
 def losses_on_rank(rank: int, kind: str, folder: Path, on_protrain: bool, more: dict[str, Any]) -> list[float]:
     return losses(kind, folder, on_protrain=on_protrain, **more)
-
-
-def warnings_on_rank(rank: int, folder: Path) -> list[str]:
-    """What trainers warn of: one that is to compile in a mode, and one of a stream, whose longest row nobody knows."""
-    own_rows: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer("Trainer", folder, on_protrain=True, torch_compile_mode="default")
-        losses("Trainer", folder, on_protrain=True, stream=True, max_steps=1, **own_rows)
-    return [str(one.message) for one in caught]
-
-
-def distilled(folder: Path, *, on_protrain: bool, new_tokens: int, **more: Any) -> list[float]:
-    """The losses of TRL's GKD, which trains on rows or on what the student or the teacher generates, as it draws.
-
-    The row with the longest prompt is not the longest row.
-    """
-    import random
-
-    import datasets
-    import torch
-    from transformers import LlamaForCausalLM
-    from trl.experimental.gkd import GKDConfig, GKDTrainer
-
-    from protrain.integrations.transformers import ProTrainMixin
-
-    def talk(question: str, answer: str) -> dict[str, Any]:
-        return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-    forget_precision()
-    random.seed(1)
-    words, student = tokenizer(), llama()
-    words.chat_template = "{% for message in messages %}{{ message.content }} {% endfor %}"
-    torch.manual_seed(1)
-    teacher = LlamaForCausalLM(student.config)
-    rows = [*[talk("w1 w2", "w3 w4 w5 w6 w7 w8")] * 4, *[talk("w1 w2 w3 w4 w5", "w6")] * 8]
-    base = type("Ours", (ProTrainMixin, GKDTrainer), {}) if on_protrain else GKDTrainer
-    run = base(
-        model=student,
-        teacher_model=teacher,
-        args=GKDConfig(
-            output_dir=str(folder),
-            per_device_train_batch_size=2,
-            max_steps=10,
-            logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            bf16=False,
-            max_new_tokens=new_tokens,
-            max_length=32,
-            **more,
-        ),
-        train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=words,
-        **({"protrain": {"device_memory": "64MiB"}} if on_protrain else {}),
-    )
-    run.train()
-    return [row["loss"] for row in run.state.log_history if "loss" in row]

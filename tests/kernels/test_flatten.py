@@ -17,6 +17,7 @@ from protrain_kernels import (
     tiles,
     unflatten,
 )
+from protrain_kernels.flatten import _table_of
 
 CASES = [
     (torch.bfloat16, torch.bfloat16, False),
@@ -77,22 +78,6 @@ def test_same_bits_as_the_reference_and_nothing_else_touched(
     assert torch.equal(found_chunk.cpu().isnan(), ~written)
 
 
-@pytest.mark.parametrize("accumulate", [False, True], ids=["write", "accumulate"])
-def test_result_is_what_it_says(backend: Any, same_bits: Callable[..., None], accumulate: bool) -> None:
-    """Against slices and torch's own addition, without the reference."""
-    generator = torch.Generator().manual_seed(1)
-    gradient = torch.randn(TILE + 77, generator=generator).bfloat16()
-    before = torch.randn(padded(gradient.numel()), generator=generator)
-    chunk = before.to(backend.device, copy=True)
-    partials = torch.full((2,), torch.nan, device=backend.device)
-    backend.flatten([gradient.to(backend.device)], chunk, [0], partials, [0], accumulate=accumulate)
-    numel = gradient.numel()
-    result = before[:numel] + gradient.float() if accumulate else gradient.float()
-    same_bits(chunk[:numel], result)
-    same_bits(chunk[numel:], torch.zeros(padded(numel) - numel))
-    same_bits(partials, sum_of_squares_reference(result))
-
-
 @pytest.mark.parametrize("shift", [1, 2, 4, 8])
 def test_unaligned_gradients(backend: Any, same_bits: Callable[..., None], shift: int) -> None:
     whole = torch.randn(2 * TILE + 200 + shift, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -102,17 +87,6 @@ def test_unaligned_gradients(backend: Any, same_bits: Callable[..., None], shift
     backend.flatten([gradient], chunk, [0], partials, [3], accumulate=False)
     same_bits(chunk[: gradient.numel()], whole[shift:])
     same_bits(partials[3:6], sum_of_squares_reference(whole[shift:]))
-
-
-def test_bits_of_every_16_bit_value_are_copied(backend: Any) -> None:
-    """Infinities, subnormals and the payload of a NaN as well: the gradient's type into itself is a copy."""
-    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.bfloat16, torch.float16):
-        gradient = patterns.view(dtype).to(backend.device)
-        chunk = torch.zeros(1 << 16, dtype=dtype, device=backend.device)
-        partials = torch.zeros(4, device=backend.device)
-        backend.flatten([gradient], chunk, [0], partials, [0], accumulate=False)
-        assert torch.equal(chunk.view(torch.int16).cpu(), patterns)
 
 
 def test_every_16_bit_value_widens_as_torch_does(backend: Any, same_bits: Callable[..., None]) -> None:
@@ -165,13 +139,6 @@ def test_empty_tensors_write_nothing(backend: Any) -> None:
     backend.unflatten(chunk, nothing, [0, 0])
     assert chunk.sum() == 128
     assert partials.item() == 1
-
-
-def test_an_empty_tensor_between_others(backend: Any) -> None:
-    tensors = [torch.ones(3), torch.empty(0), torch.full((2,), 2.0)]
-    chunk = torch.full((256,), torch.nan, device=backend.device)
-    backend.flatten([tensor.to(backend.device) for tensor in tensors], chunk, [0, 128, 128])
-    assert chunk.cpu().tolist() == [1.0] * 3 + [0.0] * 125 + [2.0] * 2 + [0.0] * 126
 
 
 @pytest.mark.parametrize(
@@ -247,30 +214,20 @@ def test_casts_round_as_torch_does(
     same_bits(back, values.to(dtype))
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_do_not_change_the_result(
-    monkeypatch: pytest.MonkeyPatch, compiled: None, same_bits: Callable[..., None], threads: int
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    gradient = torch.randn(5 * TILE + 77, generator=torch.Generator().manual_seed(3)).bfloat16()
-    chunk, partials = torch.full((padded(gradient.numel()),), torch.nan), torch.full((6,), torch.nan)
-    flatten([gradient], chunk, [0], partials, [0])
-    same_bits(chunk[: gradient.numel()], gradient.float())
-    same_bits(partials, sum_of_squares_reference(gradient))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"offsets": [64]}, "offset is 64: it must be a multiple of 128"),
-        ({"offsets": [256]}, "piece 0 takes elements 256 to 512 of 256"),
+        ({"offsets": [256]}, "the pieces reach to element 512 of 256"),
         ({"offsets": [-128]}, "offset is -128"),
-        ({"partial_offsets": [1]}, "piece 0 writes partials up to 2 of 1"),
+        ({"partial_offsets": [1]}, "the pieces write partials up to 2 of 1"),
         ({"partials": None}, "partials and partial_offsets come together"),
         ({"partial_offsets": [-1]}, "partial_offset is -1"),
         ({"offsets": []}, "1 tensors need as many offsets"),
         ({"tensors": [torch.zeros(200).int()]}, "tensors\\[0\\] must be torch.bfloat16 or"),
         ({"tensors": [torch.zeros(20, 10).t()]}, "tensors\\[0\\] must be contiguous"),
+        ({"tensors": [torch._neg_view(torch.zeros(200))]}, r"negates what its memory holds: pass .*\.resolve_neg\(\)"),
+        ({"tensors": [torch.zeros(200, device="meta")]}, "is on meta"),
         ({"accumulate": True}, "accumulate in a float32 chunk"),
         ({"chunk": torch.zeros(300, dtype=torch.bfloat16)}, "chunk has 300 elements"),
     ],
@@ -285,6 +242,17 @@ def test_bad_arguments_are_named(changes: dict[str, Any], message: str) -> None:
     }
     with pytest.raises(ValueError, match=message):
         flatten(**(arguments | changes))
+
+
+def test_flatten_makes_a_table_once() -> None:
+    tensors = [torch.zeros(20, 10), torch.zeros(2, 30)]
+    _table_of.cache_clear()
+    for _ in range(3):
+        flatten(tensors, torch.zeros(384), [0, 256])
+    assert _table_of.cache_info().misses == 1
+    for offset in (128, 256, 384):
+        flatten(tensors[1:], torch.zeros(512), [offset])
+    assert _table_of.cache_info().misses == 4
 
 
 def test_offsets_that_overlap_are_refused() -> None:

@@ -12,40 +12,12 @@ import torch
 
 from protrain_kernels import (
     AdamStates,
-    Slice,
     adam,
     adam_reference,
     adam_scalars,
-    flatten,
-    fold,
     join,
     split,
 )
-
-DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-
-
-CALLS: list[Callable[[torch.Tensor, torch.Tensor], object]] = [
-    lambda values, out: flatten([values], out, [0]),
-    lambda values, out: fold(
-        values.view(1, 128),
-        [Slice(offset=0, numel=128, first=0, parameter_numel=128, partial_offset=0)],
-        gradient=out,
-        factor=1.0,
-    ),
-]
-
-
-@pytest.mark.parametrize("call", CALLS)
-def test_values_that_are_not_those_in_memory_are_refused(call: Callable[[torch.Tensor, torch.Tensor], object]) -> None:
-    """A kernel would read a null pointer, or values with the other sign: ``z.conj().imag`` is such a view."""
-    meta = torch.zeros(128, device="meta")
-    for values, message in (
-        (meta, "is on meta"),
-        (torch._neg_view(torch.ones(128)), r"negates what its memory holds: pass .*\.resolve_neg\(\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call(values, torch.zeros(128, device=values.device))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

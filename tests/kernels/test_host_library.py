@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import platform
 import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -105,21 +103,6 @@ def test_an_unwritable_cache_gives_way(
         RuntimeWarning, match=r"file/cache cannot be written \(Not a directory\).* let PROTRAIN_CACHE name"
     ):
         assert library() is not None
-
-
-def test_a_cache_that_cannot_be_looked_into_gives_way(
-    compiler: list[str], small_source: None, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    exists = Path.exists
-
-    def denied(path: Path, **options: Any) -> bool:
-        if path.is_relative_to(tmp_path / "secret"):
-            raise PermissionError(errno.EACCES, "Permission denied")
-        return exists(path, **options)
-
-    monkeypatch.setattr(Path, "exists", denied)
-    with pytest.warns(RuntimeWarning, match=r"secret cannot be written \(Permission denied\)"):
-        assert not build(compiler, FLAGS, tmp_path / "secret").is_relative_to(tmp_path)
 
 
 def test_without_a_compiler_it_warns_once_and_works(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

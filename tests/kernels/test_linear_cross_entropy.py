@@ -201,16 +201,6 @@ def test_a_second_backward_gives_equal_bits(dtype: torch.dtype) -> None:
     assert first[1].data_ptr() != second[1].data_ptr()  # the first may have become a ``grad`` that is added to
 
 
-def test_the_gradient_of_a_multiple_is_the_multiple() -> None:
-    tensors, targets = _given(bias=True)
-    _, once = _gradients(_ours, tensors, targets)
-    _, thrice = _gradients(lambda *given: 3 * _ours(*given), tensors, targets)
-    for one, three in zip(once, thrice, strict=True):
-        assert one is not None
-        assert three is not None
-        torch.testing.assert_close(three, 3 * one, rtol=1e-6, atol=0)
-
-
 def _errors_in_16_bits(
     rows: int, hidden: int, words: int, *, dtype: torch.dtype, device: str, loss_scale: float = 1.0, **options: Any
 ) -> tuple[list[float], list[float]]:
@@ -291,17 +281,6 @@ def test_pieces() -> None:
         1024,
         1024,
     ]
-
-
-@pytest.mark.parametrize("trained", [True, False])
-def test_pieces_are_few_and_equal(trained: bool) -> None:
-    for rows in (*range(1, 300, 7), 1023, 2047, 2049, 4097, 10_000, 65_536):
-        for hidden in (64, 2048, 5120):
-            most = max(2048, hidden) if trained else 1024
-            piece = piece_rows(rows, hidden, trained=trained)
-            assert piece == rows or piece % 128 == 0
-            assert piece <= most + 127
-            assert -(-rows // piece) <= -(-rows // most)
 
 
 def test_bad_arguments() -> None:

@@ -59,14 +59,6 @@ def test_what_is_rounded_in_one_place_says_nothing_about_another() -> None:
         assert abs(correlation) < 5 / math.sqrt(COUNT)
 
 
-def test_values_that_hardly_differ_are_rounded_apart() -> None:
-    """Consecutive bit patterns of the variance, with nothing else to tell elements from each other."""
-    v = (torch.arange(COUNT, dtype=torch.int32) + 0x3A000000).view(torch.float32)
-    error = _away(v, round_moments_reference(torch.zeros(COUNT), v, 1)[1]) - _share(v)
-    assert abs(error.mean().item()) < 5 * 0.41 / math.sqrt(COUNT)
-    assert abs(torch.corrcoef(torch.stack([error[1:], error[:-1]]))[0, 1].item()) < 5 / math.sqrt(COUNT)
-
-
 def test_special_values() -> None:
     largest, beyond = 3.3895313892515355e38, 3.4028234663852886e38  # of bf16, of fp32
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, largest, -largest, beyond, -beyond, 1.0, -2.5])

@@ -13,10 +13,10 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning import MemoryModel, Plan, RuntimeModel, block_modes, check, search
 from protrain.planning.layout import pack
 from protrain.planning.plan import Counts
-from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
+from protrain.profiler.model_profile import ModelProfile
 from tests.planning.machines import H100
+from tests.planning.models import MIB, equal_blocks, profile_of
 
-MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
 # A mechanism that saves a smaller share of a step may be left unused.
 MUST_GAIN = {"n_weight_only": 0.01, "keep_attention": 0.01}
@@ -40,52 +40,31 @@ def random_profile(draw: random.Random, share: int) -> ModelProfile:
     freezes = draw.random() < 0.3
     live = [sum(size // share for size in saved[:at]) for at in range(n + 1)]
 
-    def segment(phase: str, block: int | None, live_bytes: int, peak_bytes: int, duration_ms: float) -> SegmentRecord:
-        return SegmentRecord(
-            phase=phase, block=block, live_bytes=live_bytes, peak_bytes=peak_bytes, duration_ms=duration_ms
-        )
-
-    segments = []
+    segments: list[tuple[str, int | None, int, int, float]] = []
     for at in range(n):
-        segments.append(segment("forward", None, live[at], MIB, 0.2))
-        segments.append(segment("forward", at, live[at], saved[at] // 4, ms[at]))
-    segments += [segment(phase, None, live[n], max(saved) // 2, 2.0) for phase in ("forward", "backward")]
+        segments.append(("forward", None, live[at], MIB, 0.2))
+        segments.append(("forward", at, live[at], saved[at] // 4, ms[at]))
+    segments += [(phase, None, live[n], max(saved) // 2, 2.0) for phase in ("forward", "backward")]
     for at in reversed(range(n)):
-        segments.append(segment("backward", at, live[at + 1], saved[at] + saved[at] // 4, 3 * ms[at]))
-        segments.append(segment("backward", None, live[at], 0, 0.2))
+        segments.append(("backward", at, live[at + 1], saved[at] + saved[at] // 4, 3 * ms[at]))
+        segments.append(("backward", None, live[at], 0, 0.2))
     dtype = draw.choice(["bfloat16", "bfloat16", "bfloat16", "float16", "float32"])
-    return ModelProfile(
-        model="M",
-        dtype=dtype,
-        device="cuda",
-        batch_shapes={"ids": (8, 128)},
-        tokens=1024,
-        buffer_bytes=0,
-        parameters=tuple(
-            ParameterRecord(name=f"p{at}", shape=(size,), group=-1 if freezes and draw.random() < 0.4 else 0)
-            for at, size in enumerate(sizes)
-        ),
-        units=tuple(
-            UnitRecord(name=f"u{at}", block=at - 1 if 0 < at <= n else None, parameters=(at,)) for at in range(n + 2)
-        ),
-        calls=tuple(range(n + 2)),
-        blocks=tuple(
-            BlockRecord(
-                name=f"b{at}",
-                saved_bytes=saved[at],
-                saved_tensors=10,
-                forward_peak_bytes=saved[at] + saved[at] // 8,
-                input_bytes=saved[at] // share,
-                output_bytes=saved[at] // share,
-                forward_ms=ms[at],
-                backward_ms=2 * ms[at],
-                recompute_ms=ms[at],
-                forward_flops=10**10,
-            )
-            for at in range(n)
-        ),
-        segments=tuple(segments),
+    parameters = [(size, -1 if freezes and draw.random() < 0.4 else 0) for size in sizes]
+    units = [(at - 1 if 0 < at <= n else None, (at,)) for at in range(n + 2)]
+    blocks = tuple(
+        replace(block, name=f"b{at}")
+        for at in range(n)
+        for block in equal_blocks(
+            1,
+            ms[at],
+            2 * ms[at],
+            saved[at],
+            input_bytes=saved[at] // share,
+            output_bytes=saved[at] // share,
+            forward_flops=10**10,
+        )
     )
+    return replace(profile_of(parameters, units, blocks, segments), dtype=dtype)
 
 
 def as_measured(profile: ModelProfile, draw: random.Random) -> ModelProfile:
@@ -102,6 +81,22 @@ def as_measured(profile: ModelProfile, draw: random.Random) -> ModelProfile:
             )
         )
     return replace(profile, blocks=tuple(blocks))
+
+
+def measured(draw: random.Random, seed: int, *, share: int | None = None) -> ModelProfile:
+    """A random model as it is measured. Inputs of its blocks are one of ``share`` parts of what they save."""
+    return as_measured(random_profile(draw, share or draw.choice([4, 8, 16])), random.Random(-seed - 1))
+
+
+def large_vocabulary(draw: random.Random, *, tied: bool) -> ModelProfile:
+    """Random blocks between an embedding of several of them and a head that is as large or tied."""
+    profile = as_measured(random_profile(draw, draw.choice([1, 4, 16])), draw)
+    parameters, units = list(profile.parameters), profile.units
+    for at in (0,) if tied else (0, -1):
+        parameters[at] = replace(parameters[at], shape=(draw.choice([2, 3, 5]) * N,))
+    if tied:
+        units = (*units[:-1], replace(units[-1], parameters=(0, *units[-1].parameters)))
+    return replace(profile, parameters=tuple(parameters), units=units)
 
 
 def random_machine(draw: random.Random) -> HardwareProfile:
@@ -132,6 +127,17 @@ def that_streams(machine: HardwareProfile) -> HardwareProfile:
     """``machine`` with a GPU that may help to update, as fast as the link allows."""
     draw = random.Random(machine.host_bytes)
     return replace(machine, streamed_adam_gparams=machine.h2d_gbps * draw.uniform(0.04, 0.06))
+
+
+def tight_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
+    """Room in host memory for some second weights and hardly a whole copy, and where updates matter."""
+    draw = random.Random(seed)
+    profile = measured(draw, seed)
+    hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.5, 1.0, 2.0]), host_bytes=0)
+    memory = MemoryModel(profile, hardware, pack(profile, N))
+    beside_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
+    weights_bytes = draw.randint(1, 8) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
+    return profile, replace(hardware, host_bytes=beside_bytes + weights_bytes)
 
 
 class Faster(NamedTuple):

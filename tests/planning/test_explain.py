@@ -9,14 +9,16 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
+from protrain.hardware.shipped import load, other_machines
 from protrain.planning import Plan, evaluate, explain, predict, search
+from protrain.planning.answer import Job, alternatives, others_of
 from protrain.planning.plan import Counts
 from protrain.planning.ranges import Change
 from protrain.planning.rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
-from tests.planning.counts import busy_ms
 from tests.planning.machines import H100
+from tests.planning.models import busy_ms
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
@@ -135,7 +137,7 @@ def test_computing_and_waiting_make_up_the_step(counts: dict[str, int], inside: 
     if counts.get("n_persist") == 6:
         counts = {**counts, "n_buffer": 0}
     plan = hand_made(traced, hardware, **counts)
-    why = explain(plan, traced, hardware, step_during_backward=inside, more_memory=False)
+    why = explain(plan, traced, hardware, step_during_backward=inside)
     for phase in why.phases:
         assert phase.compute_ms + sum(phase.waits_ms.values()) == pytest.approx(phase.length_ms, abs=1e-6)
     assert sum(phase.length_ms for phase in why.phases) == pytest.approx(why.fitting.step_ms)
@@ -148,7 +150,7 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
     slow_host, slow_link, quick = machine(8192, **SLOW_HOST), machine(8192, **SLOW_LINK), machine(8192)
 
     def forward_limit(hardware: HardwareProfile, **counts: int) -> str:
-        return explain(hand_made(traced, hardware, **counts), traced, hardware, more_memory=False).phases[0].limit
+        return explain(hand_made(traced, hardware, **counts), traced, hardware).phases[0].limit
 
     assert forward_limit(slow_host) == "host optimizer"
     assert forward_limit(slow_link) == "uploads"
@@ -167,7 +169,7 @@ def test_on_a_cpu_nothing_overlaps() -> None:
     assert busy_ms(timeline, GPU) == pytest.approx(compute_ms + flatten_ms)
     assert busy_ms(timeline, HOST) == pytest.approx(6 * N / 1e6)
     assert sum(busy_ms(timeline, lane) for lane in range(4)) == pytest.approx(plan.step_ms)
-    after = explain(plan, traced, hardware, more_memory=False).phases[2]
+    after = explain(plan, traced, hardware).phases[2]
     assert after.compute_ms == 0.0
     assert after.waits_ms["uploads"] + after.waits_ms["host optimizer"] == pytest.approx(after.length_ms)
 
@@ -181,7 +183,7 @@ def test_a_knob_does_what_the_plan_with_it_does() -> None:
     traced = replace(traced, blocks=blocks)
     counts = {"n_persist": 2, "n_swap": 1, "n_ckpt": 2, "n_ckpt_swap": 1, "n_speculate": 2, "n_weight_only": 1}
     plan = hand_made(traced, hardware, **counts)
-    changes = explain(plan, traced, hardware, more_memory=False).changes
+    changes = explain(plan, traced, hardware).changes
     slower = with_host(hardware, slower_share(hardware))
     knobs = [(knob, step) for knob in Counts._fields if knob != "n_device_sum" for step in (1, -1)]
     assert [(change.knob, change.step) for change in changes] == [*knobs, ("keep_attention", 1)]
@@ -207,7 +209,7 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
     roomy = machine(8192)
     plan = hand_made(traced, roomy, n_persist=2)
     exact = replace(roomy, device_bytes=plan.device_bytes, host_bytes=plan.host_bytes)
-    why = explain(plan, traced, exact, more_memory=False)
+    why = explain(plan, traced, exact)
     more = hand_made(traced, roomy, n_persist=3)
     fewer = hand_made(traced, roomy, n_persist=1)
     assert found(why.changes, "n_persist", 1).device_bytes == more.device_bytes > exact.device_bytes
@@ -220,7 +222,7 @@ def test_an_infeasible_knob_says_by_how_many_bytes() -> None:
 
 def test_impossible_knobs_say_why() -> None:
     traced, hardware = make_profile(), machine(16384)
-    why = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware, more_memory=False)
+    why = explain(hand_made(traced, hardware, n_persist=6, n_buffer=0), traced, hardware)
     changes = why.changes
     assert "n_swap 0 -> 1 " in why.knob_table()
     assert "n_swap 0 -> -1" not in why.knob_table()  # which there is no need to say
@@ -232,68 +234,69 @@ def test_impossible_knobs_say_why() -> None:
     assert found(changes, "n_ckpt_swap", -1).impossible == "there is none to give up"
     assert found(changes, "keep_attention", 1).impossible == "no block has a fused attention"
     assert found(changes, "n_weight_only", 1).impossible == "no other update is speculative"
-    kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware, more_memory=False).changes
+    kept = explain(hand_made(traced, hardware, n_ckpt=0), traced, hardware).changes
     assert found(kept, "n_ckpt_swap", 1).impossible == "no block is recomputed"
-    moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware, more_memory=False).changes
+    moved = explain(hand_made(traced, hardware, n_ckpt=3, n_ckpt_swap=3), traced, hardware).changes
     assert found(moved, "n_ckpt_swap", 1).impossible == "the inputs of every recomputed block are offloaded"
     assert found(moved, "n_ckpt", -1).counts == (0, 2, 0, 2, 2, 0, 0, 0)  # with as many inputs as it then has
     assert found(changes, "n_speculate", 1).impossible == "every chunk in host memory has a speculative update"
-    early = explain(
-        hand_made(traced, hardware, n_persist=2, n_speculate=4), traced, hardware, more_memory=False
-    ).changes
+    early = explain(hand_made(traced, hardware, n_persist=2, n_speculate=4), traced, hardware).changes
     assert found(early, "n_persist", 1).counts[5:7] == (3, 0)  # with as many speculative updates as there are chunks
-    one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware, more_memory=False).changes
+    one = explain(hand_made(traced, hardware, n_persist=0, n_buffer=1), traced, hardware).changes
     assert found(one, "n_buffer", -1).impossible == "a unit holds up to 1 non-persistent chunks at once"
     plan = hand_made(traced, hardware, n_persist=0, n_buffer=1)
-    inside = explain(plan, traced, hardware, step_during_backward=True, more_memory=False).changes
+    inside = explain(plan, traced, hardware, step_during_backward=True).changes
     assert found(inside, "n_speculate", 1).impossible.endswith("no update waits for step()")
 
 
-# -- what more memory buys ---------------------------------------------------------------------------------------------
+# -- what else could be done -------------------------------------------------------------------------------------------
 
 
-def test_more_memory_buys_what_the_search_finds_with_it() -> None:
+def test_alternatives_are_what_the_search_finds_for_them() -> None:
     traced, hardware = make_profile(), machine(1400, 2048, **SLOW_HOST)
-    why = explain(search(traced, hardware), traced, hardware)
-    device = [better for better in why.better or () if better.memory == "device"]
-    assert device
-    assert "more device memory: " in str(why)
-    last_ms = why.fitting.step_ms
-    for better in device:
-        assert better.step_ms < last_ms
-        last_ms = better.step_ms
-        needed = hardware.device_bytes + better.more_bytes
-        assert better.plan.device_bytes == needed
-        assert search(traced, replace(hardware, device_bytes=needed)).step_ms <= 1.005 * better.step_ms
-    assert f"({device[0].step_ms / why.fitting.step_ms - 1:+.1%})" in why.better_table()
+    mine = replace(hardware, device_type="cuda", name="NVIDIA GeForce RTX 3090")
+    cases = others_of(traced, mine, other_machines(mine))
+    assert list(cases) == [
+        *("bf16 moments (--moment-dtype bf16)", "64 GiB more RAM", "the next card (rtx4090)", "2 GPUs")
+    ]
+    found = alternatives(cases)
+    assert [other.plan for other in found[:3]] == [search(*case) for case in list(cases.values())[:3]]
+    assert found[3].plan is None, "what NCCL takes is more than such a card has"
+    assert [other.gpus for other in found] == [1, 1, 1, 2]
+    more_ram, two = cases["64 GiB more RAM"][1], cases["2 GPUs"][1]
+    assert more_ram.host_bytes - hardware.host_bytes == pytest.approx(0.9 * 64 * 1024**3)
+    assert two.host_bytes == hardware.host_bytes // 2, "one machine's RAM serves both"
+    card = cases["the next card (rtx4090)"][1]
+    assert (card.host_bytes, card.host_adam_gparams) == (hardware.host_bytes, hardware.host_adam_gparams)
+    assert card.matmul_tflops == load("rtx4090").matmul_tflops
 
 
-def test_host_memory_is_named_where_it_is_what_lacks() -> None:
-    traced = make_profile(ms=200.0)
-    fast_link: dict[str, Any] = {"h2d_gbps": 500.0, "d2h_gbps": 500.0, "bidirectional_gbps": 1000.0}
-    hardware = machine(1400, 780, **fast_link)  # states take 673 MiB of the host, a swapped block 400
-    why = explain(search(traced, hardware), traced, hardware)
-    assert why.fitting.n_swap == 0
-    host = [better for better in why.better or () if better.memory == "host"]
-    assert host
-    assert host[0].plan.n_swap > 0
-    assert host[0].plan.host_bytes == hardware.host_bytes + host[0].more_bytes
+def test_alternatives_of_what_does_not_fit_have_as_much_ram_as_it_takes() -> None:
+    lacks_bytes = 100 * 1024**3
+    assert "128 GiB more RAM" in other_machines(machine(1400, 2048), lacks_host_bytes=lacks_bytes)
 
 
-def test_with_all_there_is_to_have_nothing_is_better() -> None:
+def test_a_table_of_alternatives_has_speeds_times_and_prices() -> None:
     traced, hardware = make_profile(), machine(65536)
     why = explain(search(traced, hardware), traced, hardware)
-    assert why.better == ()
-    assert "up to twice the device memory: no faster plan" in why.table()
+    tiny = replace(hardware, device_bytes=1, host_bytes=1)
+    cases = {"the same": (traced, hardware), "nothing": (traced, tiny)}
+    job = Job(tokens=3 * 10**8, price=2.0)
+    why = replace(why, job=job, alternatives=alternatives(cases))
+    first, same, nothing = why.alternatives_table().splitlines()
+    assert first.split() == ["instead", "tokens/s", "300", "M", "tokens"]
+    assert "no faster" in same
+    hours = 3e8 / why.fitting.tokens_per_s / 3600
+    assert job.bill(why.fitting.tokens_per_s, 4).endswith(f", ${4 * 2 * hours:,.0f}")
+    assert nothing.endswith("does not fit")
 
 
-def test_a_plan_by_hand_learns_of_the_better_one() -> None:
-    traced, hardware = make_profile(), machine(8192, **SLOW_HOST)
-    why = explain(hand_made(traced, hardware), traced, hardware)
-    assert why.better is not None
-    assert why.better[0].plan == search(traced, hardware, chunk_elements=N)
-    assert why.better[0].step_ms < why.fitting.step_ms
-    assert why.better_table().startswith("as it is: ")
+def test_a_slower_host_is_never_faster() -> None:
+    traced = make_profile()
+    for device_mib in (1400, 2048, 8192):
+        hardware = machine(device_mib, 2048, **SLOW_HOST)
+        why = explain(search(traced, hardware), traced, hardware)
+        assert why.slower_ms >= why.fitting.step_ms
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------
@@ -302,7 +305,7 @@ def test_a_plan_by_hand_learns_of_the_better_one() -> None:
 def test_bytes_by_kind_add_up() -> None:
     traced, hardware = make_profile(), machine(8192)
     plan = hand_made(traced, hardware, n_persist=2, n_swap=2, n_ckpt=2)
-    why = explain(plan, traced, hardware, more_memory=False)
+    why = explain(plan, traced, hardware)
     assert sum(why.device_bytes.values()) == 2 * plan.device_bytes  # the whole, and its parts
     assert sum(why.host_bytes.values()) == 2 * plan.host_bytes
     assert why.device_bytes["persistent chunks"] == 2 * N * 14
@@ -315,7 +318,7 @@ def test_frozen_chunks_have_weights_alone() -> None:
     traced, hardware = make_profile(), machine(8192)
     frozen = tuple(replace(record, group=-1) for record in traced.parameters[:4])
     traced = replace(traced, parameters=(*frozen, *traced.parameters[4:]))
-    parts = explain(hand_made(traced, hardware), traced, hardware, more_memory=False).host_bytes
+    parts = explain(hand_made(traced, hardware), traced, hardware).host_bytes
     assert (parts["weights"], parts["gradients"]) == (6 * N * 2, 2 * N * 2)
     assert parts["optimizer states"] == 2 * N * 10
 
@@ -325,7 +328,7 @@ def test_it_survives_json_and_prints_as_a_table() -> None:
     why = explain(hand_made(traced, hardware, n_persist=2), traced, hardware)
     assert type(why).from_json(why.to_json()) == why
     assert str(why) == why.table()
-    for words in ("tokens/s", "waiting for", "limited by", "n_persist 2 -> 3", "as it is: "):
+    for words in ("tokens/s", "waiting for", "limited by", "n_persist 2 -> 3"):
         assert words in str(why)
 
 

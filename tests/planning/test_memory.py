@@ -1,4 +1,4 @@
-"""The memory model against steps that really ran: never under, and close."""
+"""The memory model: what a plan takes on the device and in host memory, against steps that really ran and by hand."""
 
 from __future__ import annotations
 
@@ -16,12 +16,28 @@ from torch.utils.checkpoint import checkpoint
 import protrain
 from protrain.common import batch as batches
 from protrain.hardware.detection import detect
-from protrain.planning import BlockMode, MemoryModel, block_modes, pack
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning import (
+    BlockMode,
+    MemoryModel,
+    block_modes,
+    pack,
+)
 from protrain.planning.layout import summed_on_device
 from protrain.planning.memory import state_bytes
+from protrain.planning.plan import Counts
 from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.counts import placed
+from tests.engine import residual
+from tests.planning.machines import H100
+from tests.planning.models import (
+    MACHINE,
+    MIB,
+    N,
+    chain,
+    make_profile,
+    placed,
+)
 
 profile = partial(protrain.profile, device="cpu")
 Builder = Callable[..., Any]
@@ -74,62 +90,6 @@ def test_predicted_peak_is_close_to_the_true_one(
     assert predicted.held_bytes <= predicted.peak_bytes
 
 
-def test_each_mode_costs_what_it_keeps(tiny_model: Builder, tiny_batch: Builder) -> None:
-    traced = profile(tiny_model("llama"), tiny_batch(batch=4, sequence=64))
-    memory, saved = _model(traced), traced.blocks[0].saved_bytes
-    peak = {modes: memory.activations(modes).peak_bytes for modes in ((CKPT,) * 3, (NONE,) * 3, (SWAP,) * 3)}
-    all_ckpt, all_none, all_swap = peak.values()
-    assert all_none > all_ckpt + saved  # two blocks beside the one whose backward runs; the head's peak hides part
-    assert all_ckpt < all_swap < all_none + saved
-    assert memory.activations((SWAP, CKPT, CKPT)).peak_bytes <= all_ckpt + saved
-    assert memory.activations((SWAP,) * 3).swapped_bytes >= 3 * saved
-    assert memory.activations((CKPT,) * 3).swapped_bytes == 0
-
-
-def test_what_a_block_offloads_is_there_until_the_next_unit_is_done() -> None:
-    """Another block right behind it, or a layer between the two that saves nothing to speak of."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.layers(x)
-
-    class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gain = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.gain
-
-    class Model(nn.Module):
-        def __init__(self, between: type[nn.Module]) -> None:
-            super().__init__()
-            self.layers, self.between = nn.ModuleList(Block() for _ in range(3)), between()
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = self.between(layer(x))
-            return x
-
-    def most_in_forward(between: type[nn.Module]) -> tuple[int, int]:
-        """For the first block, up to the end of the second, which is swapped too; and what a block saves."""
-        traced = profile(Model(between), (torch.randn(256, 64),))
-        assert len(traced.blocks) == 3
-        upto = next(at for at, segment in enumerate(traced.segments) if segment.block == 1) + 1
-        traced = replace(traced, segments=traced.segments[:upto])
-        peak = {mode: _model(traced).activations((mode, SWAP, CKPT)).peak_bytes for mode in (SWAP, CKPT)}
-        return peak[SWAP] - peak[CKPT], traced.blocks[0].saved_bytes
-
-    more, saved = most_in_forward(nn.Identity)
-    assert more == saved
-    more, saved = most_in_forward(Between)
-    assert more < saved / 4
-
-
 @pytest.mark.parametrize(
     ("dtype", "trainable", "frozen"), [("bfloat16", 14, 2), ("float16", 16, 2), ("float32", 16, 4)]
 )
@@ -179,34 +139,6 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     assert memory.static_bytes(0, 3) - memory.static_bytes(0, 2) == layout.chunk_elements * 4
 
 
-@pytest.mark.parametrize(("dtype", "spare"), [("bfloat16", 12), ("float16", 14), ("float32", 12)])
-def test_as_many_second_copies_as_host_memory_has_room_for(
-    tiny_model: Builder, tiny_batch: Builder, dtype: str, spare: int
-) -> None:
-    model = tiny_model("llama")
-    model.model.layers[1].requires_grad_(False)
-    traced = profile(model, tiny_batch(), dtype=getattr(torch, dtype))
-    layout = pack(traced)
-    kinds = [chunk.trainable for chunk in layout.chunks]
-    assert False in kinds[1:-1]
-    roomy = detect("cpu", device_memory="1GiB", host_memory="1GiB")
-    for n_persist in range(len(kinds) + 1):
-        for swapped in (0, 5000):
-            least = MemoryModel(traced, roomy, layout).least_host_bytes(n_persist, swapped)
-            for n_speculate in range(len(kinds) - n_persist + 1):
-                chunks = layout.chunks[n_persist : n_persist + n_speculate]
-                size = sum(chunk.elements * spare for chunk in chunks if chunk.trainable)
-
-                def most(host_bytes: int, n_persist: int = n_persist, swapped: int = swapped) -> int:
-                    memory = MemoryModel(traced, replace(roomy, host_bytes=host_bytes), layout)
-                    return memory.speculation(n_persist, len(kinds), swapped, whole=True)[0]
-
-                assert most(least + size) >= n_speculate
-                if n_speculate and chunks[-1].trainable:
-                    assert most(least + size - 1) < n_speculate
-            assert most(least - 10**9) == 0, "negative room"
-
-
 def test_enclosing_units_hold_their_chunks_too() -> None:
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -233,3 +165,124 @@ def test_enclosing_units_hold_their_chunks_too() -> None:
     assert memory.least_buffers(0) == 2
     assert memory.least_buffers(1) == 1
     assert memory.least_buffers(len(memory.layout.chunks)) == 0
+
+
+ROWS, WIDTH, DEPTH = 256, 32, 8
+INPUT_BYTES = ROWS * WIDTH * 4
+CHUNK = 8 * MIB  # elements of a chunk of make_profile
+
+
+@pytest.fixture(scope="module")
+def traced() -> ModelProfile:
+    return protrain.profile(residual.make(WIDTH, DEPTH), (torch.randn(ROWS, 8),), device="cpu")
+
+
+def test_inputs_leave_the_device_for_the_host(traced: ModelProfile) -> None:
+    memory = _model(traced)
+    assert {block.input_bytes for block in traced.blocks} == {INPUT_BYTES}
+    kept, moved = memory.activations((CKPT,) * DEPTH), memory.activations((BlockMode.CKPT_SWAP,) * DEPTH)
+    # In its own backward a block's input is there, and that of the one before is on its way.
+    assert kept.peak_bytes - moved.peak_bytes == (DEPTH - 2) * INPUT_BYTES
+    assert kept.held_bytes - moved.held_bytes == (DEPTH - 2) * INPUT_BYTES
+    assert kept.swapped_bytes == 0
+    assert DEPTH * INPUT_BYTES <= moved.swapped_bytes <= DEPTH * (INPUT_BYTES + 16384)
+
+
+def test_an_input_that_needs_no_gradient_is_not_offloaded() -> None:
+    model = residual.make(WIDTH, DEPTH)
+    model.get_submodule("enter").requires_grad_(False)
+    found = protrain.profile(model, (torch.randn(ROWS, 8),), device="cpu")
+    assert [block.input_bytes for block in found.blocks] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
+    bare = nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
+    found = protrain.profile(bare, (torch.randn(ROWS, WIDTH),), device="cpu")
+    assert [block.input_bytes for block in found.blocks] == [0, INPUT_BYTES, INPUT_BYTES]
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory_of(world_size: int, profile: ModelProfile, hardware: HardwareProfile = H100, **options: Any) -> MemoryModel:
+    machine = replace(hardware, world_size=world_size)
+    return MemoryModel(profile, machine, pack(profile, CHUNK, world_size), **options)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_rank_has_its_part_of_the_states(world_size: int, accumulation: int) -> None:
+    profile = replace(make_profile(4), accumulation=accumulation)
+    memory = memory_of(world_size, profile, replace(H100, streamed_adam_gparams=None))
+    layout, modes = memory.layout, block_modes(4, 0, 4)
+    activations = memory.activations(modes)
+    per_element = 16 if accumulation > 1 else 14
+    everything = sum(state_bytes(chunk, profile, gradient_bytes=per_element - 12) for chunk in layout.chunks)
+    for n_persist in range(7):
+        away = layout.chunks[n_persist:]
+        on_device = memory.static_parts(n_persist, 1)["persistent chunks"]
+        in_host = per_element * sum(chunk.elements for chunk in away) // world_size
+        assert on_device + in_host == everything // world_size
+        if accumulation == 1:
+            counts = Counts(n_persist, 1, 0, 4)
+            least = memory.host_bytes(Counts(6, 1, 0, 4), activations)
+            assert memory.host_bytes(counts, activations) - least == in_host
+            copies = memory.copy_bytes(n_persist, len(away), 1 if away else 0)
+            shards = [chunk.elements // world_size for chunk in away]
+            assert copies == 12 * sum(shards[1:]) + 2 * sum(shards[:1])
+
+
+def test_the_parts_of_device_memory_by_hand() -> None:
+    profile = make_profile(4)  # six chunks of 8 Mi elements
+    one, two, three = (memory_of(world_size, profile).static_parts(2, 4) for world_size in (1, 2, 3))
+    assert one == {
+        "persistent chunks": 2 * CHUNK * 14,
+        "chunk buffers": 4 * CHUNK * 2,
+        "gradient staging": 2 * CHUNK * 2 + 4 * 6 * 512,
+        "buffers and quantised weights": 0,
+        "staging for streamed updates": 128 * MIB,
+    }
+    assert two == {
+        "persistent chunks": 2 * CHUNK * 14 // 2,
+        "chunk buffers": 4 * CHUNK * 2,
+        "gradient staging": 3 * CHUNK * 2 + 2 * CHUNK // 2 * 2 + 2 * 4 * 6 * 512,
+        "buffers and quantised weights": 0,
+        "staging for streamed updates": 128 * MIB,
+        "NCCL and its contexts": (1016 + 2 * 384) * MIB,
+    }
+    padded = 21846 * 384  # elements; a third of it is no whole number of tiles, so two tiles of every chunk are cut
+    assert padded - 384 < CHUNK < padded
+    assert three == {
+        "persistent chunks": 2 * padded * 14 // 3,
+        "chunk buffers": 4 * padded * 2,
+        "gradient staging": 3 * padded * 2 + 2 * (padded // 3) * 2 + 2 * (4 * 6 * 512 + 2 * 16384 * 2 * 6),
+        "buffers and quantised weights": 0,
+        "staging for streamed updates": 2 * 18 * (padded // 3),
+        "NCCL and its contexts": (1016 + 3 * 384) * MIB,
+    }
+    on_cpu = memory_of(2, profile, replace(H100, device_type="cpu")).static_parts(2, 4)
+    assert "NCCL and its contexts" not in on_cpu
+
+
+def test_what_nccl_takes_depends_on_the_ranks_of_a_machine_and_on_how_they_are_connected() -> None:
+    fast = replace(H100, all_gather_gbps=268.0)
+    through_host = replace(H100, all_gather_gbps=H100.h2d_gbps / 2)
+    several: dict[str, Any] = {"world_size": 16, "n_nodes": 2}
+    assert [replace(fast, world_size=n).collective_bytes // MIB for n in (1, 2, 4, 8)] == [0, 1784, 2552, 4088]
+    assert replace(fast, **several).collective_bytes == replace(fast, world_size=8).collective_bytes
+    assert replace(through_host, **several).collective_bytes == 600 * MIB
+
+
+ROOMY = replace(MACHINE, host_bytes=10**12)
+# Bytes a parameter of a whole second copy, and of one of the weight alone.
+SIZES = [("bfloat16", 12, 2), ("float16", 14, 2), ("float32", 12, 4)]
+
+
+@pytest.mark.parametrize(("dtype", "whole", "weight"), SIZES)
+def test_as_few_are_weight_only_as_host_memory_allows(dtype: str, whole: int, weight: int) -> None:
+    profile = replace(chain(3.0, 6.0, n=8), dtype=dtype)
+    memory = MemoryModel(profile, ROOMY, pack(profile, N))
+    for n_weight_only in range(6):
+        room = N * ((5 - n_weight_only) * whole + n_weight_only * weight)
+        assert memory.copy_bytes(2, 5, n_weight_only) == room
+        memory.hardware = replace(ROOMY, host_bytes=memory.least_host_bytes(2, 4000) + room)
+        assert memory.speculation(2, 5, 4000) == (5, n_weight_only)
+        memory.hardware = replace(ROOMY, host_bytes=memory.hardware.host_bytes - 1)
+        assert memory.speculation(2, 5, 4000) == ((5, n_weight_only + 1) if n_weight_only < 5 else (4, 4))

@@ -1,20 +1,19 @@
-"""Operators of a forward against counts by hand: products, and what the others read and write, fused or not."""
+"""Operators are counted by their products or bytes, and attention by its outputs and times."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from protrain.common.trees import tensors_in
 from protrain.forward.compilation import compile_blocks, graphs_alone
 from protrain.profiler.blocks import find_blocks
-from protrain.profiler.memory_meter import StorageMeter
-from protrain.profiler.operations import Operations, storage_key
+from protrain.profiler.operations import AttentionCall, Operations, measured_ms, storage_key
 from protrain.profiler.trace import profile
 
 ROWS, WIDTH = 8, 16
@@ -68,26 +67,6 @@ def test_views_move_nothing_and_what_is_expanded_little() -> None:
     assert found.traffic_bytes == 2 * SIZE + WIDTH * 4
 
 
-def test_a_graph_counts_what_lives_across_products_alone() -> None:
-    x, weight = (torch.empty(shape, device="meta") for shape in ((ROWS, WIDTH), (WIDTH, WIDTH)))
-    compiled = torch.compile(chain, backend=graphs_alone())
-    compiled(x, weight)
-    peaks = {}
-    for name, function in (("eager", chain), ("compiled", compiled)):
-        meter = StorageMeter()
-        meter.ignore([x, weight])
-        with meter:
-            results = function(x, weight)
-        assert meter.alive_bytes == 2 * SIZE
-        peaks[name] = meter.peak_bytes
-        del results
-        assert meter.alive_bytes == 0
-    # Eager execution keeps scaled, relu and the last result. A graph keeps the product's operand and result, and the
-    # results.
-    assert peaks == {"eager": 3 * SIZE, "compiled": 2 * SIZE}
-    torch._dynamo.reset()
-
-
 @pytest.fixture
 def two_blocks(tiny_model: Callable[..., Any]) -> Callable[[str], Any]:
     """A tiny model with two of its blocks, as each is compiled."""
@@ -124,26 +103,6 @@ def test_the_meta_device_knows_what_compiled_blocks_save(
     torch._dynamo.reset()
 
 
-def test_what_the_compiler_leaves_behind_is_no_memory_of_the_step(
-    two_blocks: Callable[[str], Any], tiny_batch: Callable[..., Any]
-) -> None:
-    """Reference cycles hold what a block saved when it was compiled.
-
-    They appear if the garbage collector runs meanwhile.
-    """
-    model, batch = two_blocks("llama"), tiny_batch()
-    blocks = [model.get_submodule(path) for path in find_blocks(model)]
-    thresholds = gc.get_threshold()
-    gc.set_threshold(50, 3, 3)
-    try:
-        compile_blocks(blocks, on_meta=True)
-        first, again = (profile(model, batch, device="meta", dtype=torch.float32) for _ in range(2))
-    finally:
-        gc.set_threshold(*thresholds)
-    assert first.segments == again.segments
-    torch._dynamo.reset()
-
-
 def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
     """What autograd saves of each block on the CPU with the same graphs, without inputs and weights."""
     torch._dynamo.reset()
@@ -177,3 +136,39 @@ def saved_by_block(model: nn.Module, batch: dict[str, Tensor]) -> list[int]:
     model.train()
     model(**batch)
     return found
+
+
+CPU = torch.device("cpu")
+SEQUENCES, SEQUENCE, HEADS, HIDDEN = 2, 16, 4, 32  # the tiny models have this many
+Build = Callable[..., Any]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "opt", "gpt2"])
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_blocks_say_what_attention_leaves(tiny_model: Build, tiny_batch: Build, family: str, where: str) -> None:
+    model, dtype = tiny_model(family), torch.bfloat16
+    found = profile(model, tiny_batch(batch=SEQUENCES, sequence=SEQUENCE), device=where, dtype=dtype)
+    for block in found.blocks:
+        sums = SEQUENCES * HEADS * SEQUENCE * 4
+        assert block.attention_bytes == SEQUENCES * SEQUENCE * HIDDEN * dtype.itemsize + sums
+        assert block.attention_flops == 2 * 2 * SEQUENCES * SEQUENCE * SEQUENCE * HIDDEN // 2  # under a causal mask
+        assert block.attention_bytes < block.saved_bytes
+        assert block.attention_flops < block.forward_flops
+        assert (block.attention_ms > 0) == (where == "cpu")
+
+
+def noted(sequence: int, mask: Tensor | None = None) -> AttentionCall:
+    query, key, value = torch.randn(3, 1, 2, sequence, 16)
+    with Operations() as operations:
+        F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+    return operations.attention[0][1]
+
+
+def test_equal_calls_are_timed_once_and_longer_ones_take_longer() -> None:
+    mask = torch.zeros(1, 1, 1, 16).expand(1, 2, 16, 16)  # its elements overlap in memory
+    calls = [noted(16), noted(2048), noted(16), noted(16, mask)]
+    assert calls[0] == calls[2]
+    times = {call: measured_ms(call, CPU) for call in calls}
+    assert len(times) == 3
+    assert 0 < times[calls[0]] < times[calls[1]]
+    assert times[calls[3]] > 0

@@ -18,34 +18,6 @@ from tests.profiler.test_trace import _Block
 profile = partial(protrain.profile, device="cpu")
 
 
-def test_hooks_of_a_first_forward_are_registered_once() -> None:
-    """Models of transformers have hooks that collect hidden states and the router logits of an auxiliary loss."""
-
-    class Recording(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(_Block() for _ in range(3))
-            self.seen: list[Tensor] = []
-            self.hooked = False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if not self.hooked:
-                for layer in self.layers:
-                    layer.register_forward_hook(lambda module, args, output: self.seen.append(output))
-                self.hooked = True
-            self.seen.clear()
-            for layer in self.layers:
-                x = layer(x)
-            return torch.stack(self.seen).mean()
-
-    model, batch = Recording(), (torch.randn(4, 8),)
-    profile(model, batch)
-    assert not model.seen
-    assert not any(layer._forward_hooks for layer in model.layers)
-    model(*batch)
-    assert len(model.seen) == 3
-
-
 class _Lazy(nn.Module):
     """A module that creates what it needs in its first forward, counts, and draws random numbers in its own ways."""
 
@@ -169,24 +141,6 @@ def test_containers_hold_what_they_did_in_the_same_order() -> None:
     before = model.remembered()
     profile(model, (torch.randn(4, 8),))
     assert model.remembered() == before
-
-
-def test_recurrent_blocks_never_flatten_their_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, flattening moves the weights into one storage, which cannot be emptied weight by weight any more."""
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(8, 8, batch_first=True)
-
-        def forward(self, x: Tensor) -> Any:
-            return x + self.lstm(x)[0]
-
-    model = nn.Sequential(Recurrent(), Recurrent())
-    flattened: list[nn.RNNBase] = []
-    monkeypatch.setattr(nn.RNNBase, "flatten_parameters", lambda module: flattened.append(module))
-    profile(model, (torch.randn(2, 3, 8),))
-    assert not flattened
 
 
 class _Drawing(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain.profiler import step_times
-from protrain.profiler.step_times import Segment, expected_ms, median_durations, time_steps
+from protrain.profiler.step_times import Segment, time_steps
 from protrain.profiler.traced_step import TracedStep
 from tests.profiler.test_trace import _batch, _Block, _Model
 
@@ -24,14 +24,6 @@ class _Slow(_Block):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.held_up_s)
         return super().forward(x)
-
-
-def test_a_hiccup_in_one_of_many_alike_blocks_is_not_believed() -> None:
-    blocks = [_Slow() for _ in range(5)]
-    blocks[2].held_up_s = 0.05
-    found = protrain.profile(nn.Sequential(*blocks), (torch.randn(4, 8),), device="cpu")
-    assert len(found.blocks) == 5
-    assert max(block.forward_ms for block in found.blocks) < 25.0
 
 
 def test_recomputation_ends_with_the_last_saved_tensor() -> None:
@@ -126,12 +118,6 @@ def test_the_steps_are_as_many_as_those_of_a_rank(
     assert steps.order == order
 
 
-def test_before_a_long_step_the_gpu_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = _Steps(monkeypatch)
-    assert steps.counted(expected_ms=50.0, sustained_ms=50.0) == "1"
-    assert steps.order == "b1w"
-
-
 @pytest.mark.parametrize(("expected_ms", "order"), [(0.0, "1w2w"), (60.0, "b1wb2w")], ids=["unexpectedly", "long"])
 def test_a_step_in_which_something_was_compiled_does_not_count(
     expected_ms: float, order: str, monkeypatch: pytest.MonkeyPatch
@@ -139,28 +125,6 @@ def test_a_step_in_which_something_was_compiled_does_not_count(
     steps = _Steps(monkeypatch, compiling=1)
     assert steps.counted(compiled=True, expected_ms=expected_ms, sustained_ms=50.0) == "2"
     assert steps.order == order
-
-
-def test_a_compiled_step_in_which_nothing_was_left_to_compile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = _Steps(monkeypatch)
-    assert steps.counted(compiled=True, sustained_ms=50.0) == "1"
-    assert steps.order == "1w"
-
-
-def test_what_one_block_takes_longer_than_others_is_not_expected_again() -> None:
-    def segment(phase: str, block: str | None, duration_ms: float) -> Segment:
-        return Segment(phase, block, start=10.0, end=10.0 + duration_ms)
-
-    forward = [segment("forward", block, 3.0) for block in "abc"]
-    backward = [segment("backward", "c", 9000.0), segment("backward", "b", 7.0), segment("backward", "a", 6.0)]
-    between = [segment("forward", None, 0.5), segment("backward", None, 0.25)]
-    assert expected_ms([*forward, *between, *backward]) == 3 * 3.0 + 0.75 + 3 * 7.0
-    assert expected_ms(between) == 0.75
-
-
-def test_of_two_steps_the_lesser_times_count_and_of_three_the_middle_ones() -> None:
-    assert median_durations([[(10.0, 3.0), (5.0, 0.0)], [(20.0, 1.0), (4.0, 0.0)]]) == [(10.0, 1.0), (4.0, 0.0)]
-    assert median_durations([[(10.0, 3.0)], [(20.0, 1.0)], [(12.0, 2.0)]]) == [(12.0, 2.0)]
 
 
 def test_a_hiccup_in_one_of_several_steps_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,25 @@ def test_a_backward_more_than_was_planned_is_refused_and_the_step_goes_on(plan: 
 
 
 @both_plans
+@pytest.mark.parametrize("speculates", [False, True])
+def test_a_parameter_whose_gradient_is_set_to_none_stays_as_it_is(plan: str, speculates: bool) -> None:
+    """``parameter.grad = None`` of some parameters was refused by step()."""
+
+    def script(model: nn.Module, optimizer: Any) -> list[float]:
+        values = train(model, optimizer)
+        for seed in (2, 3):
+            model(rows(seed)).square().mean().backward()
+            model.get_parameter(FIRST).grad = None
+            assert model.get_parameter(FIRST).grad is None
+            values.append(optimizer.clip_grad_norm_(0.5).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*values, *train(model, optimizer)]
+
+    check(script, plan, plans={"n_speculate": 4 if speculates else 0})
+
+
+@both_plans
 def test_autograd_grad_before_a_step_leaves_the_gradients_of_the_step(plan: str) -> None:
     """torch.autograd.grad between backward() and step() replaced the gradients of the step by zeros."""
 

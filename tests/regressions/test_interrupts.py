@@ -7,6 +7,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -200,3 +201,48 @@ def test_a_wrap_that_is_refused_leaves_a_model_that_can_be_wrapped() -> None:
         protrain.wrap(model, optimizer, device_memory="8KiB", **options)
     wrapped_model, its = protrain.wrap(model, optimizer, device_memory="4GiB", **options)
     assert train(wrapped_model, its) == train(*wrapped("on the device"))
+
+
+class _Left(torch.autograd.graph.saved_tensors_hooks):
+    """Ctrl-C comes when the context is entered for the third time, just before Python knows how to leave it."""
+
+    entered = 0
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        type(self).entered += 1
+        if self.entered == 3:
+            raise KeyboardInterrupt
+
+
+@both_plans
+def test_ctrl_c_while_hooks_of_saved_tensors_are_set_leaves_none(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hooks stayed, so that later blocks saved their tensors with one that had been interrupted."""
+    training, undisturbed = wrapped(plan), wrapped(plan)
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    with monkeypatch.context() as patch:
+        for module in ("protrain.engine.activations.saved", "protrain.forward.recomputation"):
+            patch.setattr(f"{module}.saved_tensors_hooks", _Left)
+        _Left.entered = 0
+        with pytest.raises(KeyboardInterrupt):
+            train(*training, 1)
+    assert top(True) is not None
+    training[0].zero_grad()
+    assert train(*training) == train(*undisturbed)
+    assert top(True) is None
+    assert_same(left(*training), left(*undisturbed))
+
+
+@both_plans
+def test_ctrl_c_in_a_step_of_float16_does_not_count_it(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that Ctrl-C had ended before it changed anything counted for the loss scale."""
+    model, optimizer = wrapped(plan, dtype="float16")
+    for error in (KeyboardInterrupt, None):
+        optimizer.backward(model(rows()).float().square().mean())  # in float32, as the scaled one is too large
+        with monkeypatch.context() as patch:
+            if error is not None:
+                patch.setattr(optimizer._engine.updates, "_pieces", raising(error))
+            with pytest.raises(error) if error is not None else nullcontext():
+                optimizer.step()
+        assert optimizer.state_dict()["loss_scale"]["finite_steps"] == (error is None)
+        optimizer.zero_grad()

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from protrain.engine.activations.saved import CheckpointFrame, Frame
 from protrain.engine.activations.swap import CheckpointSwapFrame, Offload, OffloadedTensor, Storage, SwapFrame
-from protrain.engine.visits import Unit
+from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm
 from protrain.forward.dispatch import detached
@@ -70,16 +70,9 @@ class PackedOffload(Offload):
         return offloaded.form.flipped(tensor)
 
 
-class PackedSwapFrame(SwapFrame):
-    """One call of a unit whose saved tensors are offloaded and fetched in one buffer (SWAP if the plan packs)."""
-
-    offload_class = PackedOffload
-
-
 _FRAMES: dict[BlockMode, type[Frame]] = {
     BlockMode.NONE: Frame,
     BlockMode.CKPT: CheckpointFrame,
-    BlockMode.SWAP: SwapFrame,
     BlockMode.CKPT_SWAP: CheckpointSwapFrame,
 }
 
@@ -87,5 +80,6 @@ _FRAMES: dict[BlockMode, type[Frame]] = {
 def frame_of(engine: Engine, unit: Unit) -> Frame:
     """The frame for a call of ``unit`` now, by its mode, or with ``engine.recompute_all`` as a recomputed block."""
     mode = BlockMode.CKPT if engine.recompute_all and unit.is_block else unit.mode
-    kind = PackedSwapFrame if unit.packs and mode is BlockMode.SWAP else _FRAMES[mode]
-    return kind(engine, unit)
+    if mode is BlockMode.SWAP:
+        return SwapFrame(engine, unit, PackedOffload if unit.packs else Offload)
+    return _FRAMES[mode](engine, unit)

@@ -29,7 +29,8 @@ from protrain.common.errors import MisuseError
 from protrain.common.parameters import made_of, split_up
 from protrain.common.trees import tensors_in
 from protrain.engine.activations.kept_attention import KeptAttention
-from protrain.engine.visits import Unit
+from protrain.engine.units import Unit
+from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address
 from protrain.forward.dispatch import detached
@@ -43,6 +44,18 @@ class SavedParts(NamedTuple):
 
     parts: dict[str, Any]  # by name, what is saved in place of each
     remade: Callable[[dict[str, Tensor]], Tensor]
+
+
+def end_left_hooks(buffers: BufferPool) -> None:
+    """End the hooks for saved tensors that Ctrl-C has left, as it came when their context was just entered or left.
+
+    ``buffers`` are those of the engine whose hooks they are. None of its units may run.
+    """
+    torch_hooks: Any = torch._C._autograd
+    while (top := torch_hooks._top_saved_tensors_default_hooks(True)) is not None:
+        if getattr(getattr(top[0], "__self__", None), "buffers", None) is not buffers:
+            return
+        torch_hooks._pop_saved_tensors_default_hooks()
 
 
 def own_copy(tensor: Tensor) -> Tensor:
@@ -63,25 +76,21 @@ class Frame:
         self.weights_version = engine.weights_version  # backward must come before weights change
         self.updated_before = engine.updated_inside.copy()  # chunks that backward had updated before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
-        self.running = False  # whether the unit runs now, forward or again, with its weights on the device
-        self._buffers = engine.buffers.by_address
+        # Whether the unit runs now, forward or again. A backward that comes here then is one of its own.
+        self.running = False
+        self.buffers = engine.buffers
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``function`` so that what it saves goes through this frame."""
         self.shared = self.engine.swaps.offload_deferred((args, kwargs))
-        with self.runs(), self.hooks():
-            output = function(*args, **kwargs)
+        self.running = True
+        try:
+            with self.hooks():
+                output = function(*args, **kwargs)
+        finally:
+            self.running = False
         self.engine.swaps.free_offloaded()  # the offload of the block before had the time of this forward
         return output
-
-    @contextmanager
-    def runs(self) -> Iterator[None]:
-        """A context in which the unit runs: a backward that comes here is one of its own (``torch.autograd.grad``)."""
-        before, self.running = self.running, True
-        try:
-            yield
-        finally:
-            self.running = before
 
     def hooks(self) -> saved_tensors_hooks:
         """A context in which what autograd saves goes through this frame."""
@@ -93,14 +102,14 @@ class Frame:
         It is a tuple, because every saved tensor makes one: the tensor, autograd's count of changes in place so far, by
         which [Note: written over] works, and for a view of a weight the buffer and the chunk that is there now.
         """
-        address = storage_address(tensor)
+        address, buffers = storage_address(tensor), self.buffers.by_address
         if (
             not address
             and (parts := split_up(tensor)) is not None
-            and any(storage_address(part) in self._buffers for part in made_of(tensor).values())
+            and any(storage_address(part) in buffers for part in made_of(tensor).values())
         ):
             return self.keep_parts(*parts)
-        buffer = self._buffers.get(address)
+        buffer = buffers.get(address)
         saved = detached(tensor)
         if buffer is None:
             self.engine.ledger.hold(saved, address)
@@ -127,7 +136,8 @@ class Frame:
                 f"backward through {self.unit.label} after optimizer.step(), or an edit, changed its weights: call "
                 "backward() before that, or run the forward again"
             )
-        self.engine.enter_backward(self)
+        self.engine.begin_backward()
+        self.engine.visits.enter_backward(self)
 
     def tensor_of(self, kept: Any) -> Tensor:
         """The tensor that ``kept`` keeps. MisuseError if its values have changed."""
@@ -147,7 +157,7 @@ class Frame:
             )
         if buffer.resident:
             return saved
-        memory = self.engine.buffers.content(chunk)
+        memory = self.buffers.used(chunk).memory
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)
         # With create_graph=True the graph outlives the content of the buffer. That of a unit that runs is saved here.
         if torch.is_grad_enabled() and not self.running:
@@ -208,8 +218,12 @@ class CheckpointFrame(Frame, Recomputation):
     @override
     @contextmanager
     def around_second_run(self) -> Iterator[None]:
-        with self.runs(), nullcontext() if self.attention is None else self.attention.second_run(self.fresh_input):
-            yield
+        before, self.running = self.running, True
+        try:
+            with nullcontext() if self.attention is None else self.attention.second_run(self.fresh_input):
+                yield
+        finally:
+            self.running = before
 
     @override
     def refuse_changes(self) -> None:

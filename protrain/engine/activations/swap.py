@@ -14,7 +14,7 @@ import enum
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
 from protrain.engine.states.arena import Arena
 from protrain.engine.streams import Mark, Streams, span
-from protrain.engine.visits import Unit
+from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached
@@ -230,13 +230,11 @@ class Offload:
 
 
 class SwapFrame(Frame):
-    """One call of a unit whose saved tensors are offloaded and fetched (SWAP)."""
+    """One call of a unit whose saved tensors are offloaded and fetched (SWAP), as ``kind`` does that."""
 
-    offload_class: ClassVar[type[Offload]] = Offload
-
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit, kind: type[Offload]) -> None:
         super().__init__(engine, unit)
-        self.offload = self.offload_class(engine, unit)
+        self.offload = kind(engine, unit)
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

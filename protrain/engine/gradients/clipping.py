@@ -1,6 +1,6 @@
 """The loss scale of float16, the norm of a step's gradients, and the factor that the update multiplies them by.
 
-[Note: torch's own clipping] ``.grad`` is a stand-in (``protrain.engine.gradients.proxy``) that supports what
+[Note: torch's own clipping] ``.grad`` is a stand-in (``protrain.engine.weights.handle``) that supports what
 ``torch.nn.utils.clip_grad_norm_`` does: it asks each gradient for its norm, and then multiplies each by one and the
 same factor. The update has one factor for all gradients, so every gradient must have got the factor by the time of
 ``step()``. torch computes the norm of norms in fp32. That may differ in the last bit from the root of all squares
@@ -45,23 +45,26 @@ class LossScale:
         finally:
             self.is_used = False
 
-    def update(self, finite: bool) -> bool:
-        """Note whether this step's gradients are finite. Returns whether to apply them."""
-        if not finite:
-            if self.scale == _SMALLEST:
-                warn_user(
-                    f"{self.skipped + 1} steps were skipped: gradients are not finite in float16 however small the "
-                    "loss is scaled; look at the loss, or train in bfloat16"
-                )
-            self.scale = max(self.scale / 2, _SMALLEST)
-            self.finite_steps = 0
-            self.skipped += 1
-            return False
+    def warn_of_smallest(self) -> None:
+        """Warn if gradients are not finite although the scale cannot be smaller."""
+        if self.scale == _SMALLEST:
+            warn_user(
+                f"{self.skipped + 1} steps were skipped: gradients are not finite in float16 however small the "
+                "loss is scaled; look at the loss, or train in bfloat16"
+            )
+
+    def note_skipped(self) -> None:
+        """A step is left out, as its gradients are not finite."""
+        self.scale = max(self.scale / 2, _SMALLEST)
+        self.finite_steps = 0
+        self.skipped += 1
+
+    def note_step(self) -> None:
+        """A step is carried out."""
         self.finite_steps += 1
         if self.finite_steps == _GROWTH_INTERVAL:
             self.scale = min(self.scale * 2, _LARGEST)
             self.finite_steps = 0
-        return True
 
     def state(self) -> dict[str, Any]:
         """The state as JSON values."""
@@ -73,16 +76,6 @@ class LossScale:
         self.finite_steps, self.skipped = int(state["finite_steps"]), int(state["skipped"])
 
 
-@dataclass
-class _Multiplication:
-    """A factor that the user's code has multiplied some gradients by, one after the other."""
-
-    given: Any  # the factor: a number or a tensor
-    version: int | None  # of the tensor, because it may change in place
-    value: Tensor  # of the factor at that time: 0-d, fp32, on the device
-    indices: set[int]  # of the parameters whose gradients were multiplied so far
-
-
 class Clipping:
     """The norm of one step's gradients and their factor. ``zero_grad`` resets both."""
 
@@ -92,18 +85,21 @@ class Clipping:
         self._sum_of_squares: Tensor | None = None  # over all gradients: 0-d, fp64
         self._norms: dict[int, Tensor] = {}  # by parameter
         self._factor: Tensor | None = None  # of all gradients: 0-d, fp32, on the device
-        self._multiplied: list[_Multiplication] = []  # by torch's clipping, which has to reach all gradients
+        # By torch's clipping, which multiplies one gradient after the other and has to reach all of them: its factors,
+        # each as it was given and as a 0-d fp32 tensor on the device, and those of each parameter, in order.
+        self._factors: dict[Any, tuple[Any, Tensor]] = {}
+        self._factors_of: dict[int, list[Any]] = {}
 
     @property
     def has_begun(self) -> bool:
         """Whether a factor was set, which applies to all gradients of the step."""
-        return self._factor is not None or bool(self._multiplied)
+        return self._factor is not None or bool(self._factors)
 
     def reset(self) -> None:
         """Forget everything, because there are no gradients any more."""
         self.forget_norms()
         self._factor = None
-        self._multiplied = []
+        self._factors, self._factors_of = {}, {}
 
     def forget_norms(self) -> None:
         """Forget the norms, because new gradients arrived."""
@@ -134,20 +130,23 @@ class Clipping:
         Raises:
             MisuseError: some gradients were multiplied by a factor and others were not.
         """
+        if not self._factors:
+            return self._factor
         present = self._gradients.present
-        for known in self._multiplied:
-            missing = [m.name for m in self._gradients.members if present[m.index] and m.index not in known.indices]
-            if missing:
-                raise MisuseError(
-                    f"{len(known.indices)} gradients were multiplied by a factor and {len(missing)} were not, that of "
-                    f"{missing[0]} among them: ProTrain multiplies all or none. Clip all of the model's parameters at "
-                    "once, change single gradients in parameter.register_post_accumulate_grad_hook, or in "
-                    "parameter.register_hook where a step has several backward() calls, or clear the gradients with "
-                    "optimizer.zero_grad()"
-                )
-        for known in self._multiplied:
-            self._multiply(known.value)
-        self._multiplied = []
+        factors_of = {m.name: self._factors_of.get(m.index, []) for m in self._gradients.members if present[m.index]}
+        usual = max(factors_of.values(), key=len)
+        missing = [name for name, factors in factors_of.items() if factors != usual]
+        if missing:
+            raise MisuseError(
+                f"{len(factors_of) - len(missing)} gradients were multiplied by a factor and {len(missing)} were not, "
+                f"that of {missing[0]} among them: ProTrain multiplies all or none. Clip all of the model's parameters "
+                "at once, change single gradients in parameter.register_post_accumulate_grad_hook, or in "
+                "parameter.register_hook where a step has several backward() calls, or clear the gradients with "
+                "optimizer.zero_grad()"
+            )
+        for key in usual:
+            self._multiply(self._factors[key][1])
+        self._factors, self._factors_of = {}, {}
         return self._factor
 
     def gradient_norm(self, index: int) -> Tensor:
@@ -158,27 +157,21 @@ class Clipping:
             indices, squares = self._gradients.squares.by_parameter()
             self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
         norm = self._norms[index]
-        for value in (self._factor, *(known.value for known in self._multiplied if index in known.indices)):
+        for value in (self._factor, *(self._factors[key][1] for key in self._factors_of.get(index, []))):
             norm = norm if value is None else norm * value
         return norm
 
     def multiply_gradient(self, index: int, factor: Tensor | float) -> None:
         """Multiply the gradient of parameter ``index`` by a number or a 0-d tensor, for ``.grad.mul_(factor)``."""
-        version = factor._version if isinstance(factor, Tensor) and not factor.is_inference() else None
-        for known in self._multiplied:
-            if known.version != version or index in known.indices:
-                continue
-            # The values of tensors are not compared, because that would wait for the device.
-            numbers = not isinstance(known.given, Tensor) and not isinstance(factor, Tensor)
-            if known.given is factor or (numbers and known.given == factor):
-                known.indices.add(index)
-                return
-        if isinstance(factor, Tensor):
-            value = factor.detach().to(self._gradients.device, torch.float32, copy=True)
-        else:
-            factor = float(factor)
-            value = torch.full((), factor, dtype=torch.float32, device=self._gradients.device)
-        self._multiplied.append(_Multiplication(factor, version, value, {index}))
+        key: Any = factor
+        if isinstance(
+            factor, Tensor
+        ):  # its value is not compared, as that waits for the device, and may change in place
+            key = id(factor), 0 if factor.is_inference() else factor._version
+        if key not in self._factors:
+            value = torch.as_tensor(factor, dtype=torch.float32).detach().to(self._gradients.device, copy=True)
+            self._factors[key] = factor, value
+        self._factors_of.setdefault(index, []).append(key)
 
     def _total_squares(self) -> Tensor:
         if self._sum_of_squares is None:

@@ -38,7 +38,7 @@ from protrain.common.errors import MisuseError, PlanError
 from protrain.engine.gradients.reduction import Reduction, SquareSums
 from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.visits import ManagedModel
+from protrain.engine.units import ManagedModel
 from protrain.engine.weights.parameter import receives_gradient, take_gradient
 from protrain_kernels import AdamScalars
 
@@ -65,9 +65,7 @@ class Gradients:
         self._ranks = memory.ranks
         self.pending: dict[int, Tensor] = {}  # gradients that wait for the visit that completes them, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
-        self.forgotten: set[int] = set()  # present gradients whose .grad was set to None
         self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
-        self.no_sync = False  # the current backward runs inside model.no_sync()
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
         self.squares = SquareSums(memory, members, managed.layout.cut_tiles())
         self.pools = GradientPools(managed)
@@ -81,12 +79,12 @@ class Gradients:
         self._brings = True  # whether the backward that runs, or has failed, still brings gradients
 
     def is_pending(self, index: int) -> bool:
-        """Whether parameter ``index`` has a gradient whose .grad was not set to None."""
-        return index in self.pending or (self.present[index] and index not in self.forgotten)
+        """Whether parameter ``index`` has a gradient."""
+        return index in self.pending or self.present[index]
 
     def indices(self) -> set[int]:
         """The indices of the parameters that have a gradient."""
-        return {index for index, present in enumerate(self.present) if present} - self.forgotten
+        return {index for index, present in enumerate(self.present) if present}
 
     def begin_backward(self) -> None:
         """A backward begins, which may bring gradients. This is called inside it."""
@@ -145,9 +143,9 @@ class Gradients:
         """Whether this is the last backward that the plan has for a step."""
         return self.backwards == self._accumulation
 
-    def count_backward(self) -> None:
+    def count_backward(self, *, no_sync: bool) -> None:
         """Another backward brings gradients. MisuseError if it is one more than planned."""
-        begins = self.no_sync and not self.backwards  # a sum, as another backward follows
+        begins = no_sync and not self.backwards  # a sum, as another backward follows
         if self.backwards + begins >= self._accumulation:
             what = "a backward() under model.no_sync()" if begins else "another backward()"
             raise _one_more(what, self.backwards + begins + 1)
@@ -204,32 +202,21 @@ class Gradients:
         if self.is_last:
             self.reduction.settle()
 
-    def forget(self, index: int) -> bool:
-        """The user has set ``.grad`` of parameter ``index`` to None. Returns whether this was the last gradient."""
+    def forget(self, index: int) -> None:
+        """The user has set ``.grad`` of parameter ``index`` to None."""
         if not self.present[index]:
             raise MisuseError(
                 f"backward is just computing the gradient of {self.members[index].name}: set it to None when "
                 "backward is over, or in a hook that is registered before protrain.wrap"
             )
-        self.forgotten.add(index)
-        return not self.pending and len(self.forgotten) == sum(self.present)
+        self.present[index] = False
+        self.squares.forget(index)
 
     def refuse_missing(self, what: str, index: int | None = None) -> None:
-        """Raise a MisuseError if the gradients that ``what`` needs are missing.
-
-        With ``index`` it needs the gradient of that parameter. In any case it also raises if some gradients were set to
-        None and others were not.
-        """
-        members, present, forgotten = self.members, self.present, self.forgotten
-        if not (any(present) if index is None else present[index]):
-            name = "gradients" if index is None else f"the gradient of {members[index].name}"
+        """MisuseError if there is no gradient, or none of parameter ``index``, which ``what`` needs."""
+        if not (any(self.present) if index is None else self.present[index]):
+            name = "gradients" if index is None else f"the gradient of {self.members[index].name}"
             raise MisuseError(f"{what} without {name}: call loss.backward() first")
-        if forgotten:
-            raise MisuseError(
-                f"{what} after .grad of {len(forgotten)} parameters was set to None, of "
-                f"{members[min(forgotten)].name} among them, and that of others was not: clear all of them "
-                "with optimizer.zero_grad(), and set requires_grad=False for parameters that are not to be trained"
-            )
 
     def refuse_zeros(self) -> None:
         """MisuseError if torch would now update a parameter by zeros, which zero_grad(set_to_none=False) leaves there.
@@ -256,7 +243,6 @@ class Gradients:
         self.backwards, self._counts = 0, False
         self.pending.clear()
         self.present = [False] * len(self.members)
-        self.forgotten.clear()
         self.squares.reset()
 
 

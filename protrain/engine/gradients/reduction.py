@@ -52,7 +52,7 @@ from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.parameter_state import own_elements
 from protrain.engine.streams import Mark, span
-from protrain.engine.visits import ManagedModel
+from protrain.engine.units import ManagedModel
 from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
 from protrain.planning.timeline import DOWN, REDUCE, UP
 from protrain_kernels import Slice, flatten, fold, in_parts, tiles
@@ -352,6 +352,15 @@ class SquareSums:
         """Forget all gradients."""
         self.partials.zero_()
         self._cut.zero_()
+
+    def forget(self, index: int) -> None:
+        """Forget the gradient of parameter ``index``, on all ranks alike."""
+        first = self.offsets[index]
+        for sums in (self.partials, self._all):
+            sums[first : first + self._tiles[index]].zero_()
+        for partial, row in self._row_of_cut.items():
+            if first <= partial < first + self._tiles[index]:
+                self._cut[row].zero_()
 
     def keep_cut_tiles(self, slices: Sequence[Slice], values: Tensor) -> None:
         """Keep what ``values``, the reduced gradients of ``slices``, has of cut tiles. See [Note: cut tiles]."""

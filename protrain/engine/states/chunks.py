@@ -19,7 +19,7 @@ has queued and not waited for. Only the main thread changes it, or the thread th
     UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
                 may follow it.
 
-``protrain.engine.states.allocation`` makes chunks from a plan.
+``protrain.engine.states.arena`` makes chunks from a plan.
 """
 
 from __future__ import annotations

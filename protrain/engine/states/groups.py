@@ -42,6 +42,7 @@ class Groups:
         self._decoupled = decoupled
         self._known = [list(group["params"]) for group in self._live]
         self._names = names
+        self.no_sync = False  # the script is inside model.no_sync(), where backwards only accumulate
 
     @property
     def _live(self) -> list[dict[str, Any]]:

@@ -39,13 +39,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark, Stream, span
+from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
-from protrain.engine.visits import ManagedModel
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.timeline import GPU
 from protrain_kernels import AdamScalars
@@ -159,22 +160,31 @@ class Updates:
 
     # -- updates that count --------------------------------------------------------------------------------------------
 
-    def step(self, factor: Tensor | None, *, assumed_factor: float) -> None:
+    def step(self, factor: Tensor | None, *, assumed_factor: float, loss_scale: LossScale | None) -> None:
         """Update every parameter that has a gradient. See [Note: commit].
 
         Args:
             factor: of all gradients, 0-d on the device.
             assumed_factor: what speculative updates took it to be.
+            loss_scale: counts the step, in float16.
         """
         assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
-        self._commit(functools.partial(self._step, factor, assumed, [*map(self._pieces, self._chunks)]))
+        self.commit(functools.partial(self._step, factor, assumed, [*map(self._pieces, self._chunks)], loss_scale))
 
-    def _commit(self, work: Callable[[], None]) -> None:
+    def commit(self, work: Callable[[], None]) -> None:
         """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
         self._committer.submit(work).wait()
 
-    def _step(self, factor: Tensor | None, assumed_factor: float | None, pieces: list[list[Piece]]) -> None:
+    def _step(
+        self,
+        factor: Tensor | None,
+        assumed_factor: float | None,
+        pieces: list[list[Piece]],
+        loss_scale: LossScale | None,
+    ) -> None:
         with self._streams.computing():
+            if loss_scale is not None:
+                loss_scale.note_step()
             self._last_scale = scale = None if factor is None else self.publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
@@ -199,7 +209,7 @@ class Updates:
     def end_backward(self) -> None:
         """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
         updates = sorted(self._begun.values(), key=lambda update: update.chunk.index)
-        self._commit(lambda: self._queue(updates, self._end_window(), None, 1.0))
+        self.commit(lambda: self._queue(updates, self._end_window(), None, 1.0))
         self._begun.clear()
 
     def _end_window(self) -> Mark:

@@ -33,7 +33,7 @@ from protrain.common.parameters import same_bytes
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import own_copy
 from protrain.engine.states.chunks import Member
-from protrain.engine.visits import ManagedModel, Unit
+from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.parameter import PresentParameter, edit_error, set_data
 from protrain.engine.weights.released import ReleasedParameter
@@ -70,14 +70,17 @@ class Bindings:
     def bind(self, unit: Unit, schedule: Schedule) -> None:
         """Put the parameters of ``unit`` on the device, and keep them there."""
         self._buffers.acquire_all(unit.chunks, schedule)
-        for member in unit.moving:
-            if member.bound == 0:
-                data = self._buffers.weight(member)
-                member.address = data.data_ptr()
-                set_data(member.parameter, data)
-        for member in unit.members:
-            member.bound += 1
-            member.parameter.__class__ = PresentParameter
+        with torch._C.DisableTorchFunctionSubclass():
+            for chunk, members in unit.moving:
+                buffer = self._buffers.used(chunk)
+                for member in members:
+                    if member.bound == 0:
+                        data = buffer.view(member)
+                        member.address = data.data_ptr()
+                        set_data(member.parameter, data)
+            for member in unit.members:
+                member.bound += 1
+                member.parameter.__class__ = PresentParameter
 
     def unbind(self, unit: Unit) -> None:
         """End one ``bind``. MisuseError if a parameter was edited."""
@@ -87,14 +90,13 @@ class Bindings:
                 for member in unit.members
                 if member.parameter._version != member.edits or member.parameter.data_ptr() != member.address
             ]
-        kinds = {member.name: how for member in edited if (how := self._edit_of(member)) is not None}
-        for member in unit.members:
-            member.bound -= 1
-            if member.bound == 0:
-                member.parameter.__class__ = ReleasedParameter
-        for member in unit.moving:
-            if member.bound == 0:
-                set_data(member.parameter, self._idle[member.index])
+            kinds = {member.name: how for member in edited if (how := self._edit_of(member)) is not None}
+            for member in unit.members:
+                member.bound -= 1
+                if member.bound == 0:
+                    member.parameter.__class__ = ReleasedParameter
+                    if not member.chunk.resident:
+                        set_data(member.parameter, self._idle[member.index])
         for chunk in unit.chunks:
             self._buffers.release(chunk)
         for name, how in kinds.items():
@@ -104,20 +106,23 @@ class Bindings:
         """How ``member`` was edited, whose data is there now. None: its storage has the values that it had.
 
         Recurrent modules give their weights another storage (``flatten_parameters``). The parameter gets its own back.
+        This is called where torch functions of subclasses are disabled.
         """
-        with torch._C.DisableTorchFunctionSubclass():
-            if member.parameter.data_ptr() == member.address:
-                return "changed in place"
-            weight = member.view(member.chunk.weight) if member.chunk.resident else self._buffers.weight(member)
-            if not same_bytes(member.parameter.detach().to(weight.device), weight):
-                return "replaced"
-            set_data(member.parameter, weight)
-            member.edits = member.parameter._version
+        if member.parameter.data_ptr() == member.address:
+            return "changed in place"
+        weight = (
+            member.view(member.chunk.weight) if member.chunk.resident else self._buffers.used(member.chunk).view(member)
+        )
+        if not same_bytes(member.parameter.detach().to(weight.device), weight):
+            return "replaced"
+        set_data(member.parameter, weight)
+        member.edits = member.parameter._version
         return None
 
     def release(self, member: Member) -> None:
         """No unit uses the parameter of ``member``."""
-        set_data(member.parameter, self._idle[member.index])
+        with torch._C.DisableTorchFunctionSubclass():
+            set_data(member.parameter, self._idle[member.index])
         member.parameter.__class__ = ReleasedParameter
 
     def reset(self) -> None:
@@ -164,10 +169,11 @@ class Bindings:
         """MisuseError if a resident weight was edited while no unit used it, outside of full_parameters."""
         # Every step runs this for every parameter, and hardly any was edited: so one comparison must do.
         with torch._C.DisableTorchFunctionSubclass():
-            changed = [member for member in self._resident if member.parameter._version != member.edits]
-        for member in changed:
-            if member.index not in self.full and (how := self._edit_of(member)) is not None:
-                raise edit_error(member.name, how)
+            for member in self._resident:
+                if member.parameter._version != member.edits and member.index not in self.full:
+                    how = self._edit_of(member)
+                    if how is not None:
+                        raise edit_error(member.name, how)
 
 
 def copy_escaping_weights(tree: Any, buffers: BufferPool, *, own: Unit | None = None) -> Any:
@@ -189,7 +195,7 @@ def copy_escaping_weights(tree: Any, buffers: BufferPool, *, own: Unit | None = 
 
     for tensor in tensors_in(tree):  # every call of every unit runs this loop, and hardly any finds something
         if escapes(tensor):
-            return map_leaves(lambda leaf: _copied(leaf) if escapes(leaf) else leaf, tree)
+            return map_leaves(lambda leaf: _copied(leaf, buffers) if escapes(leaf) else leaf, tree)
     return tree
 
 
@@ -202,12 +208,27 @@ class _Saving(torch.autograd.Function):
         return tensor.new_empty(())
 
 
-def _copied(tensor: Tensor) -> Tensor:
+class _InPlace:
+    """Hooks by which autograd gives back ``copy`` for whatever it has saved. ``buffers`` are those of the engine."""
+
+    def __init__(self, copy: Tensor, buffers: BufferPool) -> None:
+        self._copy, self.buffers = copy, buffers
+
+    def keep(self, _: Tensor) -> None:
+        """Keep nothing."""
+
+    def restore(self, _: None) -> Tensor:
+        """Give back the copy."""
+        return self._copy
+
+
+def _copied(tensor: Tensor, buffers: BufferPool) -> Tensor:
     """A copy whose gradient is added to that of ``tensor``: [Note: gradients of copies]."""
     copy = own_copy(tensor)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return copy
-    with saved_tensors_hooks(lambda _: None, lambda _: copy):
+    hooks = _InPlace(copy, buffers)
+    with saved_tensors_hooks(hooks.keep, hooks.restore):
         output = _Saving.apply(tensor)
     # read while the output is there: torch 2.11 frees with it what its node has saved
     found: Tensor = output.grad_fn.saved_tensors[0]

@@ -168,15 +168,8 @@ class BufferPool:
         for chunk in sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk):
             self.acquire(chunk, schedule)
 
-    def content(self, chunk: Chunk) -> Tensor:
-        """The memory in which a unit uses ``chunk`` now."""
-        return self._used(chunk).memory
-
-    def weight(self, member: Member) -> Tensor:
-        """The weight of ``member`` where a unit uses it now."""
-        return self._used(member.chunk).view(member)
-
-    def _used(self, chunk: Chunk) -> Buffer:
+    def used(self, chunk: Chunk) -> Buffer:
+        """The buffer in which a unit uses ``chunk`` now."""
         buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
         assert buffer.state in (Residency.WHOLE, Residency.RESIDENT)

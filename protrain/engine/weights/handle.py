@@ -32,10 +32,9 @@ class Handle:
     through a tensor that C++ holds, and a model that the user drops must free its chunks.
     """
 
-    def __init__(self, name: str, index: int, engine: Engine, *, trainable: bool) -> None:
+    def __init__(self, name: str, index: int, engine: Engine) -> None:
         self.name = name
         self.index = index
-        self.trainable = trainable  # whether it required a gradient when the model was wrapped
         self.gradient_proxy: Tensor | None = None  # made when .grad is read first, as torch's clipping reads it often
         self._engine = weakref.ref(engine)
 
@@ -91,11 +90,16 @@ def as_contiguous(func: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) ->
     return func(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 
+# What changes a parameter itself, wherever its values are.
 HOOKS = frozenset(
     {
         torch.Tensor.register_hook,
+        torch.Tensor.requires_grad_,
         torch.Tensor.register_post_accumulate_grad_hook,
-        *(getattr(torch.Tensor, name).__set__ for name in ("_backward_hooks", "_post_accumulate_grad_hooks")),
+        *(
+            getattr(torch.Tensor, name).__set__
+            for name in ("_backward_hooks", "_post_accumulate_grad_hooks", "requires_grad")
+        ),
     }
 )
 PATTERNS: dict[Any, int] = {
@@ -109,8 +113,9 @@ _DATA: Any = Tensor.data
 
 def describe(tensor: Any, **_: Any) -> str:
     """``repr`` of a parameter, or of what stands for its gradient."""
+    name = vars(tensor).get("protrain_name") or tensor.protrain_handle.name
     with torch._C.DisableTorchFunctionSubclass():
-        return f"{type(tensor).__name__}({tensor.protrain_handle.name}, {tuple(tensor.shape)}, {tensor.dtype})"
+        return f"{type(tensor).__name__}({name}, {tuple(tensor.shape)}, {tensor.dtype})"
 
 
 class GradientProxy(Tensor):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +27,12 @@ from protrain.engine.states.chunks import Member
 from protrain.engine.weights.handle import AUTOGRAD, HOOKS, LAYOUT, METADATA, GradientProxy, Handle, describe, on_itself
 
 _MOVED = "protrain_moved"  # name of an attribute
-_RAW_DATA: Any = torch.Tensor.data
+# It gives a parameter other data of its shape, without any check. Only the engine may call it, where torch functions of
+# subclasses are disabled.
+set_data: Any = cast(Any, torch.Tensor.data).__set__
 _RAW_GRAD: Any = torch.Tensor.grad
-_RAW_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 # What may be asked of a parameter before its values are loaded, or done to it: see [Note: awaited values].
-_OF_TRAINING = _RAW_GRAD.__get__, _RAW_GRAD.__set__, _RAW_REQUIRES_GRAD.__set__, torch.Tensor.requires_grad_
-_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, *_OF_TRAINING])
-
-
-def _set_requires_grad(parameter: PresentParameter, value: bool) -> None:
-    handle = parameter.protrain_handle
-    if not handle.trainable:
-        # The next forward of the training refuses it. One without gradients trains nothing, so that peft's set_adapter
-        # may choose any adapter for it.
-        (handle.engine.thawed.add if value else handle.engine.thawed.discard)(handle.index)
-    with torch._C.DisableTorchFunctionSubclass():
-        _RAW_REQUIRES_GRAD.__set__(parameter, value)
+_ALLOWED = frozenset([*METADATA, *AUTOGRAD, *HOOKS, *LAYOUT, _RAW_GRAD.__get__, _RAW_GRAD.__set__])
 
 
 def _replace_data(parameter: PresentParameter, value: Tensor) -> None:
@@ -57,12 +47,6 @@ class PresentParameter(nn.Parameter):
     protrain_handle: Handle
     # The data is what `detach` returns, so that an edit of it counts as an edit of the parameter: see [Note: edits].
     data: Any = property(lambda parameter: parameter.detach(), _replace_data)
-    requires_grad: Any = property(_RAW_REQUIRES_GRAD.__get__, _set_requires_grad)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Any:
-        """Freeze the parameter, or train it again, which it can be if it was not frozen when the model was wrapped."""
-        self.requires_grad = requires_grad
-        return self
 
     def set_(self, source: Any = None, *args: Any, **kwargs: Any) -> Any:
         """The memory of the parameter is its chunk's. Only its own is accepted: ``register_parametrization`` gives it.
@@ -112,8 +96,8 @@ class PresentParameter(nn.Parameter):
                 "loss.backward() make it, and change it in parameter.register_post_accumulate_grad_hook, or in "
                 "parameter.register_hook where a step has several backward() calls"
             )
-        if pending and handle.engine.gradients.forget(handle.index):  # it was the last one
-            handle.engine.forget_gradients()
+        if pending:
+            handle.engine.forget_gradient(handle.index)
 
     def _arriving(self) -> Tensor | None:
         """The gradient with which a hook is called now. MisuseError if torch would add it to an earlier one first."""
@@ -202,12 +186,6 @@ def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     return gradient
 
 
-def set_data(parameter: nn.Parameter, data: Tensor) -> None:
-    """Give ``parameter`` other data of its shape, without any check. Only the engine may do this."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _RAW_DATA.__set__(parameter, data)
-
-
 def refuse_foreign_gradients(members: Iterable[Member]) -> None:
     """MisuseError if other code has left a gradient in the ``.grad`` of a parameter."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -237,12 +215,7 @@ def edit_error(name: str, how: str) -> MisuseError:
     )
 
 
-def _describe(parameter: Any, **_: Any) -> str:
-    with torch._C.DisableTorchFunctionSubclass():
-        return f"Parameter({parameter.protrain_name}, {tuple(parameter.shape)}, {parameter.dtype}, not loaded yet)"
-
-
-class _AwaitedParameter(nn.Parameter):
+class AwaitedParameter(nn.Parameter):
     """A parameter that can be frozen, and asked for its shape and the like, and nothing else."""
 
     protrain_name: str
@@ -253,11 +226,11 @@ class _AwaitedParameter(nn.Parameter):
     ) -> Any:
         if func not in _ALLOWED:
             for tensor in tensors_in((args, kwargs)):
-                if isinstance(tensor, _AwaitedParameter):
+                if isinstance(tensor, AwaitedParameter):
                     raise awaited_error(tensor.protrain_name)
         return on_itself(func, args, kwargs)
 
-    __repr__: Any = _describe
+    __repr__: Any = describe
 
 
 class Awaited:
@@ -272,7 +245,7 @@ class Awaited:
     def _await(self) -> None:
         for name, parameter in self._parameters.items():
             vars(parameter)["protrain_name"] = name
-            parameter.__class__ = _AwaitedParameter
+            parameter.__class__ = AwaitedParameter
         # torch would load the buffers before it comes to the parameters.
         self._hooks = [module.register_load_state_dict_pre_hook(_refuse_load) for module in self._model.modules()]
 

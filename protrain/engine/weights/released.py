@@ -152,7 +152,7 @@ def weight_of(handle: Handle) -> Tensor:
     member = engine.members[handle.index]
     chunk = member.chunk
     if engine.buffers.in_use(chunk):
-        return engine.buffers.weight(member).clone()
+        return engine.buffers.used(chunk).view(member).clone()
     if chunk.ranks.several and engine.all_read:
         chunk.ranks.meet(f"a read of {handle.name}")
         with engine.quiet():
@@ -238,6 +238,7 @@ class _Copies:
         self._made: dict[int, Tensor] = {}  # by the id of the released parameter
         self._sources: dict[int, _Source] = {}  # by the address of the storage
         self._versions: list[tuple[Tensor, int, _Source]] = []
+        self.buffers: Any = None  # of the engine, by which it knows its hooks
 
     def given(self, leaf: Any) -> Any:
         """What the operation is given in place of ``leaf``."""
@@ -289,6 +290,7 @@ class _Copies:
 
     def _watched(self, tensor: Tensor, source: _Source) -> Tensor:
         self._sources[storage_address(tensor)] = source
+        self.buffers = source.handle.engine.buffers
         self._versions.append((tensor, tensor._version, source))
         return tensor
 

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,11 +33,9 @@ from protrain.engine.weights.released import ReleasedParameter, end_full, make_f
 class _Exported(ReleasedParameter):
     """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads."""
 
-    hooks: ClassVar[WeakValueDictionary[int, StateHooks]] = WeakValueDictionary()
-
     @classmethod
     def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = cls.hooks[id(parameter)]
+        hooks: StateHooks = parameter.protrain_handle.engine.state_hooks
         if func is Tensor.detach:
             return hooks.export(parameter.protrain_handle.index)
         if func is Tensor.copy_:
@@ -47,12 +45,11 @@ class _Exported(ReleasedParameter):
 
 
 class StateHooks:
-    """The hooks of state_dict() and load_state_dict() on every module. They keep this object alive."""
+    """The hooks of state_dict() and load_state_dict() on every module."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        # modules whose state_dict() or load_state_dict() runs, each a child of the one before
-        self._open: list[nn.Module] = []
+        self._outermost: nn.Module | None = None  # whose state_dict() or load_state_dict() runs
         self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # made for the outermost state_dict()
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
@@ -81,20 +78,13 @@ class StateHooks:
         self.engine.weights_changed([member.chunk])
 
     def _begin(self, members: list[Member], module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if self._open_module(module):
+        if self._outermost is None or not prefix:  # it is no call for a part of that
+            self._outermost = module
             self._copies.clear()
             if not keep_vars and not self.engine.bindings.kept:  # inside first_rank_saves one rank calls it alone
                 self._meet(module, "state_dict()")
         if members and not keep_vars:
             self._enter(members)
-
-    def _open_module(self, module: nn.Module) -> bool:
-        """A call for ``module`` begins. Returns whether it is the outermost, or the one before was interrupted."""
-        outermost = not self._open or module not in self._open[-1]._modules.values()
-        if outermost:
-            self._open.clear()
-        self._open.append(module)
-        return outermost
 
     def _meet(self, module: nn.Module, what: str) -> None:
         """All ranks must have called ``what`` of ``module``, if that has weights of which each has a part."""
@@ -110,7 +100,8 @@ class StateHooks:
         local_metadata: dict[str, Any],
         *_: Any,
     ) -> None:
-        if self._open_module(module):
+        if self._outermost is None or not prefix:
+            self._outermost = module
             self._meet(module, "load_state_dict()")
             self.engine.refuse_write("load_state_dict()")
         if not members:
@@ -125,12 +116,11 @@ class StateHooks:
                 if member.index not in self.engine.bindings.full:  # full_parameters gives a copy of its own
                     self.engine.bindings.in_state_dict[member.index] = member
                     member.parameter.__class__ = _Exported
-                    _Exported.hooks[id(member.parameter)] = self
 
     def _end(self, members: list[Member], module: nn.Module, *_: Any) -> None:
         """The end of either call for ``module``."""
-        if self._open and self._open[-1] is module:
-            self._open.pop()
+        if self._outermost is module:
+            self._outermost = None
         self.engine.bindings.end_state_dict(member.index for member in members)
 
 

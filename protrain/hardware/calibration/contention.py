@@ -1,7 +1,8 @@
-"""What runs together in a step, and how much each activity slows the others.
+"""The rates of activities, alone and beside others.
 
 Every activity has a thread that repeats units of some milliseconds. All threads start together and run until the end of
-the measurement. What an activity completes in that time is its rate. Its share is that rate over its rate alone.
+the measurement. What an activity completes in that time is its rate. Its share beside others is that rate over its rate
+alone.
 
 Collectives wait for those of the other ranks, whose measurements end at other moments. So all ranks do a number of them
 that they have agreed on, which takes longer than the measurement.
@@ -11,25 +12,34 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import statistics
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from statistics import harmonic_mean, median
 
-import torch
+import numpy as np
 
-from protrain.hardware.calibration.ranks import Collectives
-from protrain.hardware.calibration.rates import AdamChunk, Products, StreamedChunk, Transfers, pinned
-from protrain.hardware.calibration.timing import Effort
+from protrain.hardware.calibration.activities import Activity
 from protrain.hardware.profile import Contention
-from protrain_kernels import PADDING
 
-_PRODUCTS_IN_UNIT = 4
-_REGIONS = 4  # 1 GiB each way, because a host may have a cache of 300 MiB
-_LEAST_UNITS = 4
-_SLICES = 8  # the median rate of so many slices of a run counts, since a stall of the machine falls into one slice
+LEAST_UNITS = 4
+_SLICES = 8  # a measurement has so many slices, since a stall of the machine falls into one of them
 
-# What a step runs at the same time. Each group is measured together, and every activity alone.
+# The rate of an activity alone, by the name of the profile's field.
+_RATES = {
+    "matmul": "matmul_tflops",
+    "device_copy": "device_copy_gbps",
+    "h2d": "h2d_gbps",
+    "d2h": "d2h_gbps",
+    "dram": "host_dram_gbps",
+    "host_adam": "host_adam_gparams",
+    "host_adam_weight": "host_adam_weight_gparams",
+    "host_adam_narrow": "host_adam_narrow_gparams",
+    "device_adam": "device_adam_gparams",
+    "flatten": "flatten_gbps",
+    "streamed_adam": "streamed_adam_gparams",
+}
+# What a step runs at the same time.
 _GROUPS = (
     ("h2d", "d2h"),
     ("h2d", "host_adam"),
@@ -40,52 +50,25 @@ _GROUPS = (
     ("h2d", "d2h", "host_adam"),
     ("h2d", "d2h", "matmul"),
     ("h2d", "d2h", "host_adam", "matmul"),
-)
-_STREAMED_GROUPS = (
     ("streamed_adam", "host_adam"),
     ("streamed_adam", "matmul"),
     ("streamed_adam", "host_adam", "matmul"),
+    ("collective", "matmul"),  # all that the planner reads of collectives
 )
-_COLLECTIVE_GROUPS = (("collective", "matmul"),)  # all that the planner reads of collectives
+
+Group = tuple[str, ...]
+Runs = Mapping[Group, Sequence[Mapping[str, Sequence[float]]]]  # what ``rates_together`` found, by group, in rounds
 
 
-def groups_on(device: torch.device, n_ranks: int = 1) -> list[tuple[str, ...]]:
-    """The groups that each of ``n_ranks`` measures: every activity alone, then those that run together."""
-    groups = (*_GROUPS, *_STREAMED_GROUPS) if device.type == "cuda" else _GROUPS
-    groups = (*groups, *_COLLECTIVE_GROUPS) if n_ranks > 1 else groups
-    names = dict.fromkeys(name for group in groups for name in group)
-    return [*((name,) for name in names), *groups]
+def groups_of(names: Sequence[str]) -> list[Group]:
+    """The groups that are measured of activities with ``names``: each alone, then those that run together."""
+    return [*((name,) for name in names), *(group for group in _GROUPS if set(group) <= set(names))]
 
 
-# Does one unit of an activity's work, and returns when that unit or the one before is done.
-Unit = Callable[[], object]
-
-
-class OnStream:
-    """Units of work on a stream of their own. Two are in flight, so that the device never waits for the host."""
-
-    def __init__(self, queue: Unit, device: torch.device) -> None:
-        self._queue = queue
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        # The events block, because a thread that spins would take a core from the host's AdamW.
-        self._events = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        self._units = 0
-
-    def __call__(self) -> None:
-        """Queue a unit and wait for the one before."""
-        torch.cuda.set_device(self._device)  # see [Note: the current GPU] in engine/updates/worker.py
-        with torch.cuda.stream(self._stream):
-            self._queue()
-            self._events[self._units % 2].record()
-        self._units += 1
-        self._events[self._units % 2].synchronize()  # returns at once for an event that was never recorded
-
-
-def units_per_second(
-    activities: Mapping[str, Unit], *, duration_s: float, counts: Mapping[str, int] | None = None
-) -> dict[str, float]:
-    """Units a second of every activity, by name, while all of them run for ``duration_s``.
+def rates_together(
+    activities: Mapping[str, Activity], *, duration_s: float, counts: Mapping[str, int] | None = None
+) -> dict[str, list[float]]:
+    """What each activity does a second, by name, while all of them run for ``duration_s``: a rate for each slice of it.
 
     An activity that is among ``counts`` does this number of units, however long they take. An exception in one activity
     ends all of them and is raised here.
@@ -93,15 +76,16 @@ def units_per_second(
     barrier = threading.Barrier(len(activities) + 1)
     stop = threading.Event()
     failures: list[BaseException] = []
-    stamps: dict[str, list[float]] = {name: [] for name in activities}
+    stamps: dict[str, list[float]] = {name: [] for name in activities}  # when it starts, and when each unit ends
 
-    def work(unit: Unit, done: list[float], count: int | None) -> None:
+    def work(activity: Activity, done: list[float], count: int | None) -> None:
         try:
-            unit()  # warms up caches and compiles
-            unit()
+            activity.unit()  # warms up caches and compiles
+            activity.unit()
             barrier.wait()
-            while not stop.is_set() if count is None else len(done) < count:
-                unit()
+            done.append(time.perf_counter())
+            while not stop.is_set() if count is None else len(done) <= count:
+                activity.unit()
                 done.append(time.perf_counter())
         except threading.BrokenBarrierError:
             return
@@ -111,8 +95,8 @@ def units_per_second(
             barrier.abort()
 
     threads = [
-        threading.Thread(target=work, args=(unit, stamps[name], (counts or {}).get(name)), daemon=True)
-        for name, unit in activities.items()
+        threading.Thread(target=work, args=(activity, stamps[name], (counts or {}).get(name)), daemon=True)
+        for name, activity in activities.items()
     ]
     try:
         for thread in threads:
@@ -121,7 +105,7 @@ def units_per_second(
             barrier.wait()
         begin = time.perf_counter()
         while not stop.wait(duration_s / _SLICES):
-            if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) >= _LEAST_UNITS:
+            if time.perf_counter() - begin >= duration_s and min(map(len, stamps.values())) > LEAST_UNITS:
                 stop.set()
         end = time.perf_counter()
     finally:  # after an interrupt too: the memory that they copy is unpinned next, and a copy would fail on it
@@ -133,103 +117,54 @@ def units_per_second(
     if failures:
         raise failures[0]
     # A unit that ends after the measurement may have run while other activities had stopped.
-    return {name: _rate([begin, *(stamp for stamp in done if stamp <= end)]) for name, done in stamps.items()}
+    return {
+        name: _rates(activity.amount, [stamp for stamp in stamps[name] if stamp <= end])
+        for name, activity in activities.items()
+    }
 
 
-def _rate(stamps: Sequence[float]) -> float:
-    """Units a second: the median over slices with equally many units."""
+def _rates(amount: float, stamps: Sequence[float]) -> list[float]:
+    """The rates of units of ``amount``, which start or end at ``stamps``, over slices with equally many units."""
     units = len(stamps) - 1
     step = max(1, units // _SLICES)
-    rates = [step / (stamps[first + step] - stamps[first]) for first in range(0, units - step + 1, step)]
-    return statistics.median(rates)
+    return [step * amount / (stamps[first + step] - stamps[first]) for first in range(0, units - step + 1, step)]
 
 
-class Together:
-    """The activities of one machine and the memory that they work on, made once and used for every group."""
-
-    def __init__(
-        self,
-        device: torch.device,
-        effort: Effort,
-        products: Products,
-        chunks: Sequence[AdamChunk],
-        *,
-        threads: int,
-        collectives: Collectives | None = None,
-    ) -> None:
-        self._device = device
-        self._collectives = collectives
-        portions = portions_of(chunks)
-        turns = itertools.cycle(portions)
-
-        def update_portion() -> None:
-            for part in next(turns):
-                part.update(threads)
-
-        self._copies = Transfers(device, max(effort.transfer_bytes), regions=_REGIONS)
-        self._streamed = StreamedChunk(device, effort.adam_elements) if device.type == "cuda" else None
-        self._found: dict[tuple[str, ...], list[dict[str, float]]] = {}  # rates, by group
-        self._activities: dict[str, Unit] = {
-            "h2d": self._on_device(self._copies.up),
-            "d2h": self._on_device(self._copies.down),
-            "host_adam": update_portion,
-            "matmul": self._on_device(lambda: products.run(_PRODUCTS_IN_UNIT)),
-        }
-        if self._streamed is not None:
-            self._activities["streamed_adam"] = self._on_device(self._streamed.update)
-        if collectives is not None:
-            self._activities["collective"] = self._on_device(collectives.both)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # other streams work on memory that this stream has filled
-
-    def _on_device(self, queue: Unit) -> Unit:
-        return OnStream(queue, self._device) if self._device.type == "cuda" else queue
-
-    @contextlib.contextmanager
-    def ready(self) -> Iterator[bool]:
-        """Pin the host memory of copies inside the context. Yields whether that was possible."""
-        streamed = () if self._streamed is None else self._streamed.chunk
-        with pinned(*self._copies.host, *streamed, device=self._device) as accepted:
-            try:
-                yield accepted
-            finally:
-                self._activities.clear()  # they refer to all of the memory, and to this object
-
-    def measure(self, group: Collection[str], *, duration_s: float) -> None:
-        """Run ``group`` together. It may be measured several times."""
-        counts = {}
-        if "collective" in group:
-            assert self._collectives is not None, "there are several ranks"
-            counts["collective"] = max(_LEAST_UNITS, self._collectives.units_in(duration_s))
-        activities = {name: self._activities[name] for name in group}
-        found = units_per_second(activities, duration_s=duration_s, counts=counts)
-        self._found.setdefault(tuple(group), []).append(found)
-
-    def contention(self) -> list[Contention]:
-        """The shares in every group that was measured."""
-        return best_shares(self._found)
+def alone(activity: Activity, *, duration_s: float) -> float:
+    """What ``activity`` does a second with nothing beside it."""
+    return median(rates_together({"it": activity}, duration_s=duration_s)["it"])
 
 
-def portions_of(chunks: Sequence[AdamChunk]) -> list[list[AdamChunk]]:
-    """As many portions as ``chunks``, each with a part of every chunk.
+def rates_of(runs: Runs) -> dict[str, float]:
+    """The rates of a profile, by field. Of several rounds the best counts, as other work only slows a machine down.
 
-    The portions are alike, even where some chunks are slower than others.
+    Those of the host's AdamW are all work over all time. In a step the host updates dozens of chunks, and the step
+    takes as long as all of them together. Where a third of them take half as long again, as on a host with neighbours,
+    the median does not show it.
     """
-    count = len(chunks)
-    elements = chunks[0].elements // count // PADDING * PADDING
-    return [[chunk.part(index * elements, elements) for chunk in chunks] for index in range(count)]
+    rates = {field: max(median(run[name]) for run in runs[name,]) for name, field in _RATES.items() if (name,) in runs}
+    rates["bidirectional_gbps"] = max(sum(map(median, run.values())) for run in runs["h2d", "d2h"])
+    for name in ("host_adam", "host_adam_weight", "host_adam_narrow"):
+        samples = [rate for run in runs[name,] for rate in run[name]]
+        rates[_RATES[name]] = harmonic_mean(samples)
+        if name == "host_adam":
+            rates["host_adam_p20_gparams"] = float(np.quantile(samples, 0.2))
+    return rates
 
 
-def best_shares(found: Mapping[tuple[str, ...], Sequence[Mapping[str, float]]]) -> list[Contention]:
-    """The shares in every group of several activities, from the rates in all runs of every group.
+def shares_of(runs: Runs) -> list[Contention]:
+    """The shares in every group of several activities: those of its best round, of the best rate of each activity.
 
-    The best run of a group counts, and the best rate of an activity alone. Whatever else a machine does for some
-    seconds only makes it slower. If that slowed an activity alone, its share beside others would seem larger.
+    That rate may be one beside others. Then something else on the machine slowed the activity down while it ran alone,
+    and its shares of that rate would be too large.
     """
-    alone = {group[0]: max(run[group[0]] for run in runs) for group, runs in found.items() if len(group) == 1}
+    best: dict[str, float] = {}
+    for run in itertools.chain.from_iterable(runs.values()):
+        for name, rates in run.items():
+            best[name] = max(best.get(name, 0.0), median(rates))
     shares = {
-        group: max((tuple(run[name] / alone[name] for name in group) for run in runs), key=sum)
-        for group, runs in found.items()
+        group: max((tuple(median(run[name]) / best[name] for name in group) for run in found), key=sum)
+        for group, found in runs.items()
         if len(group) > 1
     }
     return [Contention(activities=group, shares=each) for group, each in shares.items()]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from protrain.distributed.ranks import Ranks
-from protrain.hardware.calibration.rates import random_tensor
+from protrain.hardware.calibration.activities import random_tensor
 from protrain.hardware.calibration.timing import batch_s
 from protrain.hardware.profile import Contention
 
@@ -39,7 +39,6 @@ class Collectives:
         self._device = device
         self._whole = random_tensor(self._divisible(size_bytes), torch.uint8, device)
         self._received = torch.empty_like(self._whole)
-        self._both_s: float | None = None
 
     def _divisible(self, size_bytes: int) -> int:
         return size_bytes // self._ranks.size * self._ranks.size
@@ -61,10 +60,7 @@ class Collectives:
 
     def units_in(self, seconds: float) -> int:
         """How many times all ranks are to do ``both``, so that it takes longer than ``seconds``."""
-        if self._both_s is None:
-            self.both()
-            self._both_s = max(self._ranks.all_values(batch_s(self.both, self._device, _WARM_UP), _WHAT))
-        return math.ceil(_MARGIN * seconds / self._both_s)
+        return math.ceil(_MARGIN * seconds / self._once_s(self.both))
 
     def gbps(self, size_bytes: int, *, budget_s: float) -> dict[str, Any]:
         """The rates of a gather and of an exchange, by the names of a profile's fields.
@@ -74,15 +70,17 @@ class Collectives:
         whole = self._divisible(size_bytes)
         moved = whole - whole // self._ranks.size
         ways = {"all_gather_gbps": lambda: self.gather(whole), "all_to_all_gbps": lambda: self.exchange(whole)}
-        return {name: moved / 1e9 / median(self._durations_s(run, budget_s / 2)) for name, run in ways.items()}
+        rates = {}
+        for name, run in ways.items():
+            count = int(min(max(budget_s / 2 / self._once_s(run), _LEAST_SAMPLES), _MOST_SAMPLES))
+            rates[name] = moved / 1e9 / median(batch_s(run, self._device, 1) for _ in range(count))
+        return rates
 
-    def _durations_s(self, run: Callable[[], object], budget_s: float) -> list[float]:
-        """Seconds of each of as many runs as ``budget_s`` holds: equally many on all ranks."""
-        for _ in range(_WARM_UP):
-            run()
-        once_s = max(self._ranks.all_values(batch_s(run, self._device, 1), _WHAT))
-        count = int(min(max(budget_s / max(once_s, 1e-6), _LEAST_SAMPLES), _MOST_SAMPLES))
-        return [batch_s(run, self._device, 1) for _ in range(count)]
+    def _once_s(self, run: Callable[[], object]) -> float:
+        """Seconds that ``run`` takes on the slowest rank, so that all of them do it equally often."""
+        run()
+        own_s = batch_s(run, self._device, _WARM_UP)
+        return max(1e-6, *self._ranks.all_values(own_s, _WHAT))
 
 
 def slowest(of_ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:

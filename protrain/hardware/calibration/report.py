@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protrain.common.tables import aligned, format_bytes, wrapped
-from protrain.hardware.calibration.rates import ADAM_BYTES
+from protrain.hardware.calibration.activities import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
 from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import GpuFacts
@@ -22,7 +22,7 @@ def report(profile: HardwareProfile) -> str:
     sheet = of_card(profile.name)
     promised: dict[str, float] = {}
     if sheet is not None:
-        promised = dict.fromkeys(("device_copy_gbps", "flatten_gbps", "pack_gbps"), sheet.memory_gbps)
+        promised = dict.fromkeys(("device_copy_gbps", "flatten_gbps"), sheet.memory_gbps)
         promised |= {"device_adam_gparams": sheet.memory_gbps / ADAM_BYTES, "matmul_tflops": sheet.matmul_tflops}
     rows = [("measured", "", "of datasheet")]
     for name, value in profile.rows():
@@ -106,3 +106,14 @@ def pinning_warnings(*, pinned: bool) -> list[str]:
         "host memory cannot be pinned, so that copies are slow and nothing overlaps them: raise the limit of locked "
         "memory (ulimit -l, or --ulimit memlock=-1 of a container)"
     ]
+
+
+def warnings_of_all(of_ranks: Sequence[Sequence[str]]) -> list[str]:
+    """The warnings of all ranks, each once. Those that not every rank has name the rank."""
+    return list(
+        dict.fromkeys(
+            line if all(line in each for each in of_ranks) else f"rank {rank}: {line}"
+            for rank, lines in enumerate(of_ranks)
+            for line in lines
+        )
+    )

@@ -1,35 +1,24 @@
-"""How calibration times work, how long it takes, and how much memory it uses.
-
-Work is timed in many batches of runs, whose median counts. Work on a GPU is timed by
-events, in batches of a few milliseconds, so that launching is hidden as it is in a step. Work on the host is timed by
-the host's clock.
-"""
+"""How long calibration takes, how much memory it uses, and how it times a batch of work."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
 MIB = 1024**2
 GIB = 1024**3
 FULL_SECONDS = 30.0
-_ROOM_BYTES = 12 * GIB  # of free memory; full sizes take 3 GiB of it, besides the host's chunks
-_LARGEST_TRANSFER_MIB = 256
+_ROOM_BYTES = 12 * GIB  # of free memory; full sizes take 4 GiB of it, besides the host's chunks
+_TRANSFER_MIB = 256
 _MOST_CHUNKS = 12
 _HOST_SHARE = 10  # chunks take at most this fraction of the host's free memory: one tenth
 _CHUNK_BYTES = 14  # a parameter in bf16 with a split master and its gradient
-_BATCH_S = 2e-3  # of one timed batch: far above the resolution of events, and long enough to hide launches
-_MOST_IN_BATCH = 256
-_MOST_BATCHES = 500
-_LEAST_BATCHES = 5
 _PIECE = bytes(256 * 1024)  # stays in a core's own cache
 
 
@@ -73,39 +62,13 @@ class Effort:
 
     @property
     def hidden(self) -> int:
-        """The width of the block whose gradients are flattened and whose activations are packed: a multiple of 128."""
+        """The width of the block whose gradients are flattened: a multiple of 128."""
         return max(1, int(32 * self.size**0.5)) * 128
 
     @property
-    def transfer_bytes(self) -> list[int]:
-        """Sizes of copies between host and device, and of collectives, that no cache holds: 64, 128 and 256 MiB."""
-        largest = max(1, int(_LARGEST_TRANSFER_MIB * self.size))
-        return [MIB << bit for bit in range(largest.bit_length())][-3:]
-
-
-def quintiles_of(samples: Sequence[float]) -> tuple[float, float]:
-    """The values below and above which a fifth of the ``samples`` lie."""
-    ordered = sorted(samples)
-    last = len(ordered) - 1
-    return ordered[math.floor(0.2 * last)], ordered[math.ceil(0.8 * last)]
-
-
-def durations_s(run: Callable[[], object], device: torch.device, *, budget_s: float) -> list[float]:
-    """Seconds of one ``run`` on ``device``: one sample a batch, as many as ``budget_s`` holds but at least five.
-
-    Args:
-        run: does the work, or queues it on the current stream of a GPU.
-        device: the device whose clock counts.
-        budget_s: the time for all samples; the warm-up comes on top.
-    """
-    run()  # compiles and allocates
-    once_s = batch_s(run, device, 1)
-    runs = max(1, min(_MOST_IN_BATCH, math.ceil(_BATCH_S / max(once_s, 1e-7))))
-    begin = time.perf_counter()
-    samples: list[float] = []
-    while len(samples) < _LEAST_BATCHES or (time.perf_counter() - begin < budget_s and len(samples) < _MOST_BATCHES):
-        samples.append(batch_s(run, device, runs))
-    return samples
+    def transfer_bytes(self) -> int:
+        """The size of copies between host and device, and of collectives, that no cache holds: 256 MiB."""
+        return max(1, int(_TRANSFER_MIB * self.size)) * MIB
 
 
 def batch_s(run: Callable[[], object], device: torch.device, runs: int) -> float:
@@ -122,11 +85,6 @@ def batch_s(run: Callable[[], object], device: torch.device, runs: int) -> float
     for _ in range(runs):
         run()
     return (time.perf_counter() - begin) / runs
-
-
-def rate(run: Callable[[], object], device: torch.device, work: float, *, budget_s: float) -> float:
-    """The median rate of ``run``, which does ``work`` each time: in the unit of the rate times seconds."""
-    return work / max(median(durations_s(run, device, budget_s=budget_s)), 1e-12)
 
 
 def load(run: Callable[[], object], device: torch.device, seconds: float) -> None:

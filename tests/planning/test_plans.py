@@ -1,0 +1,266 @@
+"""Plans by hand and from files: which are refused, and what the models say of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from protrain.common.errors import PlanError
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning import (
+    BlockMode,
+    MemoryModel,
+    Plan,
+    RuntimeModel,
+    block_modes,
+    check,
+    evaluate,
+    fingerprint,
+    pack,
+    search,
+)
+from protrain.planning.answer import host_gparams
+from protrain.planning.plan import name_other_use, refuse_other_model
+from protrain.profiler.model_profile import ModelProfile
+from tests.planning.brute_force import N, random_machine, random_profile
+from tests.planning.machines import H100
+from tests.planning.models import (
+    GIB,
+    MIB,
+    machine,
+    make_profile,
+    with_attention,
+)
+
+NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
+
+
+def test_swapped_blocks_lie_early_with_checkpointed_ones_between() -> None:
+    assert block_modes(6, 2, 3) == (SWAP, CKPT, SWAP, CKPT, CKPT, NONE)
+    assert block_modes(4, 3, 1) == (SWAP, CKPT, SWAP, SWAP)
+    assert block_modes(0, 0, 0) == ()
+    with pytest.raises(ValueError, match=r"n_swap=2 and n_ckpt=3 .* 4 blocks"):
+        block_modes(4, 2, 3)
+
+
+def test_the_first_recomputed_blocks_have_their_inputs_offloaded() -> None:
+    assert block_modes(5, 0, 4, 2) == (CKPT_SWAP, CKPT_SWAP, CKPT, CKPT, NONE)
+    assert block_modes(6, 2, 3, 2) == (SWAP, CKPT_SWAP, SWAP, CKPT_SWAP, CKPT, NONE)
+    assert block_modes(4, 3, 1, 1) == (SWAP, CKPT_SWAP, SWAP, SWAP)
+    with pytest.raises(ValueError, match="n_ckpt_swap must be 0 to 3, the number of recomputed blocks, not 4"):
+        block_modes(6, 0, 3, 4)
+
+
+def _counts(**changes: int) -> dict[str, Any]:
+    return {"n_persist": 2, "n_buffer": 2, "n_swap": 0, "n_ckpt": 6, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_persist": 9}, "n_persist must be 0 to 8, not 9: all chunks are persistent"),
+        ({"n_persist": -1}, "n_persist must be"),
+        ({"n_buffer": 0}, "n_buffer must be 1 to 6, not 0: a unit holds up to 1"),
+        ({"n_buffer": 7}, "not 7"),
+        ({"n_swap": 1}, "n_swap must be 0 to 0, not 1: every block is swapped or checkpointed"),
+        ({"n_ckpt_swap": 7}, "n_ckpt_swap must be 0 to 6, not 7: the inputs of every recomputed block"),
+        ({"n_ckpt_swap": -1}, "not -1"),
+    ],
+)
+def test_counts_out_of_range_are_named(changes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(make_profile(), machine("8GiB", "8GiB"), **_counts(**changes), chunk_elements=8 * MIB)
+
+
+def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    plan = search(traced, hardware)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert check(loaded, traced, hardware) == plan
+
+
+@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate", "stream"])
+def test_a_plan_from_before_there_was_a_field_uses_nothing_of_it(name: str) -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    facts = evaluate(traced, hardware, **_counts(), chunk_elements=8 * MIB).to_dict()
+    del facts[name]
+    loaded = Plan.from_dict(facts)
+    assert not getattr(loaded, name)
+    assert not getattr(check(loaded, traced, hardware), name)
+
+
+def test_check_refuses_what_does_not_belong() -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    plan = search(traced, hardware)
+    other = replace(traced, parameters=(replace(traced.parameters[0], group=1), *traced.parameters[1:]))
+    with pytest.raises(ValueError, match="made for another model"):
+        check(plan, other, hardware)
+    with pytest.raises(ValueError, match="n_chunks=99"):
+        check(replace(plan, n_chunks=99), traced, hardware)
+    with pytest.raises(ValueError, match="block_modes name 1 blocks"):
+        check(replace(plan, block_modes=(NONE,)), traced, hardware)
+    moved = evaluate(traced, hardware, **_counts(n_ckpt_swap=3), chunk_elements=8 * MIB)
+    assert check(moved, traced, hardware) == moved
+    with pytest.raises(ValueError, match=r"6 checkpointed, 3 of these with offloaded inputs; .* n_ckpt_swap=2"):
+        check(replace(moved, n_ckpt_swap=2), traced, hardware)
+    with pytest.raises(PlanError, match="GPU"):
+        check(plan, traced, machine("1GiB", "3GiB"))
+    with pytest.raises(PlanError, match="host"):
+        check(plan, traced, machine("3GiB", "64MiB"))
+
+
+def test_check_accounts_for_the_batch_at_hand() -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    plan = search(traced, hardware)
+    larger = replace(make_profile(saved=3 * 400 * MIB), tokens=3072)
+    with pytest.raises(PlanError):
+        check(plan, larger, hardware)
+    roomy = check(plan, larger, machine("20GiB", "3GiB"))
+    assert roomy.tokens == 3072
+    assert roomy.device_bytes > plan.device_bytes
+
+
+def test_the_fingerprint_is_of_the_model_not_of_the_run() -> None:
+    traced = make_profile()
+    assert fingerprint(traced) == fingerprint(make_profile(saved=7, ms=3.0))
+    assert fingerprint(traced) != fingerprint(replace(traced, dtype="float16"))
+    assert fingerprint(traced) != fingerprint(make_profile(5))
+
+
+def plans(profile: ModelProfile, hardware: HardwareProfile, n_ckpt: int, n_ckpt_swap: int) -> list[Plan]:
+    """Two plans of the same counts, without and with attention kept."""
+    return [
+        evaluate(
+            profile,
+            hardware,
+            n_persist=0,
+            n_buffer=2,
+            n_swap=0,
+            n_ckpt=n_ckpt,
+            n_ckpt_swap=n_ckpt_swap,
+            keep_attention=keep,
+            chunk_elements=N,
+        )
+        for keep in (False, True)
+    ]
+
+
+def test_what_it_takes_and_saves() -> None:
+    draw = random.Random(3)
+    profile = random_profile(draw, 16)
+    equal = [replace(profile.blocks[0], name=block.name) for block in profile.blocks]
+    profile = with_attention(replace(profile, blocks=tuple(equal)), 0.5, 8)
+    block, n_blocks = profile.blocks[0], len(profile.blocks)
+    hardware = replace(random_machine(draw), device_bytes=10**12, host_bytes=10**12)
+    hardware = replace(hardware, h2d_gbps=1e4, d2h_gbps=1e4, bidirectional_gbps=2e4, host_adam_gparams=1e4)
+    attention = block.attention_bytes
+    for n_ckpt in (n_blocks, n_blocks - 1, 1):
+        without, kept = plans(profile, hardware, n_ckpt, 0)
+        assert without.step_ms - kept.step_ms == pytest.approx(n_ckpt * block.attention_ms, rel=0.02)
+        # The peak is in the first backward, which computes one of them anew; untouched blocks save them anyway.
+        more = (kept.device_bytes - without.device_bytes) / 1.01
+        assert (n_ckpt - 1) * attention <= more * 1.02
+        assert more <= (n_ckpt + 1) * attention
+        assert kept.host_bytes == without.host_bytes
+    without, kept = plans(profile, hardware, n_blocks, n_blocks)
+    assert kept.host_bytes - without.host_bytes == n_blocks * attention
+    assert kept.device_bytes - without.device_bytes <= 3 * attention
+    without, kept = plans(profile, hardware, 0, 0)
+    assert (kept.step_ms, kept.host_bytes) == (without.step_ms, without.host_bytes)
+    assert 0 <= kept.device_bytes - without.device_bytes <= 1.02 * attention
+
+
+N_BLOCKS = 4
+
+
+def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
+    """Of blocks whose forward takes ``ms``, and their backward twice that."""
+    profile = make_profile(N_BLOCKS, saved=saved, ms=ms)
+    blocks = tuple(replace(block, saved_tensors=tensors) for block in profile.blocks)
+    return replace(profile, blocks=blocks)
+
+
+def test_the_plan_carries_the_verdict_and_the_models_follow_it() -> None:
+    profile = profile_of(saved=228 * MIB, tensors=25)
+    plan = evaluate(profile, H100, n_persist=2, n_buffer=2, n_swap=2, n_ckpt=0)
+    assert plan.pack_swaps == (True,) * N_BLOCKS
+    assert search(profile, H100).pack_swaps == plan.pack_swaps
+    layout = pack(profile)
+    modes = (BlockMode.SWAP,) * N_BLOCKS
+    found: dict[Any, Any] = {}
+    for packs in ((), plan.pack_swaps, None):
+        memory = MemoryModel(profile, H100, layout, pack_swaps=packs)
+        found[packs] = RuntimeModel(memory).step_ms(modes, plan.counts), memory.activations(modes)
+    assert found[None] == found[plan.pack_swaps]
+    assert found[None][0] < found[()][0]
+    assert found[None][1].peak_bytes > found[()][1].peak_bytes, "the buffer lies beside what is saved"
+    assert found[None][1].swapped_bytes == found[()][1].swapped_bytes, "nothing to compress"
+
+
+# -- plans for something else ------------------------------------------------------------------------------------------
+
+
+def test_the_difference_is_named() -> None:
+    traced, hardware = make_profile(), machine("3GiB", "3GiB")
+    two_groups = replace(traced, parameters=(replace(traced.parameters[0], group=1), *traced.parameters[1:]))
+    other_shape = replace(traced.parameters[0], shape=(MIB, 8))
+    plan = search(two_groups, hardware)
+    refuse_other_model(plan, two_groups)
+
+    def refusal(plan: Plan, profile: ModelProfile, words: str) -> None:
+        with pytest.raises(ValueError, match=f"made for another model than M: {words}.*make a new plan"):
+            refuse_other_model(plan, profile)
+
+    refusal(plan, replace(two_groups, dtype="float16"), "its dtype differs, bfloat16 in place of float16")
+    refusal(plan, make_profile(5), "it has 6 blocks, this one 5")
+    reshaped = replace(two_groups, parameters=(other_shape, *two_groups.parameters[1:]))
+    refusal(plan, reshaped, "its parameters or their optimizer groups differ")
+    refusal(plan, traced, "its parameters or their optimizer groups differ")
+    refusal(search(traced, hardware), two_groups, "its optimizer has a single group of parameters, this one several")
+
+
+def test_a_plan_for_chunked_loss_that_does_not_fit_whole_logits_names_the_loss() -> None:
+    whole = make_profile()
+    plan = search(replace(whole, chunked_loss=True), machine("3GiB", "3GiB"))
+
+    def refusal(device: str, host: str) -> PlanError:
+        with pytest.raises(PlanError) as raised:
+            check(plan, whole, machine(device, host))
+        return name_other_use(raised.value, plan, whole)
+
+    assert "made for chunked_loss=True, and here logits are whole" in str(refusal("100MiB", "3GiB")), "a GPU's memory"
+    assert "chunked_loss" not in str(refusal("3GiB", "100MiB")), "logits take no host memory"
+
+
+HOSTED = replace(H100, device_bytes=60 * GIB, host_bytes=200 * GIB, host_adam_gparams=5.0, streamed_adam_gparams=None)
+ALONE = replace(HOSTED, h2d_gbps=1e9, d2h_gbps=1e9, bidirectional_gbps=1e9)  # copies take no time
+PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
+COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
+
+
+def rate(hardware: HardwareProfile, *, inside: bool = False, **counts: Any) -> float:
+    plan: Plan = evaluate(PROFILE, hardware, step_during_backward=inside, **{**COUNTS, **counts})
+    return host_gparams(plan, PROFILE, hardware, step_during_backward=inside)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{}, {"n_speculate": 8}, {"n_speculate": 8, "n_weight_only": 8}],
+    ids=["after_the_norm", "speculative", "weight_only"],
+)
+def test_alone_it_is_the_calibrated_one_and_beside_copies_less(counts: dict[str, Any]) -> None:
+    assert rate(ALONE, **counts) == pytest.approx(5.0)
+    assert 2.0 < rate(HOSTED, **counts) < 4.99
+
+
+def test_on_a_cpu_nothing_runs_beside_it() -> None:
+    cpu = replace(HOSTED, device_type="cpu")
+    assert rate(cpu) == 5.0
+    n_chunks = evaluate(PROFILE, cpu, **COUNTS).n_chunks
+    assert rate(replace(cpu, device_bytes=200 * GIB), n_persist=n_chunks, n_buffer=0) == 0.0

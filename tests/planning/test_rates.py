@@ -1,0 +1,293 @@
+"""Rates: of a host shared by ranks, of lanes beside each other, of updates, and of a device that is not at hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from protrain.hardware.profile import Contention, HardwareProfile
+from protrain.planning import (
+    evaluate,
+    predict,
+)
+from protrain.planning.contention import OTHERS, rates
+from protrain.planning.rates import (
+    UNKNOWN,
+    ComputeTimes,
+    choose_packed,
+    compute_times,
+    device_update_gparams,
+    host_update_gparams,
+    moved_bytes,
+    read_bytes,
+    slower_share,
+    written_bytes,
+)
+from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
+from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
+from tests.planning.machines import H100
+from tests.planning.models import (
+    GIB,
+    MACHINE,
+    MIB,
+    chain,
+    make_profile,
+)
+
+
+def left(hardware: HardwareProfile, lane: int, *beside: int) -> float:
+    """The share of its rate that ``lane`` keeps beside other lanes. The host's updates move 130 GB/s alone."""
+    found = rates(hardware, 130.0, (42.0, 36.0))
+    return float(found[*(int(other in beside) for other in OTHERS[lane]), lane])
+
+
+LINK = replace(
+    H100,
+    h2d_gbps=50.0,
+    d2h_gbps=50.0,
+    bidirectional_gbps=80.0,
+    host_dram_gbps=160.0,
+    host_adam_gparams=5.0,
+    contention=(),
+)
+
+
+def test_shared_ceilings() -> None:
+    assert left(LINK, UP) == left(LINK, HOST) == left(LINK, GPU, UP, DOWN, HOST) == 1.0
+    assert left(LINK, UP, DOWN) == left(LINK, DOWN, UP, GPU) == pytest.approx(0.8)
+    assert left(LINK, HOST, UP) == pytest.approx(110 / 130)
+    assert left(LINK, HOST, UP, DOWN) == pytest.approx(60 / 130)
+    assert left(LINK, DOWN, HOST) == pytest.approx(160 / 180)
+    assert left(replace(LINK, host_dram_gbps=90.0), HOST, UP, DOWN) == 0.25, "something is always left"
+    # 40 GB/s a direction, of which uploads want 50 and streamed states 42.
+    assert left(LINK, STREAM, UP) == left(LINK, UP, STREAM) == pytest.approx(40 / 92)
+    assert left(LINK, DOWN, STREAM) == pytest.approx(40 / 86)
+    assert left(replace(LINK, host_dram_gbps=104.0), STREAM, HOST) == pytest.approx(0.5)
+
+
+def test_measured_groups_take_their_place() -> None:
+    measured = replace(
+        LINK,
+        contention=(
+            Contention(activities=("h2d", "d2h"), shares=(0.9, 0.95)),
+            Contention(activities=("h2d", "host_adam", "matmul"), shares=(0.6, 0.7, 1.02)),
+        ),
+    )
+    assert left(measured, UP, DOWN) == 0.9
+    assert left(measured, UP, DOWN, HOST, GPU) == 0.6, "of measured groups the one that leaves least"
+    assert left(measured, UP, HOST) == 1.0, "nothing was measured for these two alone"
+    assert left(measured, HOST, UP, GPU) == 0.7
+    assert left(measured, GPU, UP, HOST) == 1.0, "never more than the rate alone"
+
+
+def test_beside_copies_the_link_has_what_calibration_found_for_both_ways() -> None:
+    """Uploads of a 13 B LLaMA shape took 38 to 45 ms on an H100 beside streamed and host updates: 11.5 ms alone."""
+    both_ways = Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.6, 0.86, 0.8))
+    streamed = Contention(activities=("streamed_adam", "host_adam"), shares=(0.87, 0.9))
+    machine = replace(H100, h2d_gbps=54.0, d2h_gbps=54.0, bidirectional_gbps=94.0, contention=(both_ways, streamed))
+    assert left(machine, UP, STREAM, HOST) == pytest.approx(0.6 * 54 / (54 + 42)), "11.5 ms become 34"
+    assert left(machine, STREAM, UP, HOST) == pytest.approx(0.6 * 54 / (54 + 42))
+    assert left(machine, STREAM, HOST) == 0.87
+    assert left(machine, HOST, STREAM) == 0.9
+    assert left(machine, HOST, STREAM, UP) == 0.8
+
+
+# Two ranks receive and send half of a tensor in half the time of the whole: a chunk of 2.56 MB takes 1 ms.
+TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
+
+
+def test_rates_of_collectives_count_the_whole_tensor() -> None:
+    """Those that are measured count what a rank receives. The link from and to host memory stands in for them."""
+    assert MACHINE.gather_gbps == MACHINE.reduce_gbps == float("inf"), "a rank alone has all there is"
+    assert replace(TWO, world_size=4, all_gather_gbps=3.0).gather_gbps == pytest.approx(4.0)
+    assert replace(TWO, world_size=4, all_to_all_gbps=6.0).reduce_gbps == pytest.approx(8.0)
+    unknown = replace(TWO, world_size=2, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=10.0, d2h_gbps=20.0)
+    assert (unknown.gather_gbps, unknown.reduce_gbps) == (20.0, 40.0)
+
+
+def test_ranks_of_a_machine_share_its_host() -> None:
+    whole = replace(MACHINE, host_bytes=90, cpu_threads=7, host_adam_weight_gparams=None, host_adam_p20_gparams=0.9)
+    one = whole.shared_by(3)
+    assert (one.world_size, one.host_bytes, one.cpu_threads) == (3, 30, 2)
+    assert one.host_adam_gparams == pytest.approx(whole.host_adam_gparams / 3)
+    assert one.host_dram_gbps == pytest.approx(whole.host_dram_gbps / 3)
+    assert one.host_adam_p20_gparams == pytest.approx(0.3)
+    assert one.host_adam_weight_gparams is None
+    assert (one.device_bytes, one.h2d_gbps) == (whole.device_bytes, whole.h2d_gbps), "a GPU's own"
+    assert whole.shared_by(1) == whole
+    measured = replace(whole, world_size=2).shared_by(2)  # by two processes at once: their rates are shares already
+    assert (measured.host_bytes, measured.host_adam_gparams) == (45, whole.host_adam_gparams)
+    measured = replace(whole, world_size=6, n_nodes=2).shared_by(3, 2)  # by three on each of two machines
+    assert (measured.host_bytes, measured.host_adam_gparams) == (30, whole.host_adam_gparams)
+
+
+def test_a_rank_copies_no_faster_than_its_share_of_the_dram() -> None:
+    whole = replace(MACHINE, host_dram_gbps=60.0, h2d_gbps=20.0, d2h_gbps=18.0, bidirectional_gbps=35.0)
+    two, four = whole.shared_by(2), whole.shared_by(4)
+    assert (two.h2d_gbps, two.d2h_gbps, two.bidirectional_gbps) == (20.0, 18.0, 30.0)
+    assert (four.h2d_gbps, four.d2h_gbps, four.bidirectional_gbps) == (15.0, 15.0, 15.0)
+
+
+def test_nodes_share_nothing_but_the_network() -> None:
+    """A gather brings what a machine lacks once for all of its GPUs, an exchange brings other values for each."""
+    whole = replace(MACHINE, host_bytes=90, cpu_threads=8, all_gather_gbps=9.0, all_to_all_gbps=2.0)
+    known = replace(whole, network_gbps=8.0, composed=("network_gbps",))
+    one = known.shared_by(2, 3)
+    assert (one.world_size, one.n_nodes, one.host_bytes, one.cpu_threads) == (6, 3, 45, 4)
+    assert one.host_adam_gparams == pytest.approx(whole.host_adam_gparams / 2)
+    assert one.gather_gbps == pytest.approx(8.0 * 6 / 5)
+    assert one.reduce_gbps == pytest.approx(2.0 * 6 / 5), "the network is not what slows this down"
+    assert [one.known(name) for name in ("all_gather_gbps", "all_to_all_gbps")] == ["composed", "measured"]
+    assert known.shared_by(2).all_gather_gbps == 9.0
+    # One of four ranks on two machines sends two thirds of its values to the other machine. Links to host memory stand
+    # in for those of GPUs.
+    unknown = replace(known, all_gather_gbps=None, all_to_all_gbps=None, h2d_gbps=4.0, d2h_gbps=7.0).shared_by(2, 2)
+    assert unknown.all_gather_gbps is None
+    assert unknown.all_to_all_gbps == pytest.approx(6.0)
+    with pytest.raises(ValueError, match=r"network_gbps of .* must be known for several machines"):
+        whole.shared_by(2, 2)
+
+
+SLOWER = 0.89  # of the usual rate
+
+
+def test_how_much_slower_depends_on_how_steady_the_host_was_in_calibration() -> None:
+    steady = replace(H100, host_adam_gparams=4.9, host_adam_p20_gparams=1.01 * 4.9)
+    assert slower_share(steady) == pytest.approx(SLOWER)
+    assert slower_share(replace(steady, host_adam_p20_gparams=4.2)) == pytest.approx(SLOWER * (1 + 4.2 / 4.9) / 2)
+    assert slower_share(replace(steady, host_adam_p20_gparams=None)) == pytest.approx(SLOWER * UNKNOWN)
+    assert slower_share(replace(steady, device_type="cpu")) == 1.0
+
+
+# Copies take no time, so nothing runs beside an update that could slow it down.
+_COPIES: dict[str, Any] = dict.fromkeys(("h2d_gbps", "d2h_gbps", "bidirectional_gbps", "host_dram_gbps"), 1e9)
+# With moments in bf16 too memory is the limit.
+_UPDATES: dict[str, Any] = {"host_adam_gparams": 5.0, "host_adam_narrow_gparams": 5.0 * 26 / 18}
+ALONE = replace(
+    H100, device_bytes=60 * GIB, host_bytes=200 * GIB, contention=(), streamed_adam_gparams=None, **_UPDATES, **_COPIES
+)
+HELPED = replace(ALONE, streamed_adam_gparams=3.4)
+PROFILE = make_profile(16, elements=208 * 1024**2, saved=1300 * 1024**2, ms=12.0)
+NARROW = replace(PROFILE, moment_dtype="bfloat16")
+COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 4, "n_swap": 0, "n_ckpt": 16}
+
+
+def test_bytes_are_those_of_the_kernels() -> None:
+    """As ``protrain_kernels.adam`` and ``streamed_adam`` count them."""
+    assert [moved_bytes(dtype) for dtype in ("bfloat16", "float16", "float32")] == [26, 28, 28]
+    assert [moved_bytes(dtype, 2) for dtype in ("bfloat16", "float16", "float32")] == [18, 20, 20]
+    assert (read_bytes("bfloat16"), written_bytes("bfloat16")) == (14, 12)
+    assert (read_bytes("bfloat16", 2), written_bytes("bfloat16", 2)) == (10, 8)
+
+
+def test_the_hosts_rate_is_the_calibrated_one_and_without_it_a_measured_share_of_it() -> None:
+    calibrated = replace(ALONE, host_adam_gparams=5.0, host_adam_narrow_gparams=6.0, device_adam_gparams=100.0)
+    counted = replace(calibrated, host_adam_narrow_gparams=None)
+    for machine, bf16 in ((calibrated, 6.0), (counted, 1.2 * 5.0)):
+        assert host_update_gparams(NARROW, machine) == pytest.approx(bf16)
+        in_fp16 = host_update_gparams(replace(NARROW, dtype="float16"), machine)
+        assert in_fp16 == pytest.approx(bf16 * 18 / 26 * 28 / 20)
+        assert host_update_gparams(PROFILE, machine) == 5.0
+        assert device_update_gparams(NARROW, machine) == pytest.approx(100.0 * 26 / 18)
+        assert device_update_gparams(PROFILE, machine) == 100.0
+
+
+def of_kind(profile: Any, kind: str, lane: int, **counts: Any) -> dict[str, float]:
+    """Milliseconds of the operations of one kind, by name."""
+    machine = HELPED if lane == STREAM else ALONE
+    plan = evaluate(profile, machine, **{**COUNTS, **counts})
+    timeline = predict(profile, machine, plan).timeline
+    return {
+        op.name: op.end_ms - op.start_ms
+        for op in timeline.operations
+        if op.lane == lane and op.name.rpartition(" ")[0] == kind
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "lane", "counts", "share"),
+    [
+        ("update", HOST, {}, 18 / 26),
+        ("speculative update", HOST, {"n_speculate": 8}, 18 / 26),
+        ("speculative weight", HOST, {"n_speculate": 8, "n_weight_only": 8}, 12 / 16),
+        ("update", GPU, {}, 18 / 26),
+        ("update", STREAM, {}, 18 / 26),
+    ],
+    ids=["host", "speculative", "weight_only", "device", "streamed"],
+)
+def test_each_kind_of_update(kind: str, lane: int, counts: dict[str, Any], share: float) -> None:
+    whole, narrow = (of_kind(profile, kind, lane, **counts) for profile in (PROFILE, NARROW))
+    both = whole.keys() & narrow.keys()
+    assert both
+    assert {name: narrow[name] / whole[name] for name in both} == pytest.approx(dict.fromkeys(both, share), rel=1e-3)
+
+
+def test_times_of_another_device_are_estimated() -> None:
+    profile = replace(chain(3.0, 6.0), device="meta")
+    machine = replace(MACHINE, device_copy_gbps=3000.0, matmul_tflops=500.0)
+
+    def times(**changes: Any) -> ComputeTimes:
+        blocks = tuple(replace(block, **changes) for block in profile.blocks)
+        return compute_times(replace(profile, blocks=blocks, compiled=compiled), machine)
+
+    compiled = False
+    products, traffic = times(forward_flops=10**13), times(forward_flops=0, forward_traffic_bytes=3 * 10**9)
+    assert products.forward[0] == pytest.approx(0.86 * 20.0)
+    assert traffic.forward[0] == pytest.approx(1.37 * 1.0)
+    both = times(forward_flops=10**13, forward_traffic_bytes=3 * 10**9)
+    assert both.forward[0] == pytest.approx(products.forward[0] + traffic.forward[0])
+    assert both.backward[0] == pytest.approx(2.2 * both.forward[0])
+    assert both.recompute[0] == pytest.approx(0.85 * both.forward[0])
+    attending = {"forward_flops": 10**13, "attention_flops": 4 * 10**12}
+    assert times(**attending).forward[0] == pytest.approx(0.86 * 12.0 + 1.36 * 8.0)
+    assert times(**attending).recompute[0] == pytest.approx(0.85 * (0.86 * 12.0 + 1.36 * 8.0))
+    assert times(**attending, recomputes_attention=False).recompute[0] == pytest.approx(0.85 * 0.86 * 12.0)
+    compiled = True
+    assert times(forward_flops=10**13).recompute[0] == pytest.approx(products.forward[0])
+    assert compute_times(replace(profile, device="cuda"), machine).forward == (3.0,) * 4
+
+
+@pytest.mark.parametrize(("words", "share"), [(50304, 1.6), (50257, 6.0)])
+def test_a_head_of_odd_width_takes_long(words: int, share: float) -> None:
+    """One that is tied to the embedding here, for each of its three products."""
+    profile = chain(3.0, 6.0, n=2)
+    outer = (
+        ParameterRecord(name="embed", shape=(words, 64), group=0),
+        ParameterRecord(name="positions", shape=(1024, 64), group=0),
+    )
+    unit = UnitRecord(name="", block=None, parameters=(2, 3))
+    profile = replace(profile, device="meta", parameters=(*profile.parameters, *outer), units=(*profile.units, unit))
+    found = compute_times(profile, MACHINE)
+    product_ms = 2 * profile.tokens * words * 64 / MACHINE.matmul_tflops / 1e9
+    assert (found.gap_forward[-1], found.gap_backward[-1]) == pytest.approx(
+        (share * product_ms, 2 * share * product_ms)
+    )
+    chunked = compute_times(replace(profile, chunked_loss=True), MACHINE)  # its rows are made wider
+    assert chunked.gap_forward[-1] == pytest.approx(3 * 1.06 * product_ms)
+
+
+N_BLOCKS = 4
+
+
+def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
+    """Of blocks whose forward takes ``ms``, and their backward twice that."""
+    profile = make_profile(N_BLOCKS, saved=saved, ms=ms)
+    blocks = tuple(replace(block, saved_tensors=tensors) for block in profile.blocks)
+    return replace(profile, blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("saved", "tensors", "packed"),
+    [
+        (913 * MIB, 25, False),  # LLaMA-2 13B, 4 x 1024: large tensors, no masks
+        (228 * MIB, 25, True),  # the same of one sequence: small ones, of which the begin counts
+        (961 * MIB, 23, False),  # GPT-2 10B, 4 x 1024
+        (16 * MIB, 25, True),
+        (400 * MIB, 1, False),
+    ],
+)
+def test_blocks_of_published_models_on_an_h100(saved: int, tensors: int, packed: bool) -> None:
+    profile = profile_of(saved=saved, tensors=tensors)
+    assert choose_packed(profile, H100) == ((True,) * N_BLOCKS if packed else ())

@@ -1,0 +1,120 @@
+"""Frontier and largest depth, held against the search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from protrain.common.errors import PlanError
+from protrain.hardware.profile import HardwareProfile
+from protrain.planning import Frontier, Largest, frontier, largest, search
+from protrain.planning.sweeps import least_device_bytes
+from protrain.profiler.model_profile import ModelProfile
+from tests.planning.models import MIB, equal_blocks, machine, profile_of
+
+ELEMENTS = 8 * MIB  # of a block
+
+
+def blocks(n: int, *, movable: bool = True) -> ModelProfile:
+    """``n`` blocks whose inputs stay alive from forward to backward, or are offloaded if they are ``movable``."""
+    saved = 64 * MIB
+    records = equal_blocks(n, 5.0, 10.0, saved, forward_flops=10**11, input_bytes=saved // 16 if movable else 0)
+    segments = [("forward", at, saved // 16 * at, 2 * saved, 5.0) for at in range(n)]
+    segments += [("backward", at, saved // 16 * at, 2 * saved, 15.0) for at in reversed(range(n))]
+    units = [(at, (at,)) for at in range(n)]
+    return profile_of([(ELEMENTS, at % 2) for at in range(n)], units, records, segments)
+
+
+@pytest.mark.slow
+def test_the_frontier_goes_from_the_least_that_works_to_all_there_is() -> None:
+    traced, hardware = blocks(8), machine(900 * MIB, "4GiB")
+    found = frontier(traced, hardware)
+    limits = [point.device_limit_bytes for point in found.points]
+    assert len(limits) >= 8
+    assert limits == sorted(set(limits))
+    assert limits[-1] == hardware.device_bytes
+    with pytest.raises(PlanError):
+        search(traced, replace(hardware, device_bytes=limits[0] - 1))
+    for point in found.points[::4]:
+        alone = search(traced, replace(hardware, device_bytes=point.device_limit_bytes))
+        assert point.plan.step_ms <= 1.01 * alone.step_ms
+        assert point.tokens_per_s == pytest.approx(1024e3 / point.plan.step_ms)
+    assert all(point.plan.device_bytes <= point.device_limit_bytes for point in found.points)
+    speeds = [point.tokens_per_s for point in found.points]
+    assert speeds == sorted(speeds), "more memory never makes a step slower"
+    assert speeds[-1] > 1.05 * speeds[0]
+    assert Frontier.from_json(found.to_json()) == found
+    rows = [row for row in found.table().splitlines()[2:] if not row.startswith(" ")]
+    assert len(rows) == len(limits)
+
+
+def test_a_small_host_raises_the_least_device_memory() -> None:
+    traced = blocks(8)
+    roomy, tight = (least_device_bytes(traced, machine("8GiB", host)) for host in ("4GiB", 400 * MIB))
+    assert roomy is not None
+    assert tight is not None
+    assert tight > roomy
+    # Exactly: one byte less and the search finds nothing.
+    assert search(traced, machine(tight, 400 * MIB)).device_bytes == tight
+    with pytest.raises(PlanError):
+        search(traced, machine(tight - 1, 400 * MIB))
+    assert least_device_bytes(traced, machine("8GiB", MIB // 2)) is None
+
+
+def test_a_frontier_of_what_does_not_fit_says_so() -> None:
+    with pytest.raises(PlanError, match="needed"):
+        frontier(blocks(8), machine(100 * MIB, "4GiB"))
+
+
+@pytest.mark.parametrize(
+    ("hardware", "movable", "where"),
+    [
+        (machine("1GiB", "1GiB"), True, "host"),
+        (machine("512MiB", "100GiB"), False, "GPU"),  # inputs of checkpointed blocks fill the device first
+        (machine("512MiB", 6000 * MIB), True, "host"),
+    ],
+)
+def test_the_largest_depth_has_a_plan_and_the_next_has_none(
+    hardware: HardwareProfile, movable: bool, where: str
+) -> None:
+    asked = []
+
+    def profile_of_depth(layers: int) -> ModelProfile:
+        asked.append(layers)
+        return blocks(layers, movable=movable)
+
+    found = largest(profile_of_depth, hardware, most_layers=200)
+    assert 4 < found.layers < 200
+    assert found.plan.step_ms <= 1.25 * search(blocks(found.layers, movable=movable), hardware).step_ms
+    assert found.plan.device_bytes <= hardware.device_bytes
+    assert found.plan.host_bytes <= hardware.host_bytes
+    assert found.parameters == found.layers * ELEMENTS
+    assert found.tokens_per_s == pytest.approx(1024e3 / found.plan.step_ms)
+    with pytest.raises(PlanError) as raised:
+        search(blocks(found.layers + 1, movable=movable), hardware)
+    assert raised.value.where == where
+    assert where in found.one_more
+    assert len(set(asked)) == len(asked) <= 8, "a profile takes seconds"
+    assert Largest.from_json(found.to_json()) == found
+
+
+def test_the_search_for_depth_ends_somewhere() -> None:
+    found = largest(blocks, machine("80GiB", "80GiB"), most_layers=12)
+    assert (found.layers, found.one_more) == (12, "")
+    assert "not tried" in found.table()
+    assert largest(blocks, machine("80GiB", "80GiB"), most_layers=1).layers == 1
+
+
+def test_a_machine_too_small_for_one_layer_says_so() -> None:
+    with pytest.raises(PlanError, match="GPU memory"):
+        largest(blocks, machine("64MiB", "4GiB"))
+
+
+def test_ranks_are_planned_together() -> None:
+    two = machine("3.2GiB", "1.5GiB", world_size=2)
+    alone = machine(two.device_bytes - two.collective_bytes, two.host_bytes)
+    assert {point.plan.world_size for point in frontier(blocks(8), two, n_limits=2).points} == {2}
+    deepest = [largest(blocks, hardware, most_layers=60) for hardware in (alone, two)]
+    assert 1.3 * deepest[0].layers < deepest[1].layers < 60
+    assert deepest[1].plan.world_size == 2
