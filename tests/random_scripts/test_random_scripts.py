@@ -99,17 +99,22 @@ def test_every_backward(name: str) -> None:
 
 
 @pytest.mark.parametrize("then", [(steps.step, {}), (steps.clip, {"max_norm": 0.1}), (steps.backward, _LOSS)])
-@pytest.mark.parametrize("what", [steps.scale_gradient, steps.drop_gradient])
-def test_all_gradients_are_changed_or_none(what: Any, then: Action) -> None:
+def test_all_gradients_are_scaled_or_none(then: Action) -> None:
     script: list[Action] = [
         (steps.backward, _LOSS),
-        (what, {"index": 5}),
+        (steps.scale_gradient, {"index": 5}),
         then,
         (steps.backward, _LOSS),
         (steps.step, {}),
     ]
     (refused,) = compare(Case("residual", torch.float32, FEW_PLANS[1], inside=False, accumulation=2), script)
     assert refused.startswith("2 ")
+
+
+def test_a_single_gradient_is_dropped_as_in_torch() -> None:
+    drop: Action = (steps.drop_gradient, {"index": 5})
+    script: list[Action] = [(steps.backward, _LOSS), drop, (steps.backward, _LOSS), drop, (steps.step, {})]
+    assert compare(Case("residual", torch.float32, FEW_PLANS[1], inside=False, accumulation=2), script) == []
 
 
 @pytest.mark.parametrize("plan", range(3))
