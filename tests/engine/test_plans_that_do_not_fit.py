@@ -339,7 +339,7 @@ def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     monkeypatch.setattr(plan_trace, "cached_profile", runs_out)
     monkeypatch.setattr(plan_trace, "profile", counted)
     assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
-    assert devices == ["cpu", "meta"]
+    assert devices[:2] == ["cpu", "meta"]
     told = capsys.readouterr()
     assert "n_persist" in told.out
     assert "memory is counted from shapes" in told.err
