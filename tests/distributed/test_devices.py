@@ -6,6 +6,7 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import protrain
+from protrain.cli.main import main
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.hardware.detection import detect
 from tests.distributed.pool import on_ranks
@@ -132,6 +134,16 @@ def test_a_gpu_that_does_not_exist(use: Callable[[str], object]) -> None:
     words = r"device='cuda:1', but this process sees 1 GPU \(CUDA_VISIBLE_DEVICES is '5'\)"
     with machine(visible=1, environment={"CUDA_VISIBLE_DEVICES": "5"}), pytest.raises(ValueError, match=words):
         use("cuda:1")
+
+
+@pytest.mark.parametrize("command", [["calibrate"], ["plan", "tiny"]])
+def test_a_gpu_that_does_not_exist_is_named_by_the_command_line(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with machine(visible=2, environment={}):
+        assert main([*command, "--device", "cuda:9"]) == 2
+    assert "--device cuda:9, but this process sees 2 GPUs" in capsys.readouterr().err
 
 
 # -- several ranks -----------------------------------------------------------------------------------------------------
