@@ -276,7 +276,7 @@ class Shifted(residual.Model):
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_the_example_batch_keeps_its_values(requires_grad: bool) -> None:
     model, (data,) = build(Shifted), residual.batches(1)[0]
-    example = data.clone().requires_grad_(requires_grad)
+    example = torch.cat([data, data])[: len(data)].requires_grad_(requires_grad)  # in the memory of a larger one
     protrain.wrap(model, adamw(model), example_batch=(example,), device="cpu", progress=False)
     assert torch.equal(example, data)
     assert example.grad is None

@@ -246,3 +246,18 @@ def test_what_was_loaded_cannot_be_used_before_the_first_call(tmp_path: Path) ->
     torch.set_rng_state(random)
     assert train(model, optimizer, batches()[2:]) == expected
     assert same(weights(model), weights(begun[0]))
+
+
+def test_the_first_call_may_be_under_autocast() -> None:
+    found = []
+    for memory in ("80KiB", "1GiB"):
+        model, optimizer = made()
+        options: dict[str, Any] = {"device": "cpu", "device_memory": memory, "dtype": "bfloat16", "progress": False}
+        model, trainer = protrain.wrap(model, optimizer, **options)
+        torch.manual_seed(7)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(batches()[0], labels=batches()[0])
+        loss.backward()
+        trainer.step()
+        found.append(weights(model) | {"loss": loss.detach()})
+    assert same(*found)

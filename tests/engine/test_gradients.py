@@ -223,6 +223,30 @@ def test_a_gradient_that_is_used_up_has_no_norm(device: torch.device) -> None:
         parameter.grad = gradient
 
 
+@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=str)
+def test_all_gradients_are_set_to_none(spec: Spec, device: torch.device) -> None:
+    """A backward that counts for nothing, though it was clipped."""
+
+    def run(clear: Callable[[nn.Module, ProTrainOptimizer], Any]) -> dict[str, Tensor]:
+        model, optimizer = wrapped_under(spec, device)
+        torch.manual_seed(1)
+        for batch in batches(2):
+            default_loss(model, batch).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            clear(model, optimizer)
+            default_loss(model, batch).backward()
+            optimizer.step()
+            clear(model, optimizer)
+            assert all(parameter.grad is None for parameter in model.parameters())
+        return states(model, optimizer)
+
+    def set_to_none(model: nn.Module, optimizer: ProTrainOptimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    assert_same(run(set_to_none), run(lambda _, optimizer: optimizer.zero_grad()))
+
+
 # -- hooks of register_post_accumulate_grad_hook -----------------------------------------------------------------------
 
 CPU = torch.device("cpu")

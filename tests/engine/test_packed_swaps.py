@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -110,7 +111,10 @@ def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) ->
     for packed in (False, True):
         spec = Spec("all", "least", (SWAP,), packed=packed)
         with monkeypatch.context() as patch:
-            found[packed] = copies_of(spec, patch)[1]
+            optimizer, found[packed] = copies_of(spec, patch)
+        plan = optimizer.plan
+    with pytest.raises(ValueError, match=r"Plan\.pack_swaps must be empty or say something of each of 4 blocks"):
+        dataclasses.replace(plan, pack_swaps=(True,))
     assert found[True] == {"offload": DEPTH, "upload": DEPTH}
     assert found[False] == {"offload": found[False]["upload"], "upload": found[False]["upload"]}
     assert found[False]["upload"] == 10 * DEPTH

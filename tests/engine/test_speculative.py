@@ -174,6 +174,20 @@ def test_hyperparameters_changed_after_backward(
     assert counts(optimizer) == (speculative_steps * n_chunks, n_chunks)
 
 
+def test_hyperparameters_that_are_invalid_during_backward_alone(spec: Spec, device: torch.device) -> None:
+    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
+        group = optimizer.param_groups[0]
+        for batch in data:
+            right, group["lr"] = group["lr"], -1.0
+            default_loss(model, batch).backward()
+            group["lr"] = right
+            optimizer.step()
+            optimizer.zero_grad()
+
+    optimizer, _ = trained(run, device, spec)
+    assert counts(optimizer) == (0, 0)
+
+
 def test_a_step_redoes_a_speculative_update_that_failed(
     spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
