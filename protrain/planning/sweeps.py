@@ -118,8 +118,9 @@ def frontier(
     """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
     The last limit is all the device memory there is, with the plan that ``search`` finds there. If that leaves much of
-    it unused, what it uses is one more limit. More memory never makes a step slower: if the search finds nothing faster
-    under a larger limit, the plan of the smaller limit stays.
+    it unused, what it uses is one more limit. Every search below also starts from the plan of the limit before. Plans
+    are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host as it
+    was calibrated.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -138,11 +139,8 @@ def frontier(
         plan = whole
         if whole.device_bytes > limit:
             plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-            plan = min([plan, *before], key=attrgetter("step_ms"))
         points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
-    # A plan for less memory may be faster than the last by a trifle, and slower on the slower host that counts.
-    kept = tuple(point for point in points if point.plan.step_ms >= whole.step_ms)
-    return Frontier(model=profile.model, machine=hardware.name, points=kept)
+    return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 
 def least_device_bytes(

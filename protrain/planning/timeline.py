@@ -56,9 +56,9 @@ class Timeline(Record):
 
     @property
     def lanes(self) -> dict[int, str]:
-        """Names by lane, of those before streamed updates, and of the others that do anything."""
+        """Names by lane, of the GPU and the copies, and of the others that do anything."""
         used = {operation.lane for operation in self.operations}
-        return {lane: name for lane, name in enumerate(LANES) if lane < STREAM or lane in used}
+        return {lane: name for lane, name in enumerate(LANES) if lane < HOST or lane in used}
 
 
 WAITS = {
