@@ -92,6 +92,7 @@ def test_every_backward(name: str) -> None:
         (steps.backward_of_pending, {"last": False, "retained": False}),
         (steps.scale_gradients, {"factor": 0.5}),
         (steps.clip_by_torch, {"max_norm": 0.1}),
+        (steps.clip, {"max_norm": 0.05}),
         (steps.step_and_zero, {}),
     ]
     spec = FEW_PLANS[list(BACKWARDS).index(name) % 4]
