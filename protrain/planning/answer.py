@@ -361,10 +361,16 @@ def alternatives(cases: Mapping[str, Case], *, step_during_backward: bool = Fals
 def others_of(
     profile: ModelProfile, hardware: HardwareProfile, machines: Mapping[str, HardwareProfile]
 ) -> dict[str, Case]:
-    """``profile`` on ``machines``, by what they are called, and on ``hardware`` with moments of 16 bits."""
+    """``profile`` on ``machines``, by what they are called, and on ``hardware`` with moments of 16 bits.
+
+    The times that a profile has were measured on its own card. On another card they are estimated from its operations.
+    """
     narrow = replace(profile, moment_dtype="bfloat16"), hardware
     moments = {"bf16 moments (--moment-dtype bf16)": narrow} if profile.moment_dtype == "float32" else {}
-    return moments | {what: (profile, machine) for what, machine in machines.items()}
+    return moments | {
+        what: (profile if machine.name == hardware.name else replace(profile, device="meta"), machine)
+        for what, machine in machines.items()
+    }
 
 
 def _signed(size: int) -> str:

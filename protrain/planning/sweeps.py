@@ -130,15 +130,15 @@ def frontier(
     assert least is not None, "a plan fits, so the one that takes least does"
     used = max(least, whole.device_bytes)
     top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
-    ratios = [(top / least) ** (index / (n_limits - 1)) for index in range(n_limits)]
-    limits = {min(top, max(least, round(least * ratio))) for ratio in ratios} | {hardware.device_bytes}
+    limits = {round(least * (top / least) ** (index / (n_limits - 1))) for index in range(n_limits)}
     points: list[FrontierPoint] = []
-    for limit in sorted(limits):
-        before = [point.plan for point in points[-1:]]
-        machine = replace(hardware, device_bytes=limit)
-        plan = whole
-        if whole.device_bytes > limit:
+    for limit in sorted(limits | {hardware.device_bytes}):
+        if limit < whole.device_bytes:
+            before = [point.plan for point in points[-1:]]
+            machine = replace(hardware, device_bytes=limit)
             plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
+        else:
+            plan = whole
         points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 

@@ -5,8 +5,10 @@ What it recorded of the third is repeated, under the names and at the places tha
 the same to what is alive after it. The result is, number by number, the profile of a trace of all blocks.
 
 [Note: other batches] Operations grow in proportion to the sequences of a batch, and so do bytes, on top of what does
-not depend on the batch. So two traces give the profile of any batch between them. Times are exact. A peak may be a few
-percent off where the loss is computed in pieces, whose number changes with the batch.
+not depend on the batch. So two traces, of 2 and 16 sequences, give the profile of any batch. Operations are exact.
+Peaks are not where the loss is computed in pieces, whose number changes with the batch. With seven blocks of llama3-8b
+and gpt2-10b and 1 to 32 sequences of 1,024 tokens, the peak of a segment was up to 25% off, and the highest peak of the
+step up to 6% (gpt2-10b, one sequence) but otherwise 0.2%. The batch that is chosen is therefore traced itself.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from protrain.common.records import Record
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
@@ -55,7 +57,7 @@ def with_blocks(profile: ModelProfile, n_blocks: int, *, buffer_bytes: int = 0) 
         block = None if record.block is None else record.block + by
         return replace(record, name=renamed(record.name, by), block=block, parameters=parameters)
 
-    repeat: Callable[..., tuple[Any, ...]] = partial(_repeated, more=more)
+    repeat: Callable[..., Any] = partial(_repeated, more=more)
     call = profile.calls.index(unit)
     return replace(
         profile,
@@ -107,14 +109,13 @@ def at_batch(low: ModelProfile, high: ModelProfile, share: float) -> ModelProfil
 
     Below 0 it lies before ``low``. See [Note: other batches].
     """
-    found: ModelProfile = _between(low, high, share)
-    return found
+    return cast(ModelProfile, _between(low, high, share))
 
 
 def _between(low: Any, high: Any, share: float) -> Any:
     """Every number in ``low`` and ``high`` at ``share`` of the way between them, and what is no number as it is."""
     if isinstance(low, Record):
-        return replace(low, **_between(vars(low), vars(high), share))  # type: ignore[type-var]
+        return replace(cast(Any, low), **_between(vars(low), vars(high), share))
     if isinstance(low, dict):
         return {name: _between(value, high[name], share) for name, value in low.items()}
     if isinstance(low, tuple):

@@ -99,7 +99,7 @@ TWO = replace(MACHINE, world_size=2, all_gather_gbps=1.28, all_to_all_gbps=1.28)
 
 
 def test_rates_of_collectives_count_the_whole_tensor() -> None:
-    """Those that are measured count what a rank receives. The link from and to host memory stands in for them."""
+    """Measured rates of collectives count what a rank receives. The link to the host stands in for unmeasured ones."""
     assert MACHINE.gather_gbps == MACHINE.reduce_gbps == float("inf"), "a rank alone has all there is"
     assert replace(TWO, world_size=4, all_gather_gbps=3.0).gather_gbps == pytest.approx(4.0)
     assert replace(TWO, world_size=4, all_to_all_gbps=6.0).reduce_gbps == pytest.approx(8.0)

@@ -116,6 +116,8 @@ class Rows(nn.Module):
 
 
 def test_what_compiled_blocks_save_is_counted_in_its_type() -> None:
+    torch.compiler.reset()  # the tests before may have used up the recompilations of a function
+
     def saved_bytes(under: bool) -> list[int]:
         model = Rows()
         longer = (nn.Sequential(*block.children(), nn.GELU(), nn.Linear(WIDTH, WIDTH)) for block in model.blocks)

@@ -1,8 +1,8 @@
 """The rates of activities, alone and beside others.
 
 Every activity has a thread that repeats units of some milliseconds. All threads start together and run until the end of
-the measurement. What an activity completes in that time is its rate. Its share beside others is that rate over its rate
-alone.
+the measurement. What an activity completes in that time is its rate. Its share beside others is that rate over the
+best rate that it had anywhere.
 
 Collectives wait for those of the other ranks, whose measurements end at other moments. So all ranks do a number of them
 that they have agreed on, which takes longer than the measurement.
@@ -138,7 +138,7 @@ def alone(activity: Activity, *, duration_s: float) -> float:
 def rates_of(runs: Runs) -> dict[str, float]:
     """The rates of a profile, by field. Of several rounds the best counts, as other work only slows a machine down.
 
-    Those of the host's AdamW are all work over all time. In a step the host updates dozens of chunks, and the step
+    The rates of the host's AdamW are all work over all time. In a step the host updates dozens of chunks, and the step
     takes as long as all of them together. Where a third of them take half as long again, as on a host with neighbours,
     the median does not show it.
     """
@@ -155,8 +155,8 @@ def rates_of(runs: Runs) -> dict[str, float]:
 def shares_of(runs: Runs) -> list[Contention]:
     """The shares in every group of several activities: those of its best round, of the best rate of each activity.
 
-    That rate may be one beside others. Then something else on the machine slowed the activity down while it ran alone,
-    and its shares of that rate would be too large.
+    An activity may have its best rate beside others, if something else on the machine slowed it down while it ran
+    alone. Shares of the rate alone would then be too large.
     """
     best: dict[str, float] = {}
     for run in itertools.chain.from_iterable(runs.values()):

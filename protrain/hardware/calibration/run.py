@@ -140,7 +140,7 @@ class Calibration:
         self._done += full_s / FULL_SECONDS
 
     def run(self, warnings: list[str]) -> dict[str, Any]:
-        """What was measured, by field of the profile, with ``warnings`` and those that are found."""
+        """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
         effort, ranks = self._effort, self._ranks
         chunks = [AdamChunk.on(CPU, effort.adam_elements) for _ in range(effort.host_chunks)]
         threads = self._best_threads(chunks[0])
