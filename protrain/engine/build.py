@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain.common.parameters import DTYPES, is_managed, moved, unmanaged_memory
 from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
-from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
@@ -20,6 +19,7 @@ from protrain.engine.states.arena import (
     ActivationBytes,
     Arena,
     EngineMemory,
+    HostSlots,
     complete_chunks,
     make_chunks,
     make_members,

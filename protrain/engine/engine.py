@@ -42,10 +42,11 @@ import torch
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.saved import Frame, end_left_hooks
-from protrain.engine.activations.swap import HostSlots, Swaps
+from protrain.engine.activations.swap import Swaps
 from protrain.engine.gradients.clipping import Clipping, LossScale
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
+from protrain.engine.states.arena import HostSlots
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
 from protrain.engine.units import ManagedModel

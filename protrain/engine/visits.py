@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from protrain.common.errors import MisuseError
-from protrain.engine.activations.modes import frame_of
 from protrain.engine.activations.saved import Frame
+from protrain.engine.activations.swap import frame_of
 from protrain.engine.streams import span
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
