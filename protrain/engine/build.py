@@ -137,6 +137,7 @@ def build_engine(
         worker=HostWorker(threads=host_threads, device=device),
         streamer=streamer,
         committer=HostWorker(threads=1, device=device, name="protrain-committer"),
+        inside=step_during_backward,
     )
     engine = Engine(
         managed,
@@ -147,7 +148,6 @@ def build_engine(
         bindings=Bindings(managed, buffers),
         swap_slots=HostSlots(memory.arena, memory.streams, limit_bytes=max(host_bytes, memory.arena.total_bytes)),
         ledger=ledger,
-        step_during_backward=step_during_backward,
     )
     install(engine)
     engine.state_hooks = StateHooks(engine)

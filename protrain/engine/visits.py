@@ -139,7 +139,7 @@ class Visits:
         """Backward has left a unit: release it, and bring the gradients that have arrived into chunks."""
         self.abandon_backward()
         if not self._several or self.schedule.position > self._reduced:
-            self._engine.take_gradients(self.schedule.position)
+            self._engine.updates.arrived(self._engine.gradients.flush(self.schedule.position))
             self._reduced = self.schedule.position
 
     def abandon_backward(self) -> None:
