@@ -153,8 +153,8 @@ def test_clipping_of_one_rank_alone_is_an_error_in_the_next_step() -> None:
 
 def test_hyperparameters_of_one_rank_alone_are_named() -> None:
     said = (
-        "step 1: rank 1 has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; betas of group 0 is "
-        "(0.8, 0.999), not (0.9, 0.999)): set the same ones in every process"
+        "step 1: rank 1 has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; beta1 of group 0 is "
+        "0.8, not 0.9): set the same ones in every process"
     )
     assert on_ranks(2, train_apart, "set", timeout_s=150) == [said, said]
 
