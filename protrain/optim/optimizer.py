@@ -26,7 +26,7 @@ from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
-from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
+from protrain.optim.torch_state import StatesInChunks, match_state
 from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
 
@@ -45,6 +45,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         ranks: the processes that train together.
         step_during_backward: whether updates are made inside backward.
     """
+
+    _collect: Callable[[], Any] | None = None  # what gives the states to ``state_dict`` of torch, while that runs
 
     def __init__(
         self,
@@ -188,15 +190,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     # -- information ---------------------------------------------------------------------------------------------------
 
-    def _states(self) -> StatesInChunks:
-        return StatesInChunks()
+    @property
+    def state(self) -> Any:
+        """An error for whoever reads or clears it, as states lie in chunks. Inside ``state_dict`` the states."""
+        return StatesInChunks() if self._collect is None else self._collect()
 
-    def _set_states(self, value: Any) -> None:
+    @state.setter
+    def state(self, value: Any) -> None:
         if "param_groups" in vars(self):  # torch sets an empty state before these
-            self._states().update(value)
-
-    # An error for whoever reads, sets or clears it: the states of parameters lie in chunks.
-    state: Any = property(_states, _set_states)
+            StatesInChunks().update(value)
 
     @property
     def plan(self) -> Plan:
@@ -247,28 +249,32 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self, what: str, *, kept: bool) -> dict[str, Any]:
         """The state of the optimizer. If it is not ``kept``, that is without the states of parameters."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
         self._refuse_awaited(what)
         self.groups.check_members()
         self.ranks.meet(what)
-        states = self._states_to_import if self._running is None else self._states_of(self._running, kept=kept)
-        result = pack_state(self.param_groups, self._parameters, states)
+        self._collect = partial(self._states, kept=kept)
+        try:
+            result = super().state_dict()
+        finally:
+            self._collect = None
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale.state()
-        return self._through(self._optimizer_state_dict_post_hooks, result)
+        return result
 
-    def _states_of(self, engine: Engine, *, kept: bool) -> dict[str, dict[str, Any]]:
-        engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
-        states = dict[str, dict[str, Any]]()
-        with engine.quiet():
-            for name in self._trained:
+    def _states(self, *, kept: bool) -> dict[nn.Parameter, Mapping[str, Any]]:
+        """The states by parameter. If they are not ``kept``, this rank only takes part in the collectives."""
+        if self._running is None:
+            return {self._parameters[name]: state for name, state in self._states_to_import.items()}
+        self._running.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
+        states = dict[nn.Parameter, Mapping[str, Any]]()
+        with self._running.quiet():
+            for name, parameter in self._trained.items():
                 member = self._by_name[name]
                 # Before its first step a parameter has state to keep only if it has a master.
                 if member.steps or member.chunk.master is not None:
                     state = parameter_state.export_state(member)
                     if kept:
-                        states[name] = state
+                        states[parameter] = state
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -286,7 +292,10 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._refuse_awaited("the optimizer's load_state_dict()")
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
-        state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
         found = match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -335,11 +344,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     def trains(self, model: nn.Module) -> bool:
         """Whether the optimizer's parameters are those of ``model``, or of a module that contains the wrapped model."""
         return set(map(id, self._parameters.values())) <= set(map(id, model.parameters()))
-
-    @property
-    def free_host_bytes(self) -> int:
-        """The bytes of this rank's host memory that the plan does not take."""
-        return self.hardware.host_bytes - self.plan.host_bytes
 
     def scalar_state(self) -> dict[str, Any]:
         """The rest of the state as JSON values: the groups' hyperparameters and parameter names, and the loss scale."""
@@ -437,9 +441,3 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     @property
     def _loss_scale(self) -> LossScale | None:
         return None if self._running is None else self._running.loss_scale
-
-    def _through(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
-        for hook in hooks.values():
-            changed = hook(self, state)
-            state = state if changed is None else changed
-        return state
