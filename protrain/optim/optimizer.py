@@ -361,14 +361,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
         self.on_attach(partial(self._load_loss_scale, state.get("loss_scale")))
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which is possible only before wrapping. Afterwards it raises a MisuseError."""
-        if hasattr(self, "groups"):
-            raise MisuseError(
-                "parameters cannot be added after protrain.wrap: make the optimizer with all groups first"
-            )
-        super().add_param_group(param_group)
-
     # -- states of single parameters, by which checkpoints never hold the whole model a second time --------------------
 
     def parameter_names(self) -> list[str]:
