@@ -7,6 +7,7 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -66,7 +67,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             {id(parameter): name for name, parameter in parameters.items()},
             decoupled=isinstance(optimizer, torch.optim.AdamW),
         )
-        self._wrapped = optimizer
+        self._wrapped = optimizer  # it has the states of parameters until there is an engine
         self._parameters = dict(parameters)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
@@ -74,12 +75,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._running: Engine | None = None  # None: the model was not called yet
         self._on_attach: list[Callable[[], None]] = []
         self._awaited: Awaited | None = None  # what is loaded by one of these
-        # States of parameters by name, for the engine when that is attached.
-        self._states_to_import: dict[str, Mapping[str, Any]] = {}
         for name, parameter in self._trained.items():
-            if parameter in optimizer.state:
-                self._states_to_import[name] = optimizer.state[parameter]
-                parameter_state.check_state(name, parameter.shape, optimizer.state[parameter])
+            parameter_state.check_state(name, parameter.shape, optimizer.state.get(parameter, {}))
 
     def attach(self, engine: Engine, *, hardware: HardwareProfile) -> None:
         """Train with ``engine`` from now on. It has the chunks of all parameters and was planned for ``hardware``."""
@@ -87,14 +84,14 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.hardware = hardware
         self._by_name = {member.name: member for member in engine.members}
         try:
-            self._import(self._states_to_import)
+            states = self._wrapped.state
+            self._import({name: states[p] for name, p in self._trained.items() if p in states})
             for action in self._on_attach:
                 action()
         except BaseException:  # such as a checkpoint that is gone: no step() may train what was not loaded
             self._running = None
             raise
         self._on_attach.clear()
-        self._states_to_import.clear()
         self._wrapped.state = StatesInChunks()
 
     def on_attach(self, action: Callable[[], None], *, loads: nn.Module | None = None) -> None:
@@ -261,12 +258,12 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             result["loss_scale"] = self._loss_scale.state()
         return result
 
-    def _states(self, *, kept: bool) -> dict[nn.Parameter, Mapping[str, Any]]:
+    def _states(self, *, kept: bool) -> Mapping[Tensor, Mapping[str, Any]]:
         """The states by parameter. If they are not ``kept``, this rank only takes part in the collectives."""
         if self._running is None:
-            return {self._parameters[name]: state for name, state in self._states_to_import.items()}
+            return self._wrapped.state
         self._running.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
-        states = dict[nn.Parameter, Mapping[str, Any]]()
+        states = dict[Tensor, Mapping[str, Any]]()
         with self._running.quiet():
             for name, parameter in self._trained.items():
                 member = self._by_name[name]
@@ -301,7 +298,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self._running is None:
-            self._states_to_import = found
+            self._wrapped.state = defaultdict(dict, {self._trained[name]: state for name, state in found.items()})
         else:
             self._import(found)
         self.on_attach(partial(self._load_loss_scale, state_dict.get("loss_scale")))
