@@ -58,10 +58,8 @@ class GradientRegions:
         self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
         self._shared = update_in_backward and profile.accumulation == 1  # whether chunks share regions
         if self._shared:
-            gradients, of_visit = gradients_by_visit(profile, hardware, layout)
-            # By visit of backward: its gradients, and their chunks.
-            self._yielded = [[(index, gradients[index][0]) for index in visit] for visit in of_visit]
-            is_open = _is_open(profile, layout, [[chunk for _, chunk in visit] for visit in self._yielded])
+            self._yielded = gradients_by_visit(profile, hardware, layout)
+            is_open = _is_open(profile, layout, [[part.chunk for part in visit] for visit in self._yielded])
             # By n_persist: the most gradients that are open at once, on the device and in host memory.
             before = _up_to(is_open)
             self.open_on_device: list[int] = before.max(axis=1, initial=0).tolist()
@@ -106,7 +104,7 @@ class GradientRegions:
     def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """The gradients that take over another chunk's region, as (gradient, the chunk whose update it waits for).
 
-        They come in the order in which they arrive. A gradient is given by its index in ``gradients_by_visit``.
+        They come in the order in which they arrive. A gradient is given by the number of its ``GradientPart``.
         It takes over the region of the chunk whose gradient has been complete for the longest time, so this depends on
         the order of gradients alone.
         """
@@ -116,15 +114,15 @@ class GradientRegions:
         seen: set[int] = set()
         complete: deque[int] = deque()
         for at, visit in enumerate(self._yielded):
-            away = [(index, chunk) for index, chunk in visit if chunk >= n_persist and not self._is_large[chunk]]
-            for index, chunk in away:
-                if chunk in seen:
+            away = [part for part in visit if part.chunk >= n_persist and not self._is_large[part.chunk]]
+            for part in away:
+                if part.chunk in seen:
                     continue
-                seen.add(chunk)
+                seen.add(part.chunk)
                 if len(seen) > n_regions:
                     assert complete, "more gradients are open at once than there are regions"
-                    found.append((index, complete.popleft()))
-            complete.extend(chunk for _, chunk in away if self._last_visit[chunk] == at)
+                    found.append((part.number, complete.popleft()))
+            complete.extend(part.chunk for part in away if self._last_visit[part.chunk] == at)
         return found
 
 

@@ -86,7 +86,7 @@ class RuntimeModel:
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self.steps.step(modes, counts)
-        return serial(step) if self._is_cpu else timeline(simulate(step, self.steps.rates))
+        return serial(step) if self._is_cpu else timeline(step, self.steps.rates)
 
 
 class Models:

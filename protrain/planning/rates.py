@@ -181,10 +181,17 @@ def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list
     return forward, backward
 
 
-def gradients_by_visit(
-    profile: ModelProfile, hardware: HardwareProfile, layout: Layout
-) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
-    """The gradients as (chunk, flatten ms, offload ms), and by visit of backward the indices of those it yields.
+class GradientPart(NamedTuple):
+    """What a visit of backward adds to the gradient of a chunk."""
+
+    number: int  # parts are counted in the order in which they arrive
+    chunk: int
+    flatten_ms: float
+    offload_ms: float
+
+
+def gradients_by_visit(profile: ModelProfile, hardware: HardwareProfile, layout: Layout) -> list[list[GradientPart]]:
+    """The parts of gradients that each visit of backward yields.
 
     A parameter's gradient is complete when backward leaves the unit that used the parameter first. Several ranks reduce
     the gradient of a whole chunk, and then a rank offloads its shard, once for all gradients of the chunk.
@@ -193,21 +200,19 @@ def gradients_by_visit(
     for at, unit in enumerate(reversed(profile.calls)):
         for parameter in profile.units[unit].parameters:
             left[parameter] = at
-    elements: dict[tuple[int, int], int] = {}
+    elements = Counter[tuple[int, int]]()  # by visit and chunk
     for slot in layout.slots:
         if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
-            key = (left[slot.parameter], slot.chunk)
-            elements[key] = elements.get(key, 0) + slot.numel
+            elements[left[slot.parameter], slot.chunk] += slot.numel
     flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
-    gradients: list[tuple[int, float, float]] = []
-    of_visit: list[list[int]] = [[] for _ in profile.calls]
-    for (at, chunk), count in sorted(elements.items()):
+    of_visit: list[list[GradientPart]] = [[] for _ in profile.calls]
+    for index, ((at, chunk), count) in enumerate(sorted(elements.items())):
         size = offloaded = count * profile.element_bytes
         if layout.world_size > 1:
             offloaded = layout.shard_elements(layout.chunks[chunk]) * profile.element_bytes
-        of_visit[at].append(len(gradients))
-        gradients.append((chunk, bytes_ms(2 * size, flatten_gbps), bytes_ms(offloaded, hardware.d2h_gbps)))
-    return gradients, of_visit
+        flatten_ms, offload_ms = bytes_ms(2 * size, flatten_gbps), bytes_ms(offloaded, hardware.d2h_gbps)
+        of_visit[at].append(GradientPart(index, chunk, flatten_ms, offload_ms))
+    return of_visit
 
 
 # The time of a copy beyond the time of its bytes, 12 us. It comes from the rows "activations to the host and back" of

@@ -34,6 +34,7 @@ from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
     NO_COPIES,
+    GradientPart,
     SwapCopies,
     bytes_ms,
     compute_times,
@@ -98,8 +99,8 @@ class UpdateQueue(NamedTuple):
         return [*whole, *((chunk, duration * share) for chunk, duration in self.updates[:weights][::-1])]
 
 
-# The simulation unpacks Work, Gradient and Fetch in its inner loop. They are plain tuples because unpacking a named
-# tuple field by field takes three times as long.
+# The simulation unpacks Work and Fetch in its inner loop. They are plain tuples because unpacking a named tuple takes
+# three times as long.
 
 # What a visit takes under one choice of block modes:
 #   milliseconds of computing;
@@ -107,8 +108,19 @@ class UpdateQueue(NamedTuple):
 #   in backward, the units whose activations are fetched when the visit begins: its own, the next visit's, or both.
 Work = tuple[float, float, tuple[int, ...]]
 
-# Index, chunk, ms to flatten it, ms to offload it, the staging buffer that it is offloaded from (-1: none).
-Gradient = tuple[int, int, float, float, int]
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a visit of backward adds to the gradient of a chunk, and what is done with it under one placement."""
+
+    number: int  # as a GradientPart
+    chunk: int
+    flatten_ms: float
+    offload_ms: float
+    staging: int  # the staging buffer that it is offloaded from; -1: it is not offloaded
+    sum_up_ms: float | None  # to fetch the sum in host memory that it is added to; None: it is added to none
+    sent: int  # the staging buffer that several ranks send the chunk's whole gradient from; -1: one rank
+    reduce_ms: float  # of the reduction by several ranks; 0 if the chunk has not all its gradients yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +140,6 @@ class AwaitedUpdate(NamedTuple):
     ms: float
 
 
-class Reduction(NamedTuple):
-    """What several ranks do with a gradient, as they reduce the gradients of a chunk together, once it has all."""
-
-    sent: int  # the staging buffer that the chunk's whole gradient is sent from
-    ms: float  # of the reduction; 0 if the chunk has not all its gradients yet
-
-
 class PlannedStep(NamedTuple):
     """Everything that a step does. Times are in milliseconds at full rate."""
 
@@ -145,10 +150,9 @@ class PlannedStep(NamedTuple):
     gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
     upload_ms: Sequence[float]  # by chunk
     gather_ms: Sequence[float]  # by chunk
-    reductions: Mapping[int, Reduction]  # by gradient; none with one rank
     swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    sum_up_ms: Mapping[int, float]  # by gradient: the sum in host memory that it is added to, on its way to the device
+    fetches_sums: bool  # whether any gradient is added to a sum in host memory
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
     device_kept: float  # the share of its rate that such an update keeps beside the host
@@ -158,7 +162,7 @@ class PlannedStep(NamedTuple):
     @property
     def gpu_ms(self) -> float:
         """How long the GPU is busy with what it does in any case. No step is shorter."""
-        flatten_ms = sum(flatten_ms for visit in self.visits for _, _, flatten_ms, _, _ in visit.gradients)
+        flatten_ms = sum(gradient.flatten_ms for visit in self.visits for gradient in visit.gradients)
         return sum(work[0] for work in self.work) + flatten_ms + sum(ms for _, ms in self.device_update_ms)
 
 
@@ -228,11 +232,18 @@ class Steps:
         n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
         self._fetches = Fetches(self._visits, held, layout, n_large)
         self._held = held
-        self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
-        self._reductions = self._reduced() if layout.world_size > 1 else {}
+        self._gradients = gradients_by_visit(profile, hardware, layout)
+        arriving = [part.chunk for part in chain.from_iterable(self._gradients)]
+        # With several ranks: by chunk the buffer that it is sent from, and by gradient what the reduction takes.
+        self._sent = self._rotated({chunk: chunk for chunk in arriving} if layout.world_size > 1 else {})
+        self._reduce_ms = {
+            index: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
+            for chunk, index in {chunk: index for index, chunk in enumerate(arriving)}.items()  # the last of each
+            if self._sent
+        }
         self._lost_to_collectives = lost_to_collectives(hardware)
-        for at, of_visit in enumerate(self._gradients_of_visit if self._reductions else ()):
-            reduce_ms = sum(self._reductions[index].ms for index in of_visit)
+        for at, of_visit in enumerate(self._gradients if self._sent else ()):
+            reduce_ms = sum(self._reduce_ms.get(part.number, 0.0) for part in of_visit)
             self._backward_ms[at] += self._lost_to_collectives * reduce_ms
         self._placed = cache(self._visits_under)
         dtype, moment_bytes = profile.dtype, profile.moment_bytes
@@ -263,7 +274,6 @@ class Steps:
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = cache(self._work_of)
         self._fetched = cache(self._fetched_under)
-        self._summed = cache(self._sums_up)
         self._streamed_ms = cache(self._streamed_from)
         self.sharing = cache(self._sharing_under)
         # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
@@ -280,84 +290,76 @@ class Steps:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return not self._in_backward and self._hardware.device_type != "cpu"
 
-    def _reduced(self) -> dict[int, Reduction]:
-        """By gradient, its part in the reduction of its chunk.
+    def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
+        """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
 
-        Chunks are sent from the usual staging buffers in rotation. Large chunks are sent from the last buffer.
+        ``chunks`` says by gradient of which chunk it is.
         """
-        layout, usual, found = self._layout, cycle(range(STAGING_BUFFERS)), {}
-        order = list(chain.from_iterable(self._gradients_of_visit))
-        last = {self._gradients[index][0]: index for index in order}
-        sent: dict[int, int] = {}
-        for index in order:
-            chunk = layout.chunks[self._gradients[index][0]]
-            if chunk.index not in sent:
-                sent[chunk.index] = STAGING_BUFFERS if layout.is_large(chunk) else next(usual)
-            size_bytes = chunk.elements * self._profile.element_bytes
-            reduce_ms = _collective_ms(size_bytes, self._hardware.reduce_gbps)
-            found[index] = Reduction(sent[chunk.index], reduce_ms if last[chunk.index] == index else 0.0)
-        return found
+        layout, usual = self._layout, cycle(range(STAGING_BUFFERS))
+        return {
+            key: STAGING_BUFFERS if layout.is_large(layout.chunks[chunk]) else next(usual)
+            for key, chunk in chunks.items()
+        }
 
-    def _staging(self, n_persist: int, n_device_sum: int) -> dict[int, int]:
-        """By gradient, the staging buffer that it is offloaded from; -1 if it is not offloaded.
+    def _gradients_under(self, n_persist: int, n_device_sum: int) -> list[tuple[Gradient, ...]]:
+        """By visit of backward its gradients under these placements.
 
-        Gradients take the usual buffers in rotation. Those of large chunks take the last buffer. Those of persistent
-        chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks that reduce the
-        gradients of a chunk offload one shard, with the last of them.
+        Those of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks
+        that reduce the gradients of a chunk offload one shard, with the last of them.
         """
-        stay = self._layout.summed_on_device(n_persist, n_device_sum) if self._only_adds else ()
-        usual, found = cycle(range(STAGING_BUFFERS)), {}
-        for index in chain.from_iterable(self._gradients_of_visit):
-            chunk = self._layout.chunks[self._gradients[index][0]]
-            found[index] = -1
-            stays = chunk.index < n_persist or chunk.index in stay
-            if not stays and (not self._reductions or self._reductions[index].ms):
-                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
-        return found
+        on_device = self._layout.summed_on_device(n_persist, n_device_sum)
+        stay = on_device if self._only_adds else ()
+        staging = self._rotated(
+            {
+                part.number: part.chunk
+                for part in chain.from_iterable(self._gradients)
+                if part.chunk >= n_persist
+                and part.chunk not in stay
+                and (not self._sent or part.number in self._reduce_ms)
+            }
+        )
+        return [
+            tuple(self._gradient(part, staging.get(part.number, -1), on_device) for part in of_visit)
+            for of_visit in self._gradients
+        ]
 
-    def _sums_up(self, n_persist: int, n_device_sum: int) -> dict[int, float]:
-        """By gradient, the time of the sum in host memory on its way up. The first batch of a step fetches none."""
-        if not self._memory.accumulates:
-            return {}
-        n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
-        share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
-        on_device, found = self._layout.summed_on_device(n_persist, n_device_sum), {}
-        for index, staging in self._staging(n_persist, n_device_sum).items():
-            chunk, _, offload_ms = self._gradients[index]
-            if staging >= 0 and chunk not in on_device:
-                up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
-                found[index] = share * up_ms * _SUM_BYTES / self._profile.element_bytes
-        return found
-
-    def _gradient(self, index: int, on_device: Container[int], staging: int) -> Gradient:
-        """The gradient ``index``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
-        chunk, flatten_ms, offload_ms = self._gradients[index]
-        if not self._memory.accumulates:
-            return index, chunk, flatten_ms, offload_ms, staging
+    def _gradient(self, part: GradientPart, staging: int, on_device: Container[int]) -> Gradient:
+        """What is done with ``part``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
         element = self._profile.element_bytes  # what flattening reads, and writes
-        if self._reductions:  # their time has the additions
-            added_bytes = 0
-        elif staging >= 0 and chunk not in on_device:  # it is added when it is flattened
-            added_bytes = element + 2 * _SUM_BYTES
-            offload_ms *= _SUM_BYTES / element
-        else:  # it is flattened into the sum
-            added_bytes = 2 * _SUM_BYTES - element
-        return index, chunk, flatten_ms * (1 + added_bytes / (2 * element)), offload_ms, staging
+        offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
+        if self._memory.accumulates and staging >= 0 and part.chunk not in on_device:
+            # The first batch of a step fetches no sum.
+            n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
+            share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
+            up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
+            sum_up_ms = share * up_ms * _SUM_BYTES / element
+        if self._memory.accumulates and not self._sent:  # the time of a reduction has the additions
+            if sum_up_ms is None:  # it is flattened into the sum
+                added_bytes = 2 * _SUM_BYTES - element
+            else:  # it is added when it is flattened
+                added_bytes = element + 2 * _SUM_BYTES
+                offload_ms *= _SUM_BYTES / element
+        return Gradient(
+            number=part.number,
+            chunk=part.chunk,
+            flatten_ms=part.flatten_ms * (1 + added_bytes / (2 * element)),
+            offload_ms=offload_ms,
+            staging=staging,
+            sum_up_ms=sum_up_ms,
+            sent=self._sent.get(part.chunk, -1),
+            reduce_ms=self._reduce_ms.get(part.number, 0.0),
+        )
 
     def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
         """The visits of forward and backward under these placements."""
-        n_visits, staging = len(self._profile.calls), self._staging(n_persist, n_device_sum)
-        on_device = self._layout.summed_on_device(n_persist, n_device_sum)
+        gradients = [()] * len(self._profile.calls) + self._gradients_under(n_persist, n_device_sum)
         first = self._layout.first_buffered(n_persist)
         return [
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
-                gradients=tuple(
-                    self._gradient(index, on_device, staging[index])
-                    for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
-                ),
+                gradients=gradients[at],
             )
             for at, unit in enumerate(self._visits)
         ]
@@ -365,6 +367,7 @@ class Steps:
     def step(self, modes: Modes, counts: Counts) -> PlannedStep:
         """What a step does under ``modes`` and ``counts``."""
         n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
+        visits = self._placed(n_persist, counts.n_device_sum)
         work, swap_in_ms = self._work_for(modes)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         if self._lost_to_collectives:
@@ -386,15 +389,14 @@ class Steps:
         n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
         return PlannedStep(
             n_forward=len(self._profile.calls),
-            visits=self._placed(n_persist, counts.n_device_sum),
+            visits=visits,
             work=work,
             fetches=fetches,
             gathers=gathers,
             upload_ms=self._upload_ms,
             gather_ms=self._gather_ms,
-            reductions=self._reductions,
             swap_in_ms=swap_in_ms,
-            sum_up_ms=self._summed(n_persist, counts.n_device_sum),
+            fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(last),
