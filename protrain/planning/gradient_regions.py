@@ -6,7 +6,7 @@ the update is issued, in the order of the stream, so nothing ever waits for one.
 there. A region there is free again when the update is done, on the host or by the GPU, and while none is free the step
 waits. Large chunks in host memory (``protrain.planning.layout``), of which there are one or two, have a region each.
 
-If gradients of several batches are summed, nothing shares regions: every gradient stays until the last of them.
+If gradients of several batches are summed, there are no regions: the sums take the place of gradients.
 
 [Note: open gradients] A gradient is open from the first to the last visit of backward that yields a part of it, and all
 that time it holds its region. All gradients of a visit come together, before any of their updates is issued. For some
@@ -52,11 +52,12 @@ class GradientRegions:
             (here * element, away * element) for here, away in map(layout.region_elements, placements)
         ]
         self._is_large = is_large = [layout.is_large(chunk) for chunk in layout.chunks]
-        own = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
+        is_alone = profile.accumulation == 1  # sums of several batches take the place of gradients
+        own = [layout.shard_elements(chunk) * element * (chunk.trainable and is_alone) for chunk in layout.chunks]
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
         self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
-        self._shared = update_in_backward and profile.accumulation == 1  # whether chunks share regions
+        self._shared = update_in_backward and is_alone  # whether chunks share regions
         if self._shared:
             self._yielded = gradients_by_visit(profile, hardware, layout)
             is_open = _is_open(profile, layout, [[part.chunk for part in visit] for visit in self._yielded])
@@ -79,7 +80,7 @@ class GradientRegions:
         return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own_bytes[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
-        """Bytes of the gradients of persistent chunks, unless sums take their place."""
+        """Bytes of the gradients of persistent chunks."""
         return self.n_on_device(n_persist) * self._region_bytes[n_persist][0] or self._own_bytes[n_persist]
 
     def n_on_host(self, n_persist: int, free_bytes: int = 0) -> int:
@@ -93,7 +94,7 @@ class GradientRegions:
         return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
-        """Bytes of the gradients of chunks in host memory, unless sums take their place."""
+        """Bytes of the gradients of chunks in host memory, in ``n_regions``."""
         if n_regions:
             return n_regions * self._region_bytes[n_persist][1] + self._large_on_host(n_persist)
         return self.own_bytes(n_persist)[1]

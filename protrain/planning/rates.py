@@ -224,31 +224,29 @@ COPY_MS = 0.012
 _LEAST_GAIN = 0.02
 
 
-class SwapCopies(NamedTuple):
-    """Milliseconds that the copies of one call of a block take, if it is swapped or its inputs are offloaded."""
+class ModeCosts(NamedTuple):
+    """Milliseconds that the mode of a block costs one of its calls: copies on the link, and computing on the GPU."""
 
-    out_ms: float  # on the link, after forward
-    back_ms: float  # on the link, before backward
+    out_ms: float = 0.0  # on the link, after forward
+    back_ms: float = 0.0  # on the link, before backward
     pack_ms: float = 0.0  # on the GPU, at the end of forward
+    recompute_ms: float = 0.0  # on the GPU, in backward
 
     def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
         """Milliseconds that one of several such blocks in a row adds to a step, with this computing."""
         return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms)
 
 
-NO_COPIES = SwapCopies(0.0, 0.0)
-
-
-def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> SwapCopies:
+def swap_costs(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> ModeCosts:
     """The copies if everything is packed into one buffer, or if each storage is copied by itself.
 
     ``n_calls`` are the block's calls in one forward.
     """
     size_bytes = block.saved_bytes / n_calls
     if not packed:
-        return SwapCopies(*_link_ms(size_bytes, block.saved_tensors / n_calls, hardware))
+        return ModeCosts(*_link_ms(size_bytes, block.saved_tensors / n_calls, hardware))
     gbps = hardware.flatten_gbps or hardware.device_copy_gbps  # packing is flattening of whole storages
-    return SwapCopies(*_link_ms(size_bytes, 1, hardware), pack_ms=bytes_ms(2 * size_bytes, gbps))  # read and written
+    return ModeCosts(*_link_ms(size_bytes, 1, hardware), pack_ms=bytes_ms(2 * size_bytes, gbps))  # read and written
 
 
 def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[bool, ...]:
@@ -263,8 +261,8 @@ def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[boo
 
     def row_ms(index: int, *, packed: bool) -> float:
         calls = max(1, n_calls[index])
-        copies = swap_copies(profile.blocks[index], calls, hardware, packed=packed)
-        return copies.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
+        costs = swap_costs(profile.blocks[index], calls, hardware, packed=packed)
+        return costs.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
 
     packs = tuple(
         row_ms(index, packed=True) < (1 - _LEAST_GAIN) * row_ms(index, packed=False)

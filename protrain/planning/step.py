@@ -28,14 +28,13 @@ from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.contention import OTHERS, lost_to_collectives, rates
-from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
+from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
-    NO_COPIES,
     GradientPart,
-    SwapCopies,
+    ModeCosts,
     bytes_ms,
     compute_times,
     computing_by_visit,
@@ -43,10 +42,10 @@ from protrain.planning.rates import (
     gradients_by_visit,
     host_update_gparams,
     moved_bytes,
+    read_bytes,
     staging_bytes,
     streamed_rates,
-    swap_copies,
-    written_bytes,
+    swap_costs,
 )
 from protrain.planning.schedule import Fetch, Fetches
 from protrain.planning.sharing import Sharing
@@ -216,21 +215,12 @@ class Steps:
         self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
-        # By unit, for one call: the copies of its saved activations, those of its inputs, and its recomputation.
-        self._swap_copies = [NO_COPIES] * len(profile.units)
-        self._input_copies = [NO_COPIES] * len(profile.units)
-        self._recompute_ms = [0.0] * len(profile.units)
-        for unit, n_calls in Counter(profile.calls).items():
-            if (block := profile.units[unit].block) is not None:
-                packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
-                self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
-                size_in = profile.blocks[block].input_bytes / n_calls
-                self._input_copies[unit] = SwapCopies(
-                    out_ms=bytes_ms(size_in, hardware.d2h_gbps), back_ms=bytes_ms(size_in, hardware.h2d_gbps)
-                )
-                self._recompute_ms[unit] = times.recompute[block] / n_calls
-        n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
-        self._fetches = Fetches(self._visits, held, layout, n_large)
+        self._mode_costs = [
+            (unit, block, self._costs_of(block, n_calls, times.recompute[block] / n_calls))
+            for unit, n_calls in Counter(profile.calls).items()
+            if (block := profile.units[unit].block) is not None
+        ]
+        self._fetches = Fetches(self._visits, held, layout, memory.large_buffers)
         self._held = held
         self._gradients = gradients_by_visit(profile, hardware, layout)
         arriving = [part.chunk for part in chain.from_iterable(self._gradients)]
@@ -255,14 +245,14 @@ class Steps:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
-        self.rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
+        self.rates = rates(hardware, host_gparams * adam_bytes, streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
-        self._weight_share = _weight_bytes_share(adam_bytes, written_bytes(dtype, moment_bytes), element)
+        self._weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
         if hardware.host_adam_weight_gparams is not None:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
-            counted = _weight_bytes_share(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
+            counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
             self._weight_share = min(1.0, self._weight_share * (measured / counted))
         self._device_kept = self._kept_beside(STREAM, HOST)
         starts = list(accumulate(self._forward_ms, initial=0.0))
@@ -276,14 +266,6 @@ class Steps:
         self._fetched = cache(self._fetched_under)
         self._streamed_ms = cache(self._streamed_from)
         self.sharing = cache(self._sharing_under)
-        # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
-        calls, units = profile.calls, enumerate(profile.units)
-        self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
-        self._forward_work: list[Work] = [(compute_ms, 0.0, ()) for compute_ms in self._forward_ms]
-        self._backward_work: list[tuple[Work, Work]] = [
-            ((compute_ms, 0.0, ()), (compute_ms + self._recompute_ms[unit], 0.0, ()))
-            for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
-        ]
 
     @property
     def speculates(self) -> bool:
@@ -307,7 +289,7 @@ class Steps:
         Those of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks
         that reduce the gradients of a chunk offload one shard, with the last of them.
         """
-        on_device = self._layout.summed_on_device(n_persist, n_device_sum)
+        on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
         stay = on_device if self._only_adds else ()
         staging = self._rotated(
             {
@@ -330,7 +312,7 @@ class Steps:
         if self._memory.accumulates and staging >= 0 and part.chunk not in on_device:
             # The first batch of a step fetches no sum.
             n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
-            share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
+            share = (n_batches - 1) / n_batches if self._only_adds else 1.0
             up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
             sum_up_ms = share * up_ms * _SUM_BYTES / element
         if self._memory.accumulates and not self._sent:  # the time of a reduction has the additions
@@ -375,11 +357,11 @@ class Steps:
             work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
         host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
         if self._memory.accumulates:
-            on_device = self._layout.summed_on_device(n_persist, counts.n_device_sum)
+            on_device = summed_on_device(len(self._layout.chunks), n_persist, counts.n_device_sum)
             host = [(c, t if c in on_device else t * self._from_sum) for c, t in host]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
-            n_regions = self._memory.n_host_regions(n_persist, self._memory.swapped_bytes(modes))
+            n_regions = self._memory.n_host_regions(n_persist, self._memory.activations(modes).swapped_bytes)
             if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
                 updates = dict(host)
                 awaited_updates = {index: AwaitedUpdate(chunk, updates[chunk]) for index, chunk in handed_on}
@@ -451,40 +433,37 @@ class Steps:
             staging_bytes=staging,
         )
 
+    def _costs_of(self, block: int, n_calls: int, recompute_ms: float) -> dict[BlockMode, ModeCosts]:
+        """By mode, what it costs one of ``n_calls`` of a block in a forward."""
+        record, hardware, packs = self._profile.blocks[block], self._hardware, self._memory.pack_swaps
+        input_bytes = record.input_bytes / n_calls
+        out_ms, back_ms = bytes_ms(input_bytes, hardware.d2h_gbps), bytes_ms(input_bytes, hardware.h2d_gbps)
+        return {
+            BlockMode.NONE: ModeCosts(),
+            BlockMode.SWAP: swap_costs(record, n_calls, hardware, packed=bool(packs) and packs[block]),
+            BlockMode.CKPT: ModeCosts(recompute_ms=recompute_ms),
+            BlockMode.CKPT_SWAP: ModeCosts(out_ms, back_ms, recompute_ms=recompute_ms),
+        }
+
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
-        profile = self._profile
-        copies = [NO_COPIES] * len(profile.units)
-        recomputes = [False] * len(profile.units)
-        for unit, block in self._unit_blocks:
-            mode = modes[block]
-            if mode is BlockMode.SWAP:
-                copies[unit] = self._swap_copies[unit]
-            elif mode is not BlockMode.NONE:
-                recomputes[unit] = True
-                if mode is BlockMode.CKPT_SWAP:
-                    copies[unit] = self._input_copies[unit]
-        calls = profile.calls
-        work = self._forward_work.copy()
-        for at, unit in enumerate(calls):
-            if out_ms := copies[unit].out_ms:
-                work[at] = self._forward_ms[at] + copies[unit].pack_ms, out_ms, ()
-        fetched = -1  # the unit whose activations the visit before fetched ahead
-        for at in range(len(calls) - 1, -1, -1):
-            unit, earlier = calls[at], calls[at - 1] if at else -1
-            of_unit = self._backward_work[at][recomputes[unit]]
-            swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
-            if swap_ms or ahead:
-                swap_in = (unit,) if swap_ms and fetched != unit else ()
-                of_unit = of_unit[0], swap_ms, (*swap_in, earlier) if ahead else swap_in
-            fetched = earlier if ahead else -1
-            work.append(of_unit)
-        return work, [each.back_ms for each in copies]
-
-
-def _weight_bytes_share(adam_bytes: int, written: int, element_bytes: int) -> float:
-    """The share of an update's bytes that an update of the weight alone moves."""
-    return (adam_bytes - written + element_bytes) / adam_bytes
+        calls, costs = self._profile.calls, [ModeCosts()] * len(self._profile.units)
+        for unit, block, by_mode in self._mode_costs:
+            costs[unit] = by_mode[modes[block]]
+        work: list[Work] = [
+            (compute_ms + costs[unit].pack_ms, costs[unit].out_ms, ())
+            for unit, compute_ms in zip(calls, self._forward_ms, strict=True)
+        ]
+        is_there = False  # whether the visit before fetched what this one needs
+        for at in reversed(range(len(calls))):
+            unit, earlier = calls[at], calls[max(0, at - 1)]
+            swap_ms = costs[unit].out_ms
+            swap_in = (unit,) if swap_ms and not is_there else ()
+            is_there = earlier != unit and costs[earlier].out_ms > 0
+            if is_there:
+                swap_in = (*swap_in, earlier)
+            work.append((self._backward_ms[at] + costs[unit].recompute_ms, swap_ms, swap_in))
+        return work, [each.back_ms for each in costs]
 
 
 def _collective_ms(size_bytes: int, gbps: float) -> float:
