@@ -122,16 +122,12 @@ class Layout(Record):
         """The size of a chunk buffer, and of a buffer for large chunks; 0 if no chunk needs one."""
         return _largest(self, self.chunks[self.first_buffered(n_persist) :])
 
-    def summed_on_device(self, n_persist: int, n_device_sum: int) -> frozenset[int]:
-        """``summed_on_device`` of this layout."""
-        return summed_on_device(len(self.chunks), n_persist, n_device_sum)
-
     def gradient_elements(self, n_persist: int, n_device_sum: int = 0) -> tuple[int, int]:
         """The size of the largest shard of a gradient that is offloaded, among usual chunks and among large chunks.
 
         Chunks whose sums are on the device are left out.
         """
-        kept = self.summed_on_device(n_persist, n_device_sum)
+        kept = summed_on_device(len(self.chunks), n_persist, n_device_sum)
         away = [chunk for chunk in self.chunks[n_persist:] if chunk.trainable and chunk.index not in kept]
         usual, large = _largest(self, away)
         return usual // self.world_size, large // self.world_size
