@@ -43,12 +43,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.adapters import Base, base_weights
-from protrain.checkpoint.json_values import encode
-from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
-from protrain.checkpoint.parameter_files import write_parameters
-from protrain.checkpoint.random_state import random_state
+from protrain.checkpoint.manifest import MANIFEST, encode, list_saves, random_state, write_manifest
+from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, write_parameters
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
-from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes
 from protrain.distributed.agreement import Aside, raised_on_all

@@ -21,8 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, TrainerState, __version__
 
 from protrain.checkpoint.adapters import Base, has_adapter, is_peft_model
-from protrain.checkpoint.manifest import check_files, find_save, read_manifest
-from protrain.checkpoint.random_state import random_state, set_random_state
+from protrain.checkpoint.manifest import STATES, check_files, find_save, random_state, read_manifest, set_random_state
 from protrain.common.errors import warn_user
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import join
@@ -30,7 +29,6 @@ from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.public import CheckpointError, export, load_checkpoint, save_checkpoint
 
-STATES = "protrain"  # the folder in a checkpoint
 _EXPORTED = "exported"  # a folder in it while the model's weights are written
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
-from protrain.checkpoint.random_state import random_state, set_random_state
+from protrain.checkpoint.manifest import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.errors import warn_user
 from protrain.common.progress import heard, stage
