@@ -51,6 +51,7 @@ from protrain.common.tables import format_bytes
 from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 
 MODULES = "modules.safetensors"
@@ -349,6 +350,11 @@ def check_wrapped(model: nn.Module, optimizer: Any) -> None:
         )
     if not optimizer.trains(model):
         raise ValueError("optimizer is of another model: pass the two that protrain.wrap returned together")
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether weights of ``model`` lie in chunks. Before there is a plan, each rank has all of them."""
+    return any(isinstance(parameter, PresentParameter) for parameter in model.parameters())
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
