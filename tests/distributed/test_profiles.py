@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import wrapping
-from protrain.distributed import watch
 from protrain.profiler import cache, step_times, trace
 from tests.distributed import out_of_step
 from tests.distributed.apart import Group
@@ -102,26 +100,12 @@ def test_a_rank_without_memory_for_a_profile_leaves_the_others_theirs() -> None:
 
 def in_profile(rank: int, size: int, what: str, times: dict[str, float]) -> None:
     """Wrap a model whose forward waits for all ranks. Rank 1 fails in the profile as ``what`` says."""
-    _set(times)
+    out_of_step.set_times(times)
     dist.init_process_group("gloo")
     model = Centred(together=True)
     if rank == 1:
         model.register_forward_pre_hook(_out_of_memory if what == "out of memory" else _fails)
     wrap(model)
-
-
-def end_group_after_an_error(rank: int, size: int, times: dict[str, float]) -> None:
-    """Train. Rank 1 fails between steps, in a script that ends its process group whatever happens."""
-    _set(times)
-    model, optimizer = out_of_step.wrapped(rank, "cpu")
-    out_of_step.step(model, optimizer, out_of_step.batch(rank, 0))
-    try:
-        if rank == 1:
-            raise ValueError("the loader of a rank fails")
-        out_of_step.step(model, optimizer, out_of_step.batch(rank, 1))
-    finally:
-        dist.destroy_process_group()
-        time.sleep(1.0)  # as for a logger that says goodbye
 
 
 def _fails(model: nn.Module, args: tuple[Tensor]) -> None:
@@ -131,12 +115,6 @@ def _fails(model: nn.Module, args: tuple[Tensor]) -> None:
 def _out_of_memory(model: nn.Module, args: tuple[Tensor]) -> None:
     if not args[0].is_meta:
         raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def _set(times: dict[str, float]) -> None:
-    for name, seconds in times.items():
-        assert hasattr(watch, name)
-        setattr(watch, name, seconds)
 
 
 QUICK = {"TICK_S": 0.2, "CAUGHT_S": 1.0, "STUCK_S": 0.8}  # seconds, for tests of what is said rather than when
@@ -165,11 +143,3 @@ def test_a_rank_without_memory_for_the_profile_of_a_model_with_collectives(tmp_p
     (error,) = endings[1].errors
     assert re.match(ERROR + said, error), error
     assert re.search(f"^The ranks are out of step: {said}", endings[0].text, re.MULTILINE), endings[0].text
-
-
-def test_an_error_that_a_script_has_not_left_yet_is_named(tmp_path: Path) -> None:
-    with Group(2, end_group_after_an_error, QUICK, folder=tmp_path) as group:
-        endings = group.endings(range(2), timeout_s=30)
-    (error,) = endings[0].errors
-    said = "rank 1 has raised an exception, while rank 0 went on to a forward: ValueError: the loader of a rank fails"
-    assert error == ERROR + said, error
