@@ -32,12 +32,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def wait_and_die() -> None:
-    """End when others wait."""
-    time.sleep(1)
-    die()
-
-
 def fail() -> None:
     """Raise an error."""
     print(f"fails at {time.time()}", flush=True)
