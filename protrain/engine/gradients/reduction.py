@@ -202,15 +202,14 @@ class Reduction:
             buffer = self._sums[0]
             self._sums.rotate(-1)
             here, home = buffer.memory[: part.stop - part.start], total[part]
-            streams.reduce.wait_for(buffer.free)
             if again:
                 with span(UP, f"sum {chunk.index}"):
                     streams.upload(here, home, after=buffer.free, done=buffer.there)
-                streams.reduce.wait_for(buffer.there)
+            streams.reduce.wait_for(buffer.there if again else buffer.free)
             self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
             with span(DOWN, f"sum {chunk.index}"):
-                streams.offload(home, here, after=self.added, done=chunk.offloaded)
-            streams.d2h.place(buffer.free)
+                streams.offload(home, here, after=self.added, done=buffer.free)
+        streams.d2h.place(chunk.offloaded)
         streams.reduce.place(lane.shard_free)
 
     def _fold(
