@@ -22,7 +22,7 @@ from typing_extensions import override
 from protrain.common.parameters import is_plain
 from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_in, tensors_of_cache
 from protrain.forward.autocast import AutocastOnMeta
-from protrain.forward.compilation import eager_of
+from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.module_state import BlockModules, RandomState
 from protrain.forward.recomputation import Recomputation
 from protrain.profiler.operations import AttentionCall, Operations, allocated_bytes, memory_in, storage_key, storages_in
@@ -158,26 +158,13 @@ def measure_block(
         _measure(use, use, eager, args, kwargs, block, weights)
         return eager
     _measure(BlockUse(), use, eager, args, kwargs, block, weights)
-    with without_own_modes(), _collecting_afterwards():
+    known = graphs_compiled()
+    with without_own_modes():
         _measure(use, None, forward, args, kwargs, block, weights)
+    if graphs_compiled() != known:
+        # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
+        gc.collect()
     return forward
-
-
-@contextmanager
-def _collecting_afterwards() -> Iterator[None]:
-    """Inside, Python collects no garbage. Afterwards it looks through what was made meanwhile, and no older objects.
-
-    The compiler leaves reference cycles that may hold what the block saved. A collection meanwhile would take them for
-    long-lived objects, and then only one of all objects would find them, which takes a third of a second.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-        gc.collect(1)
 
 
 @contextmanager
