@@ -16,8 +16,6 @@ from protrain.engine.updates.host_updates import UpdateState
 from protrain.engine.weights.views import SimulatedLedger
 
 _TIMED_STEPS = 200
-_SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than plans are made for
-_LATE_STEP = 1.05  # times the predicted time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Report(Record):
     speculative_updates: int  # updates done inside backward, before step() was called
     streamed_updates: int  # updates of chunks in host memory that the device did, as the host would have been late
     redone_updates: int  # speculative updates done again as the step was not as they had assumed
-    host_gparams: float  # 1e9 parameters a second that the host has updated lately, while the step ran; 0: none
+    host_gparams: float  # 1e9 parameters a second in the updates by the host, while the step ran; 0: none
     predicted_host_gparams: float
 
     def rows(self) -> list[tuple[str, str]]:
@@ -57,9 +55,6 @@ class Report(Record):
             on_host = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
             if self.predicted_host_gparams:
                 on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
-            slow = self.host_gparams < _SLOW_HOST * self.predicted_host_gparams
-            if slow and self.step_ms > _LATE_STEP * self.predicted_step_ms:
-                on_host += "; `protrain calibrate`, while the machine is as busy as now, for plans that leave it less"
         between = []
         if self.received_bytes or self.sent_bytes:
             received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
