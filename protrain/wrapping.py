@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,7 @@ from protrain.hardware.cache import why_not_cached
 from protrain.hardware.detection import detect
 from protrain.hardware.memory import available_host_bytes
 from protrain.hardware.profile import HardwareProfile
+from protrain.optim.first_call import plan_at_first_call
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
 from protrain.planning.memory import MemoryModel
@@ -178,7 +179,6 @@ def wrap(
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
         wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
-        required = {parameter: parameter.requires_grad for parameter in managed.values()}
 
     def begin(batch: Any) -> None:
         if any(isinstance(parameter, PresentParameter) for parameter in managed.values()):
@@ -189,8 +189,7 @@ def wrap(
         with (
             ranks.reporting("protrain.wrap"),
             first_alone_warns(ranks),
-            wrapped.given_back(),
-            _requiring(required),
+            wrapped.first_call.begins(),
             heard(progress and ranks.rank == 0),
         ):
             refuse_gradients(model, before="the first call of the model")
@@ -200,10 +199,12 @@ def wrap(
     if example_batch is not None:
         begin(example_batch)
     else:
-        _at_first_call(model, begin)
+        plan_at_first_call(model, begin)
     retire(optimizer)
     generate_together(model, ranks)
-    _extend(model, wrapped, torch.zeros((), dtype=options.dtype, device=target))
+    refuse_moves(model, torch.zeros((), dtype=options.dtype, device=target))
+    # Accelerate's mark of a prepared model. It would put autocast and DistributedDataParallel around another one.
+    vars(model).update(no_sync=wrapped.no_sync, zero_grad=wrapped.zero_grad, _is_accelerate_prepared=True)
     return model, wrapped
 
 
@@ -377,71 +378,3 @@ def change_forwards(
             changes.callback(chunk_loss(model))
         changes.callback(compile_blocks(blocks, on_meta=on_meta))
         return changes.pop_all().close
-
-
-def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
-    """Let the first call of ``model`` call ``begin`` with its arguments as a batch. If that raises, the next call does.
-
-    Raises:
-        MisuseError: the call is not one of the training.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            raise MisuseError(
-                "the first call of a model that was wrapped without an example_batch plans the training, so it must be "
-                "a call of the training and not under torch.no_grad(): pass example_batch to protrain.wrap to evaluate "
-                "or generate first"
-            )
-        for name in waiting:
-            del vars(model)[name]
-        try:
-            begin(batches.of_call(model, args, kwargs))
-        except BaseException:
-            vars(model).update(waiting)
-            raise
-        return model(*args, **kwargs)
-
-    def refuse_copy(_: dict[int, Any]) -> Any:
-        raise MisuseError("a wrapped model cannot be copied: copy it before protrain.wrap, or copy its state_dict()")
-
-    waiting = {"_call_impl": call, "__deepcopy__": refuse_copy}
-    vars(model).update(waiting)
-
-
-@contextmanager
-def _requiring(required: Mapping[nn.Parameter, bool]) -> Iterator[None]:
-    """A context in which parameters require gradients as they did when the model was wrapped.
-
-    A parameter that a script freezes for the first steps has states by this, and can be trained later. One that was
-    frozen then, and is to be trained now, is an error of the forward that follows.
-    """
-    now = {parameter: parameter.requires_grad for parameter in required}
-    for parameter, requires in required.items():
-        parameter.requires_grad = requires
-    try:
-        yield
-    finally:
-        for parameter, requires in now.items():
-            parameter.requires_grad = requires
-
-
-def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:
-    """Give the wrapped model DDP's ``no_sync``, a ``zero_grad`` that knows the chunks, and a refusal to be moved.
-
-    It also gets the mark by which ``accelerator.prepare`` leaves a model as it is. Accelerate would put autocast and
-    DistributedDataParallel around it, and both precision and processes are ProTrain's business.
-    """
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        """Make backwards inside only accumulate gradients. The last backward() of a step goes outside."""
-        with optimizer.accumulating():
-            yield
-
-    @wraps(model.zero_grad)
-    def zero_grad(set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
-
-    vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
-    refuse_moves(model, sample)
