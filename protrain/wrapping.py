@@ -278,7 +278,7 @@ def _begin_training(
 
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
     """What forward and backward of the planned batch take on the device under ``plan``."""
-    least = memory.device_bytes(plan.counts, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
+    least = memory.device_bytes(plan.counts, (BlockMode.CKPT,) * len(plan.block_modes))
     static_bytes = memory.static_bytes(plan.n_persist, plan.n_buffer, plan.n_device_sum)
     return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
 

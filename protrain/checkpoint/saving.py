@@ -43,17 +43,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.adapters import Base, base_weights
-from protrain.checkpoint.json_values import encode
-from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
-from protrain.checkpoint.parameter_files import write_parameters
-from protrain.checkpoint.random_state import random_state
+from protrain.checkpoint.manifest import MANIFEST, encode, list_saves, random_state, write_manifest
+from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, write_parameters
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
-from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes
 from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 
 MODULES = "modules.safetensors"
@@ -353,6 +351,11 @@ def check_wrapped(model: nn.Module, optimizer: Any) -> None:
         )
     if not optimizer.trains(model):
         raise ValueError("optimizer is of another model: pass the two that protrain.wrap returned together")
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether weights of ``model`` lie in chunks. Before there is a plan, each rank has all of them."""
+    return any(isinstance(parameter, PresentParameter) for parameter in model.parameters())
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
