@@ -45,7 +45,6 @@ from protrain.hardware.cache import why_not_cached
 from protrain.hardware.detection import detect
 from protrain.hardware.memory import available_host_bytes
 from protrain.hardware.profile import HardwareProfile
-from protrain.optim.first_call import plan_at_first_call
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan, check, search
 from protrain.planning.memory import MemoryModel
@@ -199,7 +198,7 @@ def wrap(
     if example_batch is not None:
         begin(example_batch)
     else:
-        plan_at_first_call(model, begin)
+        _plan_at_first_call(model, begin)
     retire(optimizer)
     generate_together(model, ranks)
     refuse_moves(model, torch.zeros((), dtype=options.dtype, device=target))
@@ -217,15 +216,7 @@ def _begin_training(
     *,
     ranks: Ranks,
 ) -> None:
-    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine.
-
-    Args:
-        model: whose forwards are changed as ``options`` say, and then by the engine.
-        optimizer: that the user made, with the groups of parameters.
-        wrapped: the optimizer that ``wrap`` returns.
-        batch: what the plan is made for.
-        options: how to train.
-        ranks: that train together.
+    """Profile ``model`` on ``batch``, plan for that as ``options`` say, and give ``wrapped`` an engine.
 
     Raises:
         PlanError: no plan fits the memory. It is raised before any memory is taken.
@@ -354,7 +345,7 @@ def _plan(options: TrainingOptions, profile: ModelProfile, hardware: HardwarePro
 def change_forwards(
     model: nn.Module, batch: Any, *, compile: bool, chunked_loss: bool | None, on_meta: bool = False
 ) -> Callable[[], None]:
-    """Change ``model`` for training.
+    """Change ``model`` for training. Returns a function that undoes it.
 
     Args:
         model: that is trained.
@@ -362,9 +353,6 @@ def change_forwards(
         compile: the forward of each block.
         chunked_loss: compute the loss piece by piece. None means yes where that is known to be the same loss.
         on_meta: change it only for a trace on the meta device.
-
-    Returns:
-        A function that undoes it.
 
     Raises:
         ValueError: as ``protrain.forward.chunked_loss.chunk_loss``. After any exception, nothing is changed.
@@ -378,3 +366,33 @@ def change_forwards(
             changes.callback(chunk_loss(model))
         changes.callback(compile_blocks(blocks, on_meta=on_meta))
         return changes.pop_all().close
+
+
+def _plan_at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
+    """Let the first call of ``model`` call ``begin`` with its arguments as a batch. If that raises, the next call does.
+
+    Raises:
+        MisuseError: the call is not one of the training.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            raise MisuseError(
+                "the first call of a model that was wrapped without an example_batch plans the training, so it must be "
+                "a call of the training and not under torch.no_grad(): pass example_batch to protrain.wrap to evaluate "
+                "or generate first"
+            )
+        for name in waiting:
+            del vars(model)[name]
+        try:
+            begin(batches.of_call(model, args, kwargs))
+        except BaseException:
+            vars(model).update(waiting)
+            raise
+        return model(*args, **kwargs)
+
+    def refuse_copy(_: dict[int, Any]) -> Any:
+        raise MisuseError("a wrapped model cannot be copied: copy it before protrain.wrap, or copy its state_dict()")
+
+    waiting = {"_call_impl": call, "__deepcopy__": refuse_copy}
+    vars(model).update(waiting)

@@ -26,8 +26,7 @@ from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
-from protrain.optim.first_call import FirstCall
-from protrain.optim.torch_state import StatesInChunks, match_state
+from protrain.optim.states import FirstCall, StatesInChunks, match_state
 from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
 
