@@ -47,9 +47,10 @@ ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every 
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
 STAGING_BUFFERS = 2
 # Sums in host memory pass through so many buffers, of at most so many elements. While one is on its way down, one is on
-# its way up, and the third waits for neither. On the host of an H200 Python takes 0.2 ms to issue the additions of one
-# buffer, and the link moves these 32 MiB in 0.6 ms. So the GPU does not wait for Python.
-SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 23
+# its way up, and the third waits for neither. The driver of CUDA holds 28 such copies of a stream, and blocks the
+# thread that issues another. Until then that thread cannot issue the backward of the next unit. With parts of 32 MiB,
+# one large chunk blocked it for 80 ms (H200, driver 580). Parts of 64 MiB are few enough for two usual chunks.
+SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 24
 TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements of a parameter
 PARTIAL_BYTES = 4  # a partial sum in fp32
 FULL_RATE_ELEMENTS = 8 * 1024**2  # 16 MiB of 16-bit weights, whose transfer reaches the link's full rate
