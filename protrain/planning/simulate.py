@@ -47,9 +47,9 @@ from typing import NamedTuple
 
 from protrain.planning.contention import Times, slowdowns
 from protrain.planning.layout import STAGING_BUFFERS
+from protrain.planning.planned_step import Gradient, PlannedStep, Updates, Visit
 from protrain.planning.schedule import Fetch
 from protrain.planning.sharing import Waiting, next_for_gpu
-from protrain.planning.step import Gradient, PlannedStep, Updates, Visit
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, UP, Operation, Timeline
 
 
