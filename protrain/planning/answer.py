@@ -337,7 +337,7 @@ def explain(
         estimated=profile.device != hardware.device_type,
         updates_in_backward=step_during_backward,
         slower_share=slower_share(hardware) if host_works else 1.0,
-        large_buffers=models.memory.large_buffers(plan.n_persist),
+        large_buffers=models.memory.large_buffers[plan.n_persist],
         phases=parts,
         changes=tuple(changes_of(plan, profile, models)),
     )
