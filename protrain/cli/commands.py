@@ -71,11 +71,11 @@ _CONVERT_EXAMPLE = """example:
 # The options that commands share, by their field, with what argparse is told of each.
 _SHARED: dict[str, dict[str, Any]] = {
     "batch": {
-        "type": whole(1),
+        "type": whole(1, 2**16),
         "help": "sequences in a batch, on each GPU (default: the fastest for --step-tokens; on a CPU 1)",
     },
     # Each token is learnt from the tokens before it.
-    "sequence": {"type": whole(2), "metavar": "TOKENS", "help": "tokens in a sequence (default: of the model)"},
+    "sequence": {"type": whole(2, 2**24), "metavar": "TOKENS", "help": "tokens in a sequence (default: of the model)"},
     "packing": {
         "action": "store_true",
         "help": "sequences hold several examples, as those of `protrain train` do, so that attention needs a mask",
