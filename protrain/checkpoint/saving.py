@@ -141,10 +141,11 @@ def async_save(
         aside = Aside(ranks, name)  # before the folder is locked, as the store may be gone
         in_place = list(optimizer.export_parts(_saved_names(model, optimizer, base)))
         needed_bytes = sum(tensor.nbytes for _, part in in_place for tensor in part.tensors.values())
-        if needed_bytes > optimizer.free_host_bytes:
+        free_bytes = optimizer.hardware.host_bytes - optimizer.plan.host_bytes
+        if needed_bytes > free_bytes:
             raise BudgetError(
                 f"async_save needs {format_bytes(needed_bytes)} of host memory for a copy of the state, and the plan "
-                f"leaves {format_bytes(max(0, optimizer.free_host_bytes))}: use save_checkpoint, which needs no copy, "
+                f"leaves {format_bytes(max(0, free_bytes))}: use save_checkpoint, which needs no copy, "
                 "or give protrain.wrap a larger host_memory"
             )
         parts = [(name, replace(part, tensors=part.copies())) for name, part in in_place]
