@@ -18,7 +18,7 @@ from protrain.hardware.shipped import load
 from protrain.planning import Plan
 
 
-class Colour(enum.Enum):
+class Colour(enum.StrEnum):
     RED = "red"
     BLUE = "blue"
 

@@ -88,7 +88,7 @@ def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = 
         profile,
         HARDWARE,
         n_persist=n_persist,
-        n_buffer=min(max(2, memory.least_buffers(n_persist)), memory.all_buffers(n_persist)),
+        n_buffer=min(max(2, memory.least_buffers[n_persist]), memory.all_buffers[n_persist]),
         n_swap=n_blocks * (mode is SWAP),
         n_ckpt=n_blocks * (mode is CKPT),
         step_during_backward=inside,

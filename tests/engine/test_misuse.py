@@ -37,13 +37,6 @@ def unharmed(tiny_model: Callable[..., nn.Module], batch: Batch) -> Unharmed:
 # -- the optimizer's methods -------------------------------------------------------------------------------------------
 
 
-def test_groups_are_fixed_by_wrapping(wrapped: Wrap, unharmed: Unharmed) -> None:
-    model, optimizer = wrapped()
-    with pytest.raises(MisuseError, match=r"cannot be added after protrain.wrap: make the optimizer with all groups"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    unharmed((model, optimizer))
-
-
 def test_what_is_added_after_wrapping_is_left_alone_as_by_any_optimizer(
     wrapped: Wrap, unharmed: Unharmed, batch: Batch
 ) -> None:
