@@ -37,7 +37,7 @@ from protrain.distributed.ranks import Ranks
 from protrain.engine.build import build_engine
 from protrain.engine.states.arena import ActivationBytes
 from protrain.engine.states.materialise import start_as_first
-from protrain.engine.weights.parameter import PresentParameter, frozen_error
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.chunked_loss import can_chunk, chunk_loss
 from protrain.forward.compilation import compile_blocks
 from protrain.hardware.allocator import use_expandable_segments
@@ -178,7 +178,7 @@ def wrap(
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
         wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
-        required = {name: parameter.requires_grad for name, parameter in managed.items()}
+        required = {parameter: parameter.requires_grad for parameter in managed.values()}
 
     def begin(batch: Any) -> None:
         if any(isinstance(parameter, PresentParameter) for parameter in managed.values()):
@@ -190,7 +190,7 @@ def wrap(
             ranks.reporting("protrain.wrap"),
             first_alone_warns(ranks),
             wrapped.given_back(),
-            _trained_as(required, managed),
+            _requiring(required),
             heard(progress and ranks.rank == 0),
         ):
             refuse_gradients(model, before="the first call of the model")
@@ -277,7 +277,7 @@ def _begin_training(
 
 def _activations(plan: Plan, memory: MemoryModel) -> ActivationBytes:
     """What forward and backward of the planned batch take on the device under ``plan``."""
-    least = memory.device_bytes(plan.counts, memory.activations((BlockMode.CKPT,) * len(plan.block_modes)))
+    least = memory.device_bytes(plan.counts, (BlockMode.CKPT,) * len(plan.block_modes))
     static_bytes = memory.static_bytes(plan.n_persist, plan.n_buffer, plan.n_device_sum)
     return ActivationBytes(plan.device_bytes - static_bytes, least - static_bytes)
 
@@ -410,25 +410,20 @@ def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
 
 
 @contextmanager
-def _trained_as(required: Mapping[str, bool], parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """A context in which ``parameters`` require gradients as they ``required`` them when the model was wrapped.
+def _requiring(required: Mapping[nn.Parameter, bool]) -> Iterator[None]:
+    """A context in which parameters require gradients as they did when the model was wrapped.
 
-    A parameter that a script freezes for the first steps has states by this, and can be trained later.
-
-    Raises:
-        MisuseError: a parameter requires a gradient now and did not then.
+    A parameter that a script freezes for the first steps has states by this, and can be trained later. One that was
+    frozen then, and is to be trained now, is an error of the forward that follows.
     """
-    changed = {name: p for name, p in parameters.items() if p.requires_grad != required[name]}
-    for name in changed:
-        if not required[name]:
-            raise frozen_error(name)
-    for parameter in changed.values():
-        parameter.requires_grad = True
+    now = {parameter: parameter.requires_grad for parameter in required}
+    for parameter, requires in required.items():
+        parameter.requires_grad = requires
     try:
         yield
     finally:
-        for parameter in changed.values():
-            parameter.requires_grad = False
+        for parameter, requires in now.items():
+            parameter.requires_grad = requires
 
 
 def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:

@@ -170,34 +170,3 @@ def test_two_ranks_have_the_averages_of_whole_weights() -> None:
     assert_same(theirs, expected)
     assert losses == others
     assert losses[2] == losses[0] != losses[1]
-
-
-NEXT_CALLS: dict[str, Callable[[Any, nn.Module, Any, Any], Any]] = {
-    "step": lambda averaged, model, optimizer, batch: step(model, optimizer, batch),
-    "applied": lambda averaged, model, optimizer, batch: averaged.applied().__enter__(),
-    "state_dict": lambda averaged, model, optimizer, batch: averaged.state_dict(),
-}
-
-
-def average_on_one_rank(rank: int, next_call: str) -> str:
-    """Only the first rank updates the averages after the second step. Returns what is said about it."""
-    model = make()
-    model, optimizer = wrap_under(
-        OFFLOADED, model, adamw(model), batches()[0], device=torch.device("cpu"), world_size=2
-    )
-    averaged = protrain.AveragedWeights(model, DECAY)
-    data = batches(6)[rank::2]
-    step(model, optimizer, data[0])
-    averaged.update()
-    step(model, optimizer, data[1])
-    if rank == 0:
-        averaged.update()
-    with pytest.raises(MisuseError) as raised:
-        NEXT_CALLS[next_call](averaged, model, optimizer, data[2])
-    return str(raised.value)
-
-
-@pytest.mark.parametrize("next_call", ["step", "state_dict"])
-def test_an_update_of_one_rank_alone_is_an_error_on_all(next_call: str) -> None:
-    for said in on_ranks(2, average_on_one_rank, next_call):
-        assert "rank 0 came to AveragedWeights.update() with decay=0.9" in said

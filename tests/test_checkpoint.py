@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import random
 import re
-import resource
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-import protrain
 from protrain.checkpoint import saving, tensor_files
 from protrain.checkpoint.loading import load_checkpoint
-from protrain.checkpoint.manifest import MANIFEST, list_saves
+from protrain.checkpoint.manifest import list_saves
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import complete_folder
-from protrain.common.errors import CheckpointError
 from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
-from tests.distributed.warm import Process
 
 
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -55,26 +47,6 @@ def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
         save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, keep=2)
     assert [save.name for save in list_saves(tmp_path)] == ["00003-step-3", "00004-step-4"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["00003-step-3", "00004-step-4"]
-
-
-def test_a_folder_may_have_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
-    folder, batch = tmp_path / os.fsdecode(b"old\xff"), torch.ones(2, 8)
-
-    def wrapped(seed: int, **options: Any) -> Any:
-        torch.manual_seed(seed)
-        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)])
-        return protrain.wrap(
-            model, torch.optim.AdamW(model.parameters()), example_batch=(batch,), device="cpu", **options
-        )
-
-    model, optimizer = wrapped(0)
-    protrain.save_checkpoint(folder, model, optimizer)
-    protrain.export(model, folder / "model")
-    loaded, loaded_optimizer = wrapped(1)
-    protrain.load_checkpoint(folder, loaded, loaded_optimizer)
-    read, _ = wrapped(2, weights=folder / "model")
-    assert torch.equal(loaded(batch), model(batch))
-    assert torch.equal(read(batch), model(batch))
 
 
 def test_a_learning_rate_may_be_a_tensor(tmp_path: Path) -> None:
@@ -128,18 +100,6 @@ def test_what_is_no_folder_is_named(tmp_path: Path, what: str) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
-def test_a_save_inside_a_save_is_refused(tmp_path: Path) -> None:
-    """A load of that folder would find the outer one, which is older."""
-    model, optimizer, _ = make_run(0)
-    save = save_checkpoint(tmp_path, model, optimizer)
-    before = sorted(save.iterdir())
-    with pytest.raises(ValueError, match=rf"00001-step-0 is itself a save: give the folder that it is in, {tmp_path}"):
-        save_checkpoint(save, model, optimizer)
-    assert sorted(save.iterdir()) == before
-    with pytest.raises(CheckpointError, match=rf"{MANIFEST} is no folder; give the folder that save_checkpoint wrote"):
-        load_checkpoint(save / MANIFEST, model, optimizer)
-
-
 def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     model, optimizer, scheduler = make_run(0)
     for name in (".notes.tmp", ".00007.tmp", ".00001-step-1.tmp"):
@@ -154,21 +114,6 @@ def test_nothing_of_others_is_deleted(tmp_path: Path) -> None:
     for use in (save_checkpoint, load_checkpoint):
         with pytest.raises(ValueError, match=r"the one that protrain\.wrap returned, not a plain AdamW"):
             use(tmp_path, model, plain)
-
-
-def test_a_full_disk_is_named_and_leaves_the_earlier_save(tmp_path: Path) -> None:
-    model = make_model(0, width=2000)
-    optimizer = plain_optimizer(model)
-    earlier = save_checkpoint(tmp_path, model, optimizer)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))  # writing further fails, as on a full disk
-    try:
-        with pytest.raises(OSError, match=r"cannot write .*/state-00001\.safetensors: "):
-            save_checkpoint(tmp_path, model, optimizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == [earlier.name]
-    load_checkpoint(tmp_path, model, optimizer)
 
 
 @pytest.mark.parametrize("failing", ["write_tensors", "write_manifest", "sync", "the last sync"])
@@ -234,61 +179,6 @@ def test_types_that_no_file_holds_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"waves is torch\.complex128, which safetensors files cannot hold"):
         save_checkpoint(tmp_path, model, optimizer)
     assert not list(tmp_path.iterdir())
-
-
-def save_forever(folder: Path) -> None:
-    model, optimizer, scheduler = make_run(0)
-    while True:
-        train(model, optimizer, scheduler, 1)
-        save_checkpoint(folder, model, optimizer, scheduler=scheduler)
-
-
-@pytest.mark.xdist_group("ranks")  # which has the template of such processes
-def test_a_save_killed_at_any_moment_leaves_a_loadable_one(tmp_path: Path) -> None:
-    serials: list[int] = []
-    for attempt in range(5):
-        process = Process(save_forever, tmp_path, environment={})
-        while not (saves := list_saves(tmp_path)) or int(saves[-1].name[:5]) <= max(serials, default=0):
-            assert process.status is None
-            time.sleep(0.005)
-        time.sleep(0.013 * (attempt + 1))
-        process.send(signal.SIGKILL)
-        while process.status is None:
-            time.sleep(0.005)
-        model, optimizer, scheduler = make_run(1)
-        load_checkpoint(tmp_path, model, optimizer, scheduler=scheduler)
-        newest = list_saves(tmp_path)[-1]
-        step = json.loads((newest / MANIFEST).read_text())["step"]
-        assert newest.name.endswith(f"-step-{step}")
-        assert {int(state["step"]) for state in optimizer.inner.state.values()} == {step}
-        serials.append(int(newest.name[:5]))
-    assert serials == sorted(set(serials)), "every process saved on top of what the killed one left"
-
-
-def save_by_turns(folder: Path, turns: tuple[int, ...]) -> None:
-    model, optimizer, _ = make_run(0)
-    for turn in turns:
-        while turn and not (folder / f"turn {turn - 1}").exists():
-            time.sleep(0.005)
-        save_checkpoint(folder, model, optimizer, keep=1)
-        (folder / f"turn {turn}").touch()
-
-
-def test_a_save_deletes_none_of_another_run(tmp_path: Path) -> None:
-    """Two processes that save by turns. A run has what it has saved itself, and what was there when it was loaded."""
-    process = Process(save_by_turns, tmp_path, (1, 3), environment={})
-    save_by_turns(tmp_path, (0, 2))
-    while process.status is None:
-        time.sleep(0.005)
-    assert process.status == 0
-    assert [save.name[:5] for save in list_saves(tmp_path)] == ["00003", "00004"]
-
-    model, optimizer, _ = make_run(0)
-    save_checkpoint(tmp_path, model, optimizer, keep=1)
-    assert [save.name[:5] for save in list_saves(tmp_path)] == ["00003", "00004", "00005"], "it has loaded none"
-    load_checkpoint(tmp_path / "00004-step-0", model, optimizer)
-    save_checkpoint(tmp_path, model, optimizer, keep=2)
-    assert [save.name[:5] for save in list_saves(tmp_path)] == ["00005", "00006"]
 
 
 def test_an_exported_folder_that_cannot_be_flushed_is_not_there(

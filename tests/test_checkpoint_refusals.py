@@ -17,8 +17,7 @@ from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 from protrain.checkpoint.loading import load_checkpoint
-from protrain.checkpoint.manifest import MANIFEST, list_saves
-from protrain.checkpoint.random_state import random_state
+from protrain.checkpoint.manifest import MANIFEST, list_saves, random_state
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.common.errors import CheckpointError
 from tests.checkpoints import make_counting, make_expanded, make_model, make_run, plain_optimizer, rewrite, train

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections import OrderedDict, namedtuple
 from typing import Any
 
@@ -105,17 +104,6 @@ def test_objects_are_looked_into_and_copied(name: str) -> None:
     assert {id(tensor) for tensor in tensors_in(tree)} == {id(left), id(right)}, "the original is as it was"
     assert repr(tree) == before
     assert type(mapped[0]["object"]) is type(tree[0]["object"])
-
-
-class Opaque:
-    def __init__(self) -> None:
-        self.parts = [Frozen(tensors(1)[0])]
-
-
-@pytest.mark.parametrize("leaf", [nn.Linear(1, 1), Opaque(), Tensor, Opaque, len, iter([]), threading.Lock()])
-def test_what_is_no_data_is_a_leaf(leaf: Any) -> None:
-    assert tensors_in([leaf]) == []
-    assert map_leaves(lambda leaf: leaf, [leaf])[0] is leaf
 
 
 def test_objects_that_cannot_be_copied_are_named() -> None:

@@ -97,7 +97,7 @@ def _neighbours(
                     changed = changed._replace(n_buffer=changed.n_buffer - 1)
                 n_weight_only = min(changed.n_weight_only, max(0, changed.n_speculate))
                 changed = changed._replace(n_weight_only=n_weight_only)
-            enough = changed.n_buffer >= models.memory.least_buffers(changed.n_persist)
+            enough = changed.n_buffer >= models.memory.least_buffers[changed.n_persist]
             if enough and changed.n_speculate >= 0:
                 yield models.plan(changed)
 
@@ -105,6 +105,6 @@ def _neighbours(
 def _over(counts: Counts, models: Models) -> str:
     """The memory that ``counts`` do not fit: "host" or "device", or "" if they fit."""
     modes = models.modes(counts)
-    if models.host_bytes(modes, counts) > models.hardware.host_bytes:
+    if models.memory.host_bytes(counts, modes) > models.hardware.host_bytes:
         return "host"
-    return "device" if models.device_bytes(modes, counts) > models.hardware.device_bytes else ""
+    return "device" if models.memory.device_bytes(counts, modes) > models.hardware.device_bytes else ""

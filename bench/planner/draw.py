@@ -39,22 +39,22 @@ def draw(
         models = generator.choice(kinds) if n_ckpt else kinds[0]
         memory, runtime = models.memory, models.runtime
         n_persist = generator.randint(0, models.n_chunks)
-        least = memory.least_buffers(n_persist)
-        n_buffer = generator.randint(least, max(least, memory.all_buffers(n_persist)))
+        least = memory.least_buffers[n_persist]
+        n_buffer = generator.randint(least, max(least, memory.all_buffers[n_persist]))
         n_ckpt_swap = generator.choice([0, generator.randint(0, n_ckpt)])
         counts = Counts(n_persist, n_buffer, n_swap, n_ckpt, n_ckpt_swap)
         if memory.accumulates:
             most = models.n_chunks - n_persist
             counts = counts._replace(n_device_sum=generator.choice([0, most, generator.randint(0, most)]))
         if runtime.steps.speculates:
-            swapped_bytes = memory.swapped_bytes(models.modes(counts))
+            swapped_bytes = memory.activations(models.modes(counts)).swapped_bytes
             wanted = generator.choice([0, models.n_chunks, generator.randint(0, models.n_chunks)])
             n_speculate, least = memory.speculation(n_persist, wanted, swapped_bytes, counts.n_device_sum)
             n_weight_only = generator.choice([least, generator.randint(least, n_speculate)])
             counts = counts._replace(n_speculate=n_speculate, n_weight_only=n_weight_only)
         modes = models.modes(counts)
-        on_device = models.device_bytes(modes, counts) <= hardware.device_bytes
-        if on_device and models.host_bytes(modes, counts) <= hardware.host_bytes:
+        on_device = models.memory.device_bytes(counts, modes) <= hardware.device_bytes
+        if on_device and models.memory.host_bytes(counts, modes) <= hardware.host_bytes:
             key = (*counts, models.keep_attention)
             found.setdefault(key, models.plan(counts))
     return list(found.values())

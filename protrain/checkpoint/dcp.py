@@ -32,12 +32,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from protrain.checkpoint.export import weight_of
-from protrain.checkpoint.json_values import decode
-from protrain.checkpoint.manifest import check_files, find_save, read_manifest, verify_bytes, write_manifest
-from protrain.checkpoint.parameter_files import saved_parameters, write_parameters
+from protrain.checkpoint.manifest import check_files, decode, find_save, read_manifest, verify_bytes, write_manifest
+from protrain.checkpoint.parameter_files import BESIDE, BUFFERS, saved_parameters, write_parameters
 from protrain.checkpoint.saving import MODULES, new_save, write_others
 from protrain.checkpoint.tensor_files import complete_folder, open_tensors, put_in_place
-from protrain.checkpoint.unmanaged_tensors import BESIDE, BUFFERS
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
 from protrain.distributed.ranks import Ranks

@@ -24,9 +24,8 @@ from protrain.checkpoint.adapters import (
     write_adapter_config,
 )
 from protrain.checkpoint.manifest import verify_bytes
-from protrain.checkpoint.parameter_files import SavedTensor, saved_parameters
+from protrain.checkpoint.parameter_files import BUFFERS, SavedTensor, compare_names, saved_parameters
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, complete_folder, open_tensors
-from protrain.checkpoint.unmanaged_tensors import BUFFERS, compare_names
 from protrain.common.adapters import within_peft
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES, is_managed

@@ -11,10 +11,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.adapters import Base, base_weights, check_base
-from protrain.checkpoint.json_values import decode
-from protrain.checkpoint.manifest import check_files, find_save, list_saves, read_manifest, verify_bytes
-from protrain.checkpoint.parameter_files import check_parameters, own_parts
-from protrain.checkpoint.random_state import check_random_state, set_random_state
+from protrain.checkpoint.manifest import (
+    check_files,
+    check_random_state,
+    decode,
+    find_save,
+    list_saves,
+    read_manifest,
+    set_random_state,
+    verify_bytes,
+)
+from protrain.checkpoint.parameter_files import check_parameters, compare_names, match_saved, own_parts
 from protrain.checkpoint.saving import (
     MODULES,
     OTHER_RANDOMS,
@@ -25,9 +32,7 @@ from protrain.checkpoint.saving import (
     with_extra_state,
 )
 from protrain.checkpoint.tensor_files import open_tensors
-from protrain.checkpoint.unmanaged_tensors import compare_names, match_saved
 from protrain.common.errors import CheckpointError, warn_user
-from protrain.common.parameters import is_managed
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -75,7 +80,7 @@ def load_checkpoint(
     save = root / name
     files, modules = manifest["files"], with_extra_state(model)
     with raised_on_all(ranks):
-        _check(save, manifest, model, optimizer.parameter_names(), base)
+        check_model(save, manifest, model, optimizer.parameter_names(), base)
         verify_bytes(save, dict(list(files.items())[ranks.rank :: ranks.size]))  # a share of the files each
         scheduler_state, extra = decode(manifest["scheduler"]), decode(manifest["extra"])
         _check_scheduler(save, manifest["scheduler_class"], scheduler)
@@ -106,26 +111,11 @@ def load_checkpoint(
     return extra
 
 
-def check_checkpoint(folder: str | os.PathLike[str], model: nn.Module, base: Base | None = None) -> Any:
-    """Raise early what ``load_checkpoint`` would refuse, as far as that takes no time.
+def check_model(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str], base: Base | None) -> None:
+    """Raise a CheckpointError unless ``save`` has the files of ``manifest``, and the parameters ``names`` of ``model``.
 
-    Returns the save's ``extra``.
-
-    It is called before ``model`` is wrapped, which may take minutes. It looks at existence and sizes of
-    the files.
-
-    Raises:
-        CheckpointError: There is no save, a file of it is missing or damaged, or it is of another model.
+    No file is read, however large the save is.
     """
-    managed = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
-    save = find_save(Path(folder))
-    manifest = read_manifest(save)
-    _check(save, manifest, model, managed, base)
-    return decode(manifest["extra"])
-
-
-def _check(save: Path, manifest: dict[str, Any], model: nn.Module, names: list[str], base: Base | None) -> None:
-    """Raise a CheckpointError unless the files are those of ``manifest``, and of a model with these parameters."""
     check_files(save, manifest)
     check_base(save, manifest, base)
     left_out = base_weights(model, manifest.get("base"))

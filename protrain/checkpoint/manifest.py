@@ -1,22 +1,30 @@
-"""The manifest of a save: its files with their sizes and CRC-32, and everything that is not a tensor."""
+"""The manifest of a save: its files with their sizes and CRC-32, and all that is not a tensor, as JSON values."""
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import random
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from protrain.checkpoint.tensor_files import file_crc32
 from protrain.common.errors import CheckpointError
 
 FORMAT = 3
 MANIFEST = "checkpoint.json"
+STATES = "protrain"  # the folder of saves in a checkpoint of the Trainer
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 
 
@@ -123,3 +131,117 @@ def _remedy(save: Path) -> str:
     if older:
         return f"delete {save} to go on from {older[-1].name}, or load that folder"
     return "there is no older save beside it: put a whole copy of it back, or start anew in another folder"
+
+
+def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> Any:
+    """Convert ``value`` to JSON values that ``decode`` converts back exactly. Tuples and non-text keys are marked.
+
+    Copies of tensors go to ``tensors``, if given.
+
+    Raises:
+        ValueError: it holds something that cannot be kept; the message names ``what``.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [encode(item, what, tensors) for item in value]
+    if isinstance(value, tuple):
+        return {"__tuple__": [encode(item, what, tensors) for item in value]}
+    if isinstance(value, Counter | dict):
+        if type(value) is dict and all(isinstance(key, str) and not key.startswith("__") for key in value):
+            return {key: encode(item, what, tensors) for key, item in value.items()}
+        kind = "__counter__" if isinstance(value, Counter) else "__dict__"
+        return {kind: [[encode(key, what, tensors), encode(item, what, tensors)] for key, item in value.items()]}
+    if isinstance(value, bytes):
+        return {"__bytes__": base64.b64encode(value).decode()}
+    if isinstance(value, Tensor) and tensors is not None:
+        key = str(len(tensors))
+        tensors[key] = value.detach().cpu().clone().contiguous()
+        return {"__tensor__": key}
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():  # a learning rate may be a 0-d tensor
+        return {"__scalar__": [value.item(), str(value.dtype).removeprefix("torch.")]}
+    kinds = "numbers, text, lists, dicts" + (", tensors" if tensors is not None else "")
+    raise ValueError(f"{what} holds a {type(value).__name__}; a checkpoint keeps {kinds}")
+
+
+def decode(value: Any, tensors: dict[str, Tensor] | None = None) -> Any:
+    """What ``encode`` was given. ``tensors`` are those that it filled."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if "__tuple__" in value:
+            return tuple(decode(item, tensors) for item in value["__tuple__"])
+        if "__bytes__" in value:
+            return base64.b64decode(value["__bytes__"])
+        if "__tensor__" in value:
+            assert tensors is not None
+            return tensors[value["__tensor__"]]
+        if "__scalar__" in value:
+            number, dtype = value["__scalar__"]
+            return torch.tensor(number, dtype=getattr(torch, dtype))
+        for kind, make in (("__counter__", Counter), ("__dict__", dict)):
+            if kind in value:
+                return make({decode(key, tensors): decode(item, tensors) for key, item in value[kind]})
+        return {key: decode(item, tensors) for key, item in value.items()}
+    return value
+
+
+def random_state() -> dict[str, Any]:
+    """The states of torch's CPU and CUDA generators, of Python's ``random``, and of numpy's global generator."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=False)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {
+        "torch": _text_of(torch.get_rng_state()),
+        "cuda": [_text_of(state) for state in cuda],
+        "python": [version, list(words), gauss],
+        "numpy": {
+            **{key: numpy_state[key] for key in ("bit_generator", "has_gauss", "gauss")},
+            "key": numpy_state["state"]["key"].tolist(),
+            "pos": numpy_state["state"]["pos"],
+        },
+    }
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raise a ValueError if ``set_random_state`` could not set ``state``, by setting it in new generators."""
+    _set(
+        state,
+        torch.Generator().set_state,
+        lambda cuda, device: torch.Generator(f"cuda:{device}").set_state(cuda),
+        random.Random().setstate,
+        np.random.RandomState().set_state,
+    )
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Set what ``random_state`` returned. CUDA devices beyond those of the save keep their states."""
+    _set(state, torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
+
+
+def _set(
+    state: dict[str, Any],
+    set_torch: Callable[[Tensor], Any],
+    set_cuda: Callable[[Tensor, int], Any],
+    set_python: Callable[[tuple[Any, ...]], None],
+    set_numpy: Callable[[tuple[Any, ...]], None],
+) -> None:
+    try:
+        set_torch(_tensor_of(state["torch"]))
+        for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            set_cuda(_tensor_of(text), device)
+        version, words, gauss = state["python"]
+        set_python((version, tuple(words), gauss))
+        saved = state["numpy"]
+        key = np.array(saved["key"], np.uint32)
+        set_numpy((saved["bit_generator"], key, saved["pos"], saved["has_gauss"], saved["gauss"]))
+    except (LookupError, OverflowError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"random states that cannot be set: {error}") from error
+
+
+def _text_of(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor_of(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -43,17 +43,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from protrain.checkpoint.adapters import Base, base_weights
-from protrain.checkpoint.json_values import encode
-from protrain.checkpoint.manifest import MANIFEST, list_saves, write_manifest
-from protrain.checkpoint.parameter_files import write_parameters
-from protrain.checkpoint.random_state import random_state
+from protrain.checkpoint.manifest import MANIFEST, encode, list_saves, random_state, write_manifest
+from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, write_parameters
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
-from protrain.checkpoint.unmanaged_tensors import BUFFERS, unmanaged_tensors
 from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes
 from protrain.distributed.agreement import Aside, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
+from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 
 MODULES = "modules.safetensors"
@@ -143,10 +141,11 @@ def async_save(
         aside = Aside(ranks, name)  # before the folder is locked, as the store may be gone
         in_place = list(optimizer.export_parts(_saved_names(model, optimizer, base)))
         needed_bytes = sum(tensor.nbytes for _, part in in_place for tensor in part.tensors.values())
-        if needed_bytes > optimizer.free_host_bytes:
+        free_bytes = optimizer.hardware.host_bytes - optimizer.plan.host_bytes
+        if needed_bytes > free_bytes:
             raise BudgetError(
                 f"async_save needs {format_bytes(needed_bytes)} of host memory for a copy of the state, and the plan "
-                f"leaves {format_bytes(max(0, optimizer.free_host_bytes))}: use save_checkpoint, which needs no copy, "
+                f"leaves {format_bytes(max(0, free_bytes))}: use save_checkpoint, which needs no copy, "
                 "or give protrain.wrap a larger host_memory"
             )
         parts = [(name, replace(part, tensors=part.copies())) for name, part in in_place]
@@ -352,6 +351,11 @@ def check_wrapped(model: nn.Module, optimizer: Any) -> None:
         )
     if not optimizer.trains(model):
         raise ValueError("optimizer is of another model: pass the two that protrain.wrap returned together")
+
+
+def has_plan(model: nn.Module) -> bool:
+    """Whether weights of ``model`` lie in chunks. Before there is a plan, each rank has all of them."""
+    return any(isinstance(parameter, PresentParameter) for parameter in model.parameters())
 
 
 def with_extra_state(model: nn.Module) -> dict[str, nn.Module]:

@@ -8,16 +8,14 @@ from typing import Any
 
 from protrain.checkpoint.adapters import Base
 from protrain.checkpoint.export import export_save
-from protrain.checkpoint.loading import check_checkpoint
-from protrain.checkpoint.manifest import find_save, read_manifest
+from protrain.checkpoint.loading import check_model
+from protrain.checkpoint.manifest import STATES, find_save, read_manifest
 from protrain.cli.models import read_architecture
 from protrain.cli.trained import choose_trained
 from protrain.common.cache import on_disk
-from protrain.common.parameters import DTYPES
+from protrain.common.parameters import DTYPES, is_managed
 from protrain.common.progress import stage
 from protrain.distributed.ranks import Ranks
-
-STATES = "protrain"  # the folder of saves in a checkpoint of the Trainer
 
 
 def export(args: argparse.Namespace) -> None:
@@ -25,7 +23,8 @@ def export(args: argparse.Namespace) -> None:
     save = find_save(_saves_of(args.checkpoint))
     architecture = choose_trained(read_architecture(on_disk(args.model, weights=args.merge)), args.lora, ())
     folder, manifest = architecture.folder, read_manifest(save)
-    check_checkpoint(save, architecture.model, _base(manifest, folder, merge=args.merge))
+    managed = [name for name, parameter in architecture.model.named_parameters() if is_managed(parameter)]
+    check_model(save, manifest, architecture.model, managed, _base(manifest, folder, merge=args.merge))
     tokenizer = None
     if folder is not None and any(folder.glob("tokenizer*")):
         from transformers import AutoTokenizer

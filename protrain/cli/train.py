@@ -7,29 +7,22 @@ end it later or train on something else than is meant.
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 import transformers
 import trl
 from filelock import FileLock, Timeout
-from trl.chat_template_utils import get_training_chat_template
 from trl.trainer import dpo_trainer
-from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 import protrain
 from protrain.cli.models import read_architecture
-from protrain.cli.rows_apart import what_joins_rows
+from protrain.cli.train_data import PackedRows, read_data, what_joins_rows
 from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
 from protrain.common.progress import note
@@ -39,13 +32,8 @@ from protrain.integrations.transformers import ProTrainMixin
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused")
 _LORA_LEARNING_RATE = 2e-4  # an adapter starts at nothing, and takes larger steps
-_TEXT = (".txt", ".md")
-_BUILDERS = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}
-_BUILDERS |= {".parquet": "parquet", ".arrow": "arrow", **dict.fromkeys(_TEXT, "text")}
-_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 _EXAMPLE = """`protrain train dpo` trains on chosen and rejected answers, with the options of DPOConfig in place of
 those of SFTConfig. Example: protrain train --model org/model --data chat.jsonl --use_peft true --gpus 4"""
-_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class SFT(ProTrainMixin, trl.SFTTrainer):
@@ -53,20 +41,7 @@ class SFT(ProTrainMixin, trl.SFTTrainer):
 
 
 class DPO(ProTrainMixin, trl.DPOTrainer):
-    """DPOTrainer on ProTrain.
-
-    Args:
-        weights: tells the weights of the model from all others. TRL keeps the answers of a reference under a checksum
-            of its weights, and those of an empty model are in their files until the model is wrapped.
-        kwargs: of DPOTrainer.
-    """
-
-    def __init__(self, *, weights: str, **kwargs: Any) -> None:
-        put_back = replace_attributes([(dpo_trainer, "hash_module", lambda _: weights)])
-        try:
-            super().__init__(**kwargs)
-        finally:
-            put_back()
+    """DPOTrainer on ProTrain."""
 
 
 @dataclass
@@ -160,10 +135,7 @@ def parse(words: Sequence[str]) -> Options:
         parser.set_defaults(packing=None, assistant_only_loss=None, packing_strategy="bfd_split")
     parser.set_defaults(output_dir=None, learning_rate=None, lora_target_modules=["all-linear"], lora_dropout=0.0)
     said = list(words[1:] if task else words)
-    model, data, wrap, training, unknown = parser.parse_args_and_config(said, return_remaining_strings=True)
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions, n=1)
-        raise ValueError(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+    model, data, wrap, training = parser.parse_args_and_config(said)
     options = Options(training=training, model=model, data=data, wrap=wrap)
     if model.model_name_or_path is None:
         raise ValueError("--model is missing: give a folder that save_pretrained wrote, or a name on the Hub")
@@ -184,8 +156,6 @@ def parse(words: Sequence[str]) -> Options:
             "float16 needs its loss scaled, which ProTrain's trainers do not do: leave --fp16 and --dtype out, and the "
             "model is trained in bfloat16, whatever type its files have; or give --bf16 false for float32"
         )
-    if (model.load_in_4bit or model.load_in_8bit) and not model.use_peft:
-        raise ValueError("--load_in_4bit freezes the weights of the model: add an adapter to train, by --use_peft true")
     if task == "dpo":
         if training.precompute_ref_log_probs not in (None, not model.use_peft):
             raise ValueError(
@@ -224,16 +194,20 @@ def train(options: Options) -> None:
                 "examples/pretrain.py trains a shape on bytes"
             )
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        rows, evaluation = _data(options, tokenizer)
+        rows, evaluation = read_data(options, tokenizer)
     with _locked(folder) if first else nullcontext():
         transformers.utils.logging.disable_progress_bar()  # of each save; those of the training are the Trainer's
         transformers.set_seed(training.seed)  # that of an adapter's start values
         try:
             trainer = _trainer(options, name, architecture.model, tokenizer, rows, evaluation)
-        except RuntimeError as error:
-            if "no assistant tokens" not in str(error):
+        except (RuntimeError, ValueError) as error:
+            if "{% generation %}" not in str(error):
                 raise
-            raise ValueError(f"--data {options.data.dataset_name}: {error}") from None
+            raise ValueError(
+                f"--data {options.data.dataset_name}: {error} Give --chat_template_path FILE.jinja with "
+                "{% generation %} and {% endgeneration %} around the assistant's words (TRL has such files in its "
+                "folder chat_templates), or --assistant_only_loss false to train on all words, those of the user too"
+            ) from None
         if first:
             _describe(trainer, str(options.data.dataset_name), rows)
         if signal.getsignal(signal.SIGINT) is end_at_once:  # until here nothing had to be saved
@@ -252,117 +226,6 @@ def _locked(folder: Path) -> Iterator[None]:
             yield
     except Timeout:
         raise ValueError(f"another process trains in {folder}: wait for it, or give another --output_dir") from None
-
-
-def _data(options: Options, tokenizer: Any) -> tuple[Any, Any]:
-    """The rows to train on and those to evaluate on, or None, with the columns that TRL reads."""
-    data, training = options.data, options.training
-    template = getattr(training, "chat_template_path", None)
-    if template is not None and Path(template).is_file():
-        tokenizer.chat_template, training.chat_template_path = Path(template).read_text(encoding="utf-8-sig"), None
-    rows = _in_columns_of_trl(load(str(data.dataset_name), data.dataset_config, data.dataset_train_split), tokenizer)
-    columns = set(rows.column_names)
-    pairs = isinstance(training, trl.DPOConfig)
-    if pairs != ({"chosen", "rejected"} <= columns) or not (
-        pairs or {"messages", "text", "prompt", "input_ids", getattr(training, "dataset_text_field", "")} & columns
-    ):
-        raise ValueError(
-            f"--data {data.dataset_name}: the columns are {', '.join(sorted(columns))}; `protrain train` reads "
-            "messages, conversations, prompt and completion, instruction and output, or text (--dataset_text_field "
-            "names another column), and `protrain train dpo` reads chosen and rejected"
-        )
-    talks = any(isinstance(rows[0].get(column), list) for column in ("messages", "prompt", "chosen"))
-    if talks and tokenizer.chat_template is None:
-        raise ValueError(
-            "the rows are conversations, and the tokenizer of --model has no chat template: give --chat_template_path "
-            "FILE.jinja"
-        )
-    if not pairs and training.assistant_only_loss is None:
-        training.assistant_only_loss = "messages" in columns
-    if not pairs and training.assistant_only_loss and not _MARKS.search(tokenizer.chat_template):
-        try:
-            get_training_chat_template(tokenizer)
-        except ValueError:
-            raise ValueError(
-                "the chat template of --model does not say which words are the assistant's: give --chat_template_path "
-                "FILE.jinja with {% generation %} and {% endgeneration %} around them (TRL has such files in its "
-                "folder chat_templates), or --assistant_only_loss false to train on all words, those of the user too"
-            ) from None
-    if training.eval_strategy == "no":
-        return rows, None
-    name = str(data.eval_data or data.dataset_name)
-    split = data.dataset_train_split if data.eval_data else data.dataset_test_split
-    return rows, _in_columns_of_trl(load(name, data.dataset_config, split), tokenizer)
-
-
-def load(name: str, config: str | None = None, split: str = "train") -> Any:
-    """The rows of ``split`` in the file, the folder or the dataset on the Hub with that ``name``.
-
-    Raises:
-        ValueError: there are none, or they cannot be read. A broken line of JSON is named.
-    """
-    path = Path(name)
-    files = [each for each in sorted([path, *path.rglob("*")]) if each.is_file() and not each.name.startswith(".")]
-    try:
-        if any((path / each).exists() for each in ("dataset_info.json", "dataset_dict.json")):
-            found = datasets.load_from_disk(name)
-            return found[split] if isinstance(found, datasets.DatasetDict) else found
-        text = [str(each) for each in files if each.suffix in _TEXT]
-        if text and len(text) == len(files):
-            return datasets.load_dataset("text", data_files=text, sample_by="document", split="train")
-        if path.is_file() or path.suffix in _BUILDERS:
-            if path.suffix not in _BUILDERS:
-                raise ValueError(f"its name ends in none of {', '.join(_BUILDERS)}")
-            separator = {"sep": "\t"} if path.suffix == ".tsv" else {}
-            return datasets.load_dataset(_BUILDERS[path.suffix], data_files=name, split="train", **separator)
-        return datasets.load_dataset(name, config, split=split)
-    except (ValueError, KeyError, OSError, datasets.exceptions.DatasetsError) as error:
-        broken = next(filter(None, map(_broken_line, files)), None)
-        raise ValueError(f"the data {name} cannot be read: {broken or error.__cause__ or error}") from error
-
-
-def _broken_line(file: Path) -> str | None:
-    """Where JSON lines are broken, which `datasets` says without the line."""
-    if file.suffix in (".jsonl", ".ndjson"):
-        with file.open(encoding="utf-8", errors="replace") as lines:
-            for number, line in enumerate(lines, 1):
-                try:
-                    json.loads(line.strip() or "0")
-                except ValueError as error:
-                    return f"{file}, line {number}, is no JSON: {error}"
-    return None
-
-
-def _in_columns_of_trl(rows: Any, tokenizer: Any) -> Any:
-    """``rows`` with messages in place of ShareGPT's conversations, and prompt and completion in place of Alpaca's."""
-    columns = set(rows.column_names)
-    if "conversations" in columns:
-
-        def messages(row: dict[str, Any]) -> dict[str, Any]:
-            said = [
-                (each.get("from") or each["role"], each.get("value") or each["content"])
-                for each in row["conversations"]
-            ]
-            return {"messages": [{"role": _ROLES.get(role, role), "content": content} for role, content in said]}
-
-        return rows.map(messages, remove_columns="conversations")
-    if {"instruction", "output"} <= columns:
-        talks = tokenizer.chat_template is not None
-
-        def completion(row: dict[str, Any]) -> dict[str, Any]:
-            question = "\n\n".join(
-                str(row[name]) for name in ("instruction", "input") if row.get(name) not in (None, "")
-            )
-            answer = str(row["output"])
-            if not talks:
-                return {"prompt": f"{question}\n\n", "completion": answer}
-            return {
-                "prompt": [{"role": "user", "content": question}],
-                "completion": [{"role": "assistant", "content": answer}],
-            }
-
-        return rows.map(completion, remove_columns=rows.column_names)
-    return rows
 
 
 def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any, evaluation: Any) -> Any:
@@ -399,12 +262,15 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     if packing and has_flash and model_options.attn_implementation is None:
         model.set_attn_implementation("flash_attention_2")
     patience = options.data.early_stopping_patience
-    kind: Callable[..., Any] = SFT
-    if pairs:
-        files = [(path.name, path.stat().st_mtime_ns) for path in sorted(Path(name).glob("*.safetensors"))]
-        kind = partial(DPO, weights=repr((name, files, model_options.from_scratch, training.seed)))
-    with protrain.empty_parameters() if quantised is None and model_options.use_peft else nullcontext():
-        trainer = kind(
+    with ExitStack() as stack:
+        if quantised is None and model_options.use_peft:
+            stack.enter_context(protrain.empty_parameters())
+        if pairs:
+            # TRL keeps answers of a reference under a checksum of its weights, which an empty model has in files.
+            files = [(path.name, path.stat().st_mtime_ns) for path in sorted(Path(name).glob("*.safetensors"))]
+            weights = repr((name, files, model_options.from_scratch, training.seed))
+            stack.callback(replace_attributes([(dpo_trainer, "hash_module", lambda _: weights)]))
+        trainer = (DPO if pairs else SFT)(
             model=model,
             args=training,
             train_dataset=rows,
@@ -417,21 +283,6 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     if packing and "flash" not in (model.config._attn_implementation or ""):
         trainer.data_collator = PackedRows(tokenizer.pad_token_id, return_position_ids=True)
     return trainer
-
-
-class PackedRows(DataCollatorForLanguageModeling):
-    """TRL's collator for packed rows where attention makes its mask of positions, which begin anew with each example.
-
-    Where no attention of variable lengths is installed, TRL's own would join all rows of a batch to one, of which the
-    mask would be as many times as large as there are rows.
-    """
-
-    def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """``input_ids``, ``labels`` and ``position_ids`` of ``examples``, each (rows, tokens of the longest one)."""
-        batch: dict[str, Any] = super().torch_call(examples)
-        del batch["attention_mask"]  # otherwise nobody would look at the positions
-        batch["labels"][batch["position_ids"] == 0] = -100
-        return batch
 
 
 def _describe(trainer: Any, name: str, rows: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,9 +12,8 @@ from typing import TextIO
 
 _BAR_WIDTH = 24
 _CLEAR = "\r\033[K"  # clears the line of a terminal
-_BEGUN_S = 2.0  # a stage that is shorter than this prints only one line, at its end
-_LONG_S = 20.0  # a stage that is longer than this also says what it is doing
-_BLINK_S = 1.0
+_LONG_S = 10.0  # a stage that is longer than this also says what it is doing
+_BLINK_S = 1.0  # between two parts that a terminal shows
 
 
 COUNTED = (
@@ -84,47 +82,35 @@ def note(text: str) -> None:
 
 @contextmanager
 def stage(what: str) -> Iterator[Callable[..., None]]:
-    """Run the body as one stage. The body is given a function to tell what it is doing, which a long stage shows.
+    """Run the body as one stage. The body is given a function to tell what it is doing.
 
     The function takes the name of a part, and perhaps the share of the stage that is done, from 0 to 1, which a
-    terminal shows at once as a bar. A terminal shows the stage while it runs. Elsewhere a line is printed if the stage
-    takes time, and further lines, ever more seldom, if it goes on. A line at the end says how long it took.
+    terminal shows as a bar. A terminal shows the stage while it runs. Elsewhere a part is only printed if the stage
+    takes time, and ever more seldom. A line at the end says how long it took.
     """
     live = is_terminal()
-    start = time.perf_counter()
-    doing = ""
-    done = threading.Event()
+    start_s = time.perf_counter()
+    pause_s = _BLINK_S if live else _LONG_S
+    next_s = start_s + pause_s
 
     def tell(part: str, share: float | None = None) -> None:
-        nonlocal doing
-        doing = part
-        if share is not None:
+        nonlocal next_s, pause_s
+        now_s = time.perf_counter()
+        if live and share is not None:
             full = round(_BAR_WIDTH * share)
-            doing = f"[{'#' * full}{'.' * (_BAR_WIDTH - full)}] {100 * share:3.0f}% {part}"
-            if live:
-                say_in_place(f"protrain: {what} {doing}")
-
-    def go_on_saying() -> None:
-        pause_s = _BLINK_S if live else _BEGUN_S
-        while not done.wait(pause_s):
-            past_s = time.perf_counter() - start
-            line = f"protrain: {what} ..."
-            if past_s >= _LONG_S or (live and doing[:1] == "["):  # fits into 80 columns with the path of a layer
-                line = f"protrain: {what}, {past_s:.0f} s: {doing or 'so far'}"
-            (say_in_place if live else say)(line)
-            if not live:
-                pause_s = max(_LONG_S, 2 * pause_s)
+            bar = "#" * full + "." * (_BAR_WIDTH - full)
+            say_in_place(f"protrain: {what} [{bar}] {100 * share:3.0f}% {part}")
+        elif now_s >= next_s:
+            (say_in_place if live else say)(f"protrain: {what}, {now_s - start_s:.0f} s: {part}")
+            pause_s = pause_s if live else 2 * pause_s
+            next_s = now_s + pause_s
 
     if live:
         say_in_place(f"protrain: {what} ...")
-    speaker = threading.Thread(target=go_on_saying, name="protrain-progress", daemon=True)
-    speaker.start()
     said = ""
     try:
         yield tell
-        said = f"protrain: {what}: {time.perf_counter() - start:.1f} s\n"
+        said = f"protrain: {what}: {time.perf_counter() - start_s:.1f} s\n"
     finally:
-        done.set()
-        speaker.join()
         if said or live:  # in the place of what a terminal shows
             say(said, end="")

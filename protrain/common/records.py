@@ -18,7 +18,7 @@ from protrain.common.tables import WIDTH, aligned, format_bytes
 class Record:
     """A mixin for frozen keyword-only dataclasses: JSON in both directions, files, and a printed table.
 
-    Fields may be int, float, str, bool, enums, other records, tuples or dicts of these, and one of them or None.
+    Fields may be int, float, str, bool, StrEnum, other records, tuples or dicts of these, and one of them or None.
     """
 
     # What users call a file of such a record, and how they get one. Messages about files say this and not the class
@@ -27,8 +27,8 @@ class Record:
     file_source: ClassVar[str] = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The record as plain dicts and lists, ready for ``json.dumps``."""
-        return {field.name: _plain(getattr(self, field.name)) for field in _fields(self)}
+        """The record as plain dicts and tuples, ready for ``json.dumps``."""
+        return dataclasses.asdict(cast(Any, self))
 
     def to_json(self) -> str:
         """The record as indented JSON text."""
@@ -105,18 +105,6 @@ def _hints(kind: Any) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Record):
-        return value.to_dict()
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    return value
-
-
 def _typed(hint: Any, value: Any, where: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
@@ -138,11 +126,11 @@ def _typed(hint: Any, value: Any, where: str) -> Any:
         return value
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.from_dict(value)
-    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+    if isinstance(hint, type) and issubclass(hint, enum.StrEnum):
         try:
             return hint(value)
         except ValueError:
-            known = ", ".join(str(member.value) for member in hint)
+            known = ", ".join(hint)
             raise ValueError(f"{where} must be one of {known}, not {value!r}") from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
@@ -161,5 +149,5 @@ def _shown(name: str, value: Any) -> str:
     if isinstance(value, tuple) and (len(value) > 8 or any(isinstance(item, Record | tuple) for item in value)):
         return f"{len(value)} entries"
     if isinstance(value, tuple):
-        return ", ".join(str(_plain(item)) for item in value) or "-"
-    return str(_plain(value))
+        return ", ".join(map(str, value)) or "-"
+    return str(value)

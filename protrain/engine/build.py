@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from protrain.common.parameters import DTYPES, is_managed, moved, unmanaged_memory
 from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
-from protrain.engine.activations.swap import HostSlots
 from protrain.engine.engine import Engine
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.hooks import install
@@ -20,6 +19,7 @@ from protrain.engine.states.arena import (
     ActivationBytes,
     Arena,
     EngineMemory,
+    HostSlots,
     complete_chunks,
     make_chunks,
     make_members,
@@ -137,6 +137,7 @@ def build_engine(
         worker=HostWorker(threads=host_threads, device=device),
         streamer=streamer,
         committer=HostWorker(threads=1, device=device, name="protrain-committer"),
+        inside=step_during_backward,
     )
     engine = Engine(
         managed,
@@ -147,7 +148,6 @@ def build_engine(
         bindings=Bindings(managed, buffers),
         swap_slots=HostSlots(memory.arena, memory.streams, limit_bytes=max(host_bytes, memory.arena.total_bytes)),
         ledger=ledger,
-        step_during_backward=step_during_backward,
     )
     install(engine)
     engine.state_hooks = StateHooks(engine)

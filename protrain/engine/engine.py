@@ -42,10 +42,11 @@ import torch
 
 from protrain.common.errors import MisuseError
 from protrain.engine.activations.saved import Frame, end_left_hooks
-from protrain.engine.activations.swap import HostSlots, Swaps
-from protrain.engine.gradients.clipping import Clipping, LossScale
+from protrain.engine.activations.swap import Swaps
+from protrain.engine.gradients.clipping import Clipping
 from protrain.engine.gradients.gradients import Gradients
 from protrain.engine.inputs import Inputs
+from protrain.engine.states.arena import HostSlots
 from protrain.engine.states.chunks import Chunk, State
 from protrain.engine.states.groups import Groups
 from protrain.engine.units import ManagedModel
@@ -85,7 +86,6 @@ class Engine:
         bindings: Bindings,
         swap_slots: HostSlots,
         ledger: Ledger,
-        step_during_backward: bool,
     ) -> None:
         self.model, self.profile, self.plan = managed.model, managed.profile, managed.plan
         self.chunks, self.members, self.units = managed.chunks, managed.members, managed.units
@@ -94,11 +94,9 @@ class Engine:
         self.inputs = Inputs(memory.device, memory.streams)
         self.updates = updates
         self._groups = groups
-        self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
+        self.loss_scale = updates.loss_scale
         self._clipping = Clipping(gradients, self.loss_scale)
         self.phase = Phase.READY
-        self._inside = step_during_backward  # updates are made inside backward, not by step()
-        self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
         self.buffers = buffers
         self.gradients = gradients
         self.swaps = Swaps(swap_slots)
@@ -182,7 +180,9 @@ class Engine:
         self.begin_backward()
         if self.phase is not Phase.BACKWARD:
             self._begin_gradients()
-        self.gradients.collect(member, gradient)
+        if gradient is not None and member.group >= 0:
+            known, gradient = self.gradients.pending.get(index), gradient.detach()  # it is one of create_graph=True
+            self.gradients.pending[index] = gradient if known is None else known + gradient
 
     def _go_to(self, new: Phase) -> None:
         self.phase = self.phase.become(new)
@@ -205,7 +205,7 @@ class Engine:
                 "every step() must be called; use `with model.no_sync():` for backwards that only accumulate"
             )
         self.gradients.count_backward(no_sync=self._groups.no_sync)
-        if self._inside:
+        if self.updates.inside:
             self._groups.check()
             self.bindings.refuse_lent("backward() with step_during_backward=True")
             self.bindings.refuse_edits()  # step() would be too late
@@ -214,39 +214,16 @@ class Engine:
             self.updates.begin_backward()
         self._go_to(Phase.BACKWARD)
 
-    def take_gradients(self, visit: int) -> None:
-        """Backward leaves ``visit`` of the schedule: bring its gradients into chunks, and begin what can begin now."""
-        arrived = self.gradients.flush(visit)
-        if arrived:
-            self._clipping.forget_norms()
-        if self._groups.no_sync:
-            return
-        for chunk in arrived:
-            if self._inside:
-                # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
-                if self.gradients.agree(chunk) and not self.buffers.in_use(chunk):
-                    self._update_inside(chunk)
-            elif chunk.speculative is not None and self.gradients.has_all(chunk):
-                self.updates.speculate(chunk, self._unscaling())
-
-    def _update_inside(self, chunk: Chunk) -> None:
-        self.updated_inside.add(chunk.index)
-        self.gradients.reduction.send(chunk)
-        self.updates.update_inside(chunk)
-
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
             self.visits.leave_backward()
             self.visits.make_up_rest()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
-                if self._inside and not self._groups.no_sync:
-                    for chunk in self.chunks:
-                        if chunk.index not in self.updated_inside and self.gradients.has_gradients(chunk):
-                            self._update_inside(chunk)
+                if self.updates.inside and not self._groups.no_sync:
                     self.updates.end_backward()
                     self._forget()
-                self._go_to(Phase.UPDATED if self.updated_inside else Phase.READY)
+                self._go_to(Phase.UPDATED if self.updates.updated_inside else Phase.READY)
             self._backward = None
 
     def reset(self) -> None:
@@ -267,7 +244,7 @@ class Engine:
             self.visits.abandon_backward()
             self.gradients.abandon()
             if self.phase is Phase.BACKWARD:
-                self._go_to(Phase.CUT_SHORT if self.updated_inside else Phase.READY)
+                self._go_to(Phase.CUT_SHORT if self.updates.updated_inside else Phase.READY)
             self._backward = None
         if self.visits.running or self._backward is not None:
             return
@@ -294,7 +271,7 @@ class Engine:
         """
         self.streams.refuse_another()
         self.reset()
-        if self._inside:
+        if self.updates.inside:
             raise MisuseError(
                 f"{what} with step_during_backward=True, whose updates are made inside backward: wrap with "
                 "step_during_backward=False, which overlaps updates too"
@@ -308,7 +285,7 @@ class Engine:
         With ``zeros`` the script expects zeros in their place. MisuseError if backward has used the gradients up.
         """
         self.reset()
-        if zeros and self._inside:
+        if zeros and self.updates.inside:
             raise MisuseError(
                 "zero_grad(set_to_none=False) with step_during_backward=True, where backward uses gradients up and "
                 "none is left to be zero: call zero_grad() without set_to_none=False"
@@ -326,7 +303,6 @@ class Engine:
         """Forget the gradient of parameter ``index`` (``parameter.grad = None``), so that a step leaves it as it is."""
         self._ranks.note(f"the gradient of {self.members[index].name} is set to None")
         self.gradients.forget(index)
-        self._clipping.forget_norms()
         if not any(self.gradients.present):
             self.forget_gradients()
 
@@ -348,7 +324,7 @@ class Engine:
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
         with self._ranks.reporting("step()"):
-            changed = self._end_updated_inside() if self._inside else self._update()
+            changed = self._end_updated_inside() if self.updates.inside else self._update()
             if changed:
                 self._restart(training=True)
         return changed
@@ -358,18 +334,15 @@ class Engine:
         self.gradients.refuse_missing("step()")
         self.gradients.refuse_zeros()
         self._groups.check()
-        factor, unscaling, loss_scale = self._clipping.factor(), self._unscaling(), self.loss_scale
+        factor = self._clipping.factor()
         self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
-        if loss_scale is not None:
-            if not self._clipping.is_finite():
-                loss_scale.warn_of_smallest()
-                self.updates.commit(loss_scale.note_skipped)
-                return False
-            inverse = torch.full((), unscaling, dtype=torch.float32, device=self.memory.device)
-            factor = inverse if factor is None else factor * inverse
+        if self.loss_scale is not None and not self._clipping.is_finite():
+            self.loss_scale.warn_of_smallest()
+            self.updates.commit(self.loss_scale.note_skipped)
+            return False
         self.unfinished += 1
         self.weights_version += 1
-        self.updates.step(factor, assumed_factor=unscaling, loss_scale=loss_scale)
+        self.updates.step(factor)
         self.unfinished -= 1
         return True
 
@@ -385,7 +358,7 @@ class Engine:
 
     def _end_inside(self) -> None:
         self.weights_version += 1
-        self.updated_inside.clear()
+        self.updates.updated_inside.clear()
         self._go_to(Phase.READY)
 
     def _forget(self) -> None:
@@ -393,17 +366,14 @@ class Engine:
         self.updates.forget()
         self._clipping.reset()
 
-    def _unscaling(self) -> float:
-        """The factor on gradients that undoes the loss scale."""
-        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.used
-
     # -- between steps -------------------------------------------------------------------------------------------------
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """A context in which nothing of the engine runs, so that the host may read and write states."""
         self.reset()
-        if self.phase is Phase.BACKWARD and self.updated_inside:  # neither the old model is there nor the new one
+        # Then neither the old model is there nor the new one.
+        if self.phase is Phase.BACKWARD and self.updates.updated_inside:
             raise MisuseError(
                 "with step_during_backward=True this backward has updated a part of the weights, so the model cannot "
                 "be read, saved or written now: do it between steps, and let a signal handler only set a flag for the "

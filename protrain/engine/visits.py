@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from protrain.common.errors import MisuseError
-from protrain.engine.activations.modes import frame_of
 from protrain.engine.activations.saved import Frame
+from protrain.engine.activations.swap import frame_of
 from protrain.engine.streams import span
 from protrain.engine.units import ManagedModel, Unit
 from protrain.engine.weights.bindings import Bindings, copy_escaping_weights, refuse_leaked_views
@@ -139,7 +139,7 @@ class Visits:
         """Backward has left a unit: release it, and bring the gradients that have arrived into chunks."""
         self.abandon_backward()
         if not self._several or self.schedule.position > self._reduced:
-            self._engine.take_gradients(self.schedule.position)
+            self._engine.updates.arrived(self._engine.gradients.flush(self.schedule.position))
             self._reduced = self.schedule.position
 
     def abandon_backward(self) -> None:

@@ -77,14 +77,10 @@ def _put_back(generator: Any) -> Callable[[], object]:
     """A function that puts ``generator``, one of ``GENERATORS``, back to its present state."""
     if isinstance(generator, torch.Generator):
         return partial(generator.set_state, generator.get_state())
-    if isinstance(generator, np.random.RandomState):
-        return partial(generator.set_state, generator.get_state(legacy=False))
     if isinstance(generator, random.SystemRandom):  # it has no state
         return lambda: None
-    if isinstance(generator, random.Random):
-        return partial(generator.setstate, generator.getstate())
-    bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
-    return partial(setattr, bits, "state", bits.state)
+    own: Any = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    return partial(own.__setstate__, own.__getstate__())
 
 
 def seed_of(*key: int) -> int:

@@ -4,26 +4,32 @@
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
 Accelerate has no place for backends of others, so ``wrap`` comes first, and ``prepare`` leaves model and optimizer as
-they are. What ``prepare`` would have done for the precision of the model is done here. ``save_state`` and
-``load_state`` leave both to ``save_checkpoint`` and ``load_checkpoint``, in a folder beside the files of Accelerate.
+they are. ``save_state`` and ``load_state`` leave both to ``save_checkpoint`` and ``load_checkpoint``, in a folder
+beside the files of Accelerate.
+
+[Note: bf16 of Accelerate] Accelerate, and so transformers' Trainer, runs a model that it prepares under autocast, and
+returns its outputs in fp32. So models may mix types, such as a buffer in fp32 with weights in bf16, and losses are
+computed in fp32. ProTrain keeps Accelerate from the model, so it does the same here.
 """
 
 from __future__ import annotations
 
+import os
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
 from torch import nn
 
 import protrain.wrapping
 from protrain.checkpoint.loading import load_checkpoint
-from protrain.checkpoint.saving import save_checkpoint
+from protrain.checkpoint.saving import has_plan, save_checkpoint
 from protrain.checkpoint.tensor_files import file_crc32
 from protrain.common.errors import CheckpointError
-from protrain.engine.weights.parameter import PresentParameter
-from protrain.integrations.mixed_precision import first_dtype, mix_precision, refuse_precision
+from protrain.common.parameters import DTYPES
 from protrain.optim.optimizer import ProTrainOptimizer
 
 _COUNT = "_protrain_models"  # the attribute of an accelerator with the number of models that were wrapped for it
@@ -89,7 +95,7 @@ def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer
 
     def save_state(*args: Any, **kwargs: Any) -> Any:
         lists = accelerator._models, accelerator._optimizers
-        if model not in lists[0] or not any(isinstance(p, PresentParameter) for p in model.parameters()):
+        if model not in lists[0] or not has_plan(model):
             return plain_save(*args, **kwargs)  # of a model that has no plan yet all ranks have all
         accelerator._models, accelerator._optimizers = [each for each in lists[0] if each is not model], others()
         try:
@@ -127,3 +133,58 @@ def _save_apart(accelerator: Any, model: nn.Module, optimizer: ProTrainOptimizer
 def _checksums(folder: Path) -> dict[str, int]:
     """The checksums of the files that Accelerate has written, by which a save knows that they belong to it."""
     return {path.name: file_crc32(path) for end in ("bin", "pkl") for path in folder.glob(f"*.{end}")}
+
+
+def precision_of(args: Any) -> str:
+    """The mixed precision of the training arguments ``args``: "no", "bf16", "fp16" or what `accelerate launch` says."""
+    if args.bf16 or args.fp16:
+        return "bf16" if args.bf16 else "fp16"
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def refuse_precision(precision: str, given: str) -> None:
+    """ValueError where ProTrain does not have the mixed ``precision``, which the user has ``given`` in these words."""
+    if precision not in ("no", "bf16"):
+        raise ValueError(f"{given} cannot be used, as ProTrain mixes fp32 with bf16 alone: use bf16")
+
+
+def mix_precision(accelerator: Any, model: nn.Module, whole: nn.Module) -> None:
+    """Run ``model`` as Accelerate runs a model that it prepares: see [Note: bf16 of Accelerate].
+
+    Args:
+        accelerator: with bf16 as its mixed precision.
+        model: what it would prepare.
+        whole: what is trained: the model, or a loss around it. A loss computes in fp32, unless it has weights of its
+            own, as these become bf16.
+    """
+    model.forward = convert_outputs_to_fp32(_under_autocast(accelerator, model))
+    if whole is not model and set(whole.parameters()) - set(model.parameters()):
+        whole.forward = _under_autocast(accelerator, whole)
+
+
+def cast_reference(reference: nn.Module, model: nn.Module, dtype: torch.dtype) -> None:
+    """Give TRL's reference model the weights with which the training of ``model`` begins, rounded to ``dtype``.
+
+    Otherwise the two would differ before the first step, where DPO's loss is log 2.
+    """
+    if dtype != first_dtype(model) == first_dtype(reference):
+        for parameter in reference.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+
+
+def first_dtype(model: nn.Module) -> torch.dtype:
+    """The type of the model's first weight that could be trained."""
+    return next((p.dtype for p in model.parameters() if p.dtype in DTYPES.values()), torch.float32)
+
+
+def _under_autocast(accelerator: Any, module: nn.Module) -> Any:
+    forward = module.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # The context of accelerator.autocast() is not left after an error in early versions.
+        with get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler):
+            return forward(*args, **kwargs)
+
+    return run

@@ -3,6 +3,10 @@
 Both strategies are those of DistributedDataParallel without the wrapper: processes, samplers and logging across ranks
 are Lightning's, and model and optimizer are given to ``protrain.wrap``. Lightning finds strategies in a registry of
 its own and looks for no entry points, hence the import.
+
+A checkpoint with the state of an optimizer is a folder: a save of ``save_checkpoint``, and a file of Lightning with the
+rest. The rest is written first, and the save names it. So a process that is killed at any moment leaves the checkpoint
+that was there before, or a hidden folder.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY as FABRIC_STRATEGIES
@@ -25,9 +29,11 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.checkpoint.loading import load_checkpoint
+from protrain.checkpoint.manifest import find_save, list_saves, read_manifest
+from protrain.checkpoint.saving import has_plan, own_saves, save_checkpoint
+from protrain.checkpoint.tensor_files import put_in_place
 from protrain.engine.states.empty import empty_parameters
 from protrain.engine.weights.state_hooks import first_rank_saves, reads_of_all
-from protrain.integrations.lightning_common import Processes, dtype_of, has_plan, rest_of
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.wrapping import wrap
 
@@ -39,7 +45,8 @@ _CALLBACKS = {  # by the name of the class, as not every release has all of them
     "from its begin, or go on with a new module and Trainer from a checkpoint",
 }
 _FOLDER = "protrain_folder"  # the entry of a loaded checkpoint that says where model and optimizer are
-_CONTEXTS = {"training": "train", "validation": "val"}  # how Lightning abbreviates steps in names of their contexts
+_Base: Any = DDPStrategy if TYPE_CHECKING else object  # the type checker sees what stands behind it among the bases
+_DTYPES = {"32-true": torch.float32, "bf16-mixed": torch.bfloat16, "bf16-true": torch.bfloat16}
 
 
 class _Steps(nn.Module):
@@ -81,12 +88,11 @@ def _most_batches(trainer: Trainer) -> int:
     return max(trainer.accumulate_grad_batches, *(count for each in schedules for count in each.scheduling.values()), 1)
 
 
-def _step(kind: str) -> Any:
-    """The step ``kind`` of the strategy, which runs it as a call of the wrapped model, if there is one.
+def _step(name: str, context: str) -> Any:
+    """The step ``name`` of the strategy, in that ``context``: a call of the wrapped model, if there is one.
 
     Between steps hooks may read weights on several ranks, too. All ranks call them.
     """
-    name, context = f"{kind}_step", f"{_CONTEXTS.get(kind, kind)}_step_context"
 
     def run(self: ProTrainStrategy, *args: Any, **kwargs: Any) -> Any:
         if self._steps is not None and self.model is self._steps:
@@ -101,7 +107,41 @@ def _step(kind: str) -> Any:
     return run
 
 
-class ProTrainStrategy(Processes, DDPStrategy):
+class _Processes(_Base):
+    """What both strategies do about processes: start and join them only where there are several."""
+
+    def _configure_launcher(self) -> None:
+        if self.num_nodes * self.num_processes > 1:  # as it announces processes in the environment
+            super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Take the device of this process. Lightning looks whether there is one for each only where it starts them."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        super().setup_environment()
+
+    def save_apart(self, path: Any, rest: dict[str, Any], model: Any, optimizer: ProTrainOptimizer) -> None:
+        """Save in the folder ``path`` what each rank has of ``model`` and ``optimizer``, and ``rest`` in a file.
+
+        A new folder gets its name when it is complete. In one that is there, two files take turns.
+        """
+        if "://" in str(path):
+            raise ValueError(
+                f"{path} is a URL, and a checkpoint to resume from is a folder: give one that all ranks see"
+            )
+        optimizer.ranks.meet("trainer.save_checkpoint() or fabric.save()")
+        folder = Path(path).absolute()
+        place = optimizer.ranks.of_first(folder if folder.is_dir() else folder.with_name(f".{folder.name}.tmp"))
+        name = f"rest-{sum(int(save.name.partition('-')[0]) for save in list_saves(place)[-1:]) % 2}.pt"
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(rest, place / name)
+        save = save_checkpoint(place, model, optimizer, extra=name, keep=1)
+        if self.is_global_zero and place != folder:
+            folder.unlink(missing_ok=True)  # a file, of a training without a plan
+            put_in_place(place, folder)
+        own_saves(optimizer).append(folder / save.name)
+
+
+class ProTrainStrategy(_Processes, DDPStrategy):
     """Lightning's ``Trainer(strategy="protrain")``.
 
     Precision, accumulation and device are those of the Trainer. A plan is made for the first training batch, before
@@ -113,9 +153,12 @@ class ProTrainStrategy(Processes, DDPStrategy):
         wrap_arguments: of ``protrain.wrap``, such as ``device_memory="24GiB"``.
     """
 
-    optimizers: Any  # of Lightning's strategy, as are the next two
-    precision_plugin: Any
+    accelerator: Any  # of Lightning's strategy, as are the next five
+    cluster_environment: Any
+    lightning_module: Any
     model: Any
+    optimizers: Any
+    precision_plugin: Any
 
     def __init__(self, *, example_batch: Any = None, **wrap_arguments: Any) -> None:
         super().__init__()
@@ -132,7 +175,6 @@ class ProTrainStrategy(Processes, DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Create the optimizer and wrap it with the model, if the model is to be trained."""
-        assert self.accelerator is not None
         if self._steps is not None and self._steps.module is not self.lightning_module:
             self._steps = None
         if self.world_size == 1:
@@ -158,7 +200,6 @@ class ProTrainStrategy(Processes, DDPStrategy):
 
     def _wrap(self, trainer: Trainer) -> None:
         module = self.lightning_module
-        assert module is not None
         if not module.automatic_optimization or len(self.optimizers) != 1:
             raise ValueError(
                 "ProTrain trains LightningModules with automatic optimization and one optimizer: use Fabric, or "
@@ -177,7 +218,7 @@ class ProTrainStrategy(Processes, DDPStrategy):
                     raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}")
         found: dict[str, Any] = {
             "device": self.root_device,
-            "dtype": dtype_of(self.precision_plugin.precision),
+            "dtype": _dtype_of(self.precision_plugin.precision),
             "accumulation": _most_batches(trainer),
         }
         with empty_parameters():  # in which parameters without memory can be converted
@@ -191,10 +232,10 @@ class ProTrainStrategy(Processes, DDPStrategy):
         self._optimizer.on_attach(self._steps.begin)
         self.optimizers = [self._optimizer]
 
-    training_step = _step("training")
-    validation_step = _step("validation")
-    test_step = _step("test")
-    predict_step = _step("predict")
+    training_step = _step("training_step", "train_step_context")
+    validation_step = _step("validation_step", "val_step_context")
+    test_step = _step("test_step", "test_step_context")
+    predict_step = _step("predict_step", "predict_step_context")
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The weights are not in a checkpoint until ``save_checkpoint`` knows what it is to hold."""
@@ -207,7 +248,7 @@ class ProTrainStrategy(Processes, DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a folder if ``checkpoint`` is of a training with a plan, and otherwise a file with all weights."""
-        module: Any = self.lightning_module
+        module = self.lightning_module
         if checkpoint.get("optimizer_states") and has_plan(module):
             self.save_apart(filepath, checkpoint, self.model, self._optimizer)
             return
@@ -220,11 +261,11 @@ class ProTrainStrategy(Processes, DDPStrategy):
         if not Path(checkpoint_path).is_dir():
             return super().load_checkpoint(checkpoint_path, **arguments)
         folder = Path(checkpoint_path).absolute()
-        return super().load_checkpoint(rest_of(folder), **arguments) | {_FOLDER: folder}
+        return super().load_checkpoint(_rest_file(folder), **arguments) | {_FOLDER: folder}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, but those that come with the state of an optimizer, which does not exist yet."""
-        module: Any = self.lightning_module
+        module = self.lightning_module
         if _FOLDER not in checkpoint:
             super().load_model_state_dict(checkpoint, strict)
         elif module.trainer.state.fn != TrainerFn.FITTING:
@@ -249,8 +290,6 @@ class ProTrainStrategy(Processes, DDPStrategy):
             super().teardown()
             return
         self._reads.close()
-        assert self.cluster_environment is not None
-        assert self.accelerator is not None
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             part.teardown()
 
@@ -261,7 +300,7 @@ class _NoSync(_BackwardSyncControl):
         return no_sync
 
 
-class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
+class ProTrainFabricStrategy(_Processes, FabricDDPStrategy):
     """Fabric's ``Fabric(strategy="protrain")``, for ``model, optimizer = fabric.setup(model, optimizer)``.
 
     Args:
@@ -303,7 +342,7 @@ class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
         """Wrap the model with its optimizer. Lightning before 2.6 passes no scheduler, and expects none."""
         if len(optimizers) != 1:
             raise ValueError(f"ProTrain trains a model with one optimizer, not {len(optimizers)}")
-        found = {"device": self.root_device, "dtype": dtype_of(self.precision.precision)}
+        found = {"device": self.root_device, "dtype": _dtype_of(self.precision.precision)}
         with self.precision.forward_context():
             model, optimizer = wrap(module, optimizers[0], **(found | self._wrap_arguments))
         self._pair = model, optimizer
@@ -325,7 +364,7 @@ class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
         if not Path(path).is_dir():
             return super().load_checkpoint(path, state, *arguments, **named)
         rest = self._rest_of(state or {})
-        found = super().load_checkpoint(rest_of(Path(path)), rest, *arguments, **named)
+        found = super().load_checkpoint(_rest_file(Path(path)), rest, *arguments, **named)
         if self._pair is not None and state and len(state) - len(rest) == 2:
             load_checkpoint(path, *self._pair)
             state.update(rest)
@@ -345,6 +384,18 @@ class ProTrainFabricStrategy(Processes, FabricDDPStrategy):
         """The state of the optimizer for a checkpoint, on the first rank."""
         assert isinstance(optimizer, ProTrainOptimizer)
         return optimizer.full_state_dict()
+
+
+def _dtype_of(precision: str) -> torch.dtype:
+    """The type of weights that Lightning's ``precision`` means."""
+    if precision not in _DTYPES:
+        raise ValueError(f"precision={precision!r} is not one that ProTrain has: use bf16-mixed or 32-true")
+    return _DTYPES[precision]
+
+
+def _rest_file(folder: Path) -> Path:
+    """The file with the rest of a checkpoint."""
+    return folder / str(read_manifest(find_save(folder))["extra"])
 
 
 StrategyRegistry.register("protrain", ProTrainStrategy, description="ProTrain", override=True)

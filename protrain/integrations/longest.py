@@ -1,57 +1,47 @@
-"""Rows as long as any of a dataset, of which the batch is made that is planned, and completions as long as any.
+"""The batch that is planned: of a row as long as any of a dataset, with completions as long as any, or a smaller one.
 
 Collators pad a batch to its longest row, so that the first batch of a training says little about later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
-from torch.utils.data import ConcatDataset
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from protrain.common.trees import named_tensors
+from protrain.common.errors import PlanError
 
 # Lengths of the texts in a packed row (TRL), which add up to the tokens of the row.
 _PARTS = "seq_lengths"
 _ROWS_AT_ONCE = 1000
 
 
-def longest_rows(dataset: Any, collate: Callable[[list[Any]], Any], limit: int | None = None) -> list[dict[str, Any]]:
-    """Rows that are together as long as any of ``dataset``, or none where nobody knows how long rows will be.
+def longest_row(dataset: Any, limit: int | None = None) -> dict[str, Any] | None:
+    """A row as long in every column of tokens as any of ``dataset``, or None where nobody knows how long rows will be.
 
-    Sequences of tokens are measured as they are, and in a dataset of Hugging Face in its Arrow files. One row has the
-    longest length in every column, which bounds also what a collator joins (prompts and answers). Without sequences
-    every row is collated once, as only the collator knows how many tokens a text has.
-
-    Rows with other lists, such as images or messages, are not measured, nor datasets that may compute their rows.
+    Sequences of tokens are measured as they are, and in a dataset of Hugging Face in its Arrow files. That bounds also
+    what a collator joins (prompts and answers). Texts and lists of other things, such as images or messages, are not
+    measured, nor datasets that may compute their rows.
 
     Args:
         dataset: of a trainer.
-        collate: its collator.
         limit: the tokens to which the trainer cuts each sequence of a stream, if it does.
     """
-    if isinstance(dataset, ConcatDataset):  # of sentence-transformers, for several datasets
-        parts = [longest_rows(part, collate) for part in dataset.datasets]
-        columns = {frozenset(row) for rows in parts for row in rows}
-        return [row for rows in parts for row in rows] if all(parts) and len(columns) == 1 else []
     kind = type(dataset).__module__
     if kind == "datasets.iterable_dataset":
         row: Any = next(iter(dataset), None)
         lengths = _lengths_in([row]) if row and limit else None
-        return [_stretched(row, dict.fromkeys(lengths, limit))] if lengths and limit else []
+        return _stretched(row, dict.fromkeys(lengths, limit)) if lengths and limit else None
+    lengths = None
     if isinstance(dataset, list) and dataset and isinstance(dataset[0], Mapping):
         lengths = _lengths_in(dataset)
     elif kind == "datasets.arrow_dataset" and len(dataset) and dataset.format["type"] != "custom":
         lengths = _lengths_in_arrow(dataset)
-    else:
-        return []
-    if lengths is None:
-        return []
-    return [_stretched(dataset[0], lengths)] if lengths else _longest_collated(dataset, collate)
+    return _stretched(dataset[0], lengths) if lengths else None
 
 
 def _lengths_in(rows: list[Mapping[str, Any]]) -> dict[str, int] | None:
@@ -98,24 +88,6 @@ def _stretched(row: Mapping[str, Any], lengths: Mapping[str, int]) -> dict[str, 
     return stretched
 
 
-def _longest_collated(dataset: Any, collate: Callable[[list[Any]], Any]) -> list[dict[str, Any]]:
-    """The rows of which ``collate`` makes the largest tensors, or none if it makes no tensors.
-
-    There is a row for each tensor. The one with the most elements in all comes first.
-    """
-    largest: dict[str, tuple[int, int]] = {}  # by the name of a tensor: its elements, and the row
-    sizes: dict[int, int] = {}
-    for at in range(len(dataset)):
-        tensors = dict(named_tensors(collate([dict(dataset[at])])))
-        if not tensors:
-            return []
-        sizes[at] = sum(tensor.numel() for tensor in tensors.values())
-        for name, tensor in tensors.items():
-            largest[name] = max(largest.get(name, (0, 0)), (tensor.numel(), at))
-    found = {at for _, at in largest.values()}
-    return [dict(dataset[at]) for at in sorted(found, key=lambda at: -sizes[at])]
-
-
 def generate_longest(model: Any, inputs: Tensor | None = None, generation_config: Any = None, **given: Any) -> Any:
     """What ``generate()`` of a causal model returns where no row ends early, with one token in place of all new ones.
 
@@ -137,3 +109,23 @@ def generate_longest(model: Any, inputs: Tensor | None = None, generation_config
     token = next(each for each in range(len(ends) + 2) if each not in (*ends, limits.pad_token_id))
     sequences = nn.functional.pad(prompts, (0, new), value=token)
     return GenerateDecoderOnlyOutput(sequences=sequences) if given.get("return_dict_in_generate") else sequences
+
+
+@contextmanager
+def smaller_if_it_fits(*modules: nn.Module) -> Iterator[None]:
+    """Raise a PlanError inside as the error for which Accelerate takes a smaller batch, if one fits.
+
+    ``modules``, whose forwards may be changed inside, then have those of before.
+    """
+    forwards = [(module, vars(module).get("forward")) for module in dict.fromkeys(modules)]
+    try:
+        yield
+    except PlanError as error:
+        if not error.fitting_batch:
+            raise
+        for module, forward in forwards:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+        # For these words in a RuntimeError all versions of Accelerate try a smaller batch.
+        raise RuntimeError(f"As with CUDA out of memory. {error}") from None

@@ -1,4 +1,4 @@
-"""Checkpoints of the Trainer: what of them is ProTrain's, and which of them are whole.
+"""Checkpoints and stops of the Trainer: what of a checkpoint is ProTrain's, which are whole, and what a signal does.
 
 ``checkpoint-N/protrain`` holds weights, masters and moments, as ``protrain.save_checkpoint`` writes them: each rank its
 own, and nothing is gathered. The other files are the Trainer's. The model's weights among them are written by
@@ -7,30 +7,47 @@ own, and nothing is gathered. The other files are the Trainer's. The model's wei
 [Note: whole checkpoints] The Trainer fills ``checkpoint-N`` in place, and writes its own state last. So a checkpoint is
 whole if that state can be read and all files of ProTrain's save are there. What an earlier run has left under the same
 number is deleted before a save, as it would pass for the end of this one.
+
+[Note: one decision] SIGINT, SIGTERM or SIGHUP may come to one rank alone, or to all at different moments of a step. A
+handler only notes it. At the end of each backward, and before each batch of an evaluation, the ranks tell each other
+what has come. So all of them save at the same step. Until the first step of ``train()`` has ended there is nothing to
+save, and a signal ends it at once.
+
+[Note: workers of a loader] torchrun and terminals send a signal to a whole group of processes. The training ends its
+step all the same, for which it may need more batches, and torch raises an error in it as soon as a signal has killed a
+worker. So workers outlive the signals that tell their training to stop.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from signal import SIG_BLOCK, SIG_IGN, SIGHUP, SIGINT, SIGTERM, Signals, pthread_sigmask, signal, sigwaitinfo
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, Trainer, TrainerState, __version__
+from transformers.trainer_utils import SaveStrategy
 
 from protrain.checkpoint.adapters import Base, has_adapter, is_peft_model
-from protrain.checkpoint.manifest import check_files, find_save, read_manifest
-from protrain.checkpoint.random_state import random_state, set_random_state
+from protrain.checkpoint.manifest import STATES, check_files, find_save, random_state, read_manifest, set_random_state
+from protrain.checkpoint.saving import has_plan
 from protrain.common.errors import warn_user
+from protrain.common.progress import heard, note
+from protrain.common.signals import Stopped, stop_requests
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import join
-from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.state_hooks import first_rank_saves
 from protrain.public import CheckpointError, export, load_checkpoint, save_checkpoint
 
-STATES = "protrain"  # the folder in a checkpoint
+_ANSWER = "the training saves the step that runs and ends; a second signal ends it at once"
 _EXPORTED = "exported"  # a folder in it while the model's weights are written
 
 # The type checker sees what the mixin uses of the Trainer, which stands behind it among the bases of a class.
@@ -38,7 +55,7 @@ _Base: Any = Trainer if TYPE_CHECKING else object
 
 
 class TrainerSaves(_Base):
-    """The part of ProTrainMixin that saves and loads. All ranks come to each of its methods."""
+    """The part of ProTrainMixin that saves, loads and heeds signals. All ranks come to each of its methods."""
 
     def _whole(self) -> torch.nn.Module:
         """What computes the loss: the model, or a loss around it that has weights of its own (sentence-transformers).
@@ -56,16 +73,34 @@ class TrainerSaves(_Base):
         """The optimizer of ProTrain, without what Accelerate has put around it."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
+    _requests: Any = None  # of train(), while it runs: StopRequests
+    _saved_step = -1  # of its last checkpoint
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train. ``resume_from_checkpoint=True`` goes on from the newest checkpoint that is whole.
 
+        A signal that asks to stop ends it after the step that runs, once that is saved.
+
         Raises:
             CheckpointError: no checkpoint in the output folder is whole, or the one that is named is not.
+            KeyboardInterrupt: the signal was SIGINT, or a second one came, which ends the training at once.
+            SystemExit: it was SIGTERM or SIGHUP. The status is what a shell makes of them: 128 and the signal's number.
         """
-        if resume_from_checkpoint is True:
-            found = _newest(Path(self.args.output_dir)) if self.args.process_index == 0 else None
-            resume_from_checkpoint = join(None).of_first(found) or True  # of which the Trainer says what is wrong
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        first = self.args.process_index == 0
+        try:
+            answer = _ANSWER if first else ""
+            with stop_requests(over_others=False, answer=answer) as self._requests, ExitStack() as self._first_step:
+                self._first_step.enter_context(self._requests.raised())
+                if resume_from_checkpoint is True:
+                    found = _newest(Path(self.args.output_dir)) if first else None
+                    resume_from_checkpoint = join(None).of_first(found) or True  # then the Trainer says what is wrong
+                result = super().train(resume_from_checkpoint, *args, **kwargs)
+            self._end_if(self._told())  # since the last look, which nothing else heeds
+            return result
+        except Stopped as stopped:  # in the first step, or before
+            raise _ended_by(self._requests.received) from stopped
+        finally:
+            self._requests, self._saved_step = None, -1
 
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model. Before transformers 5.23 the first rank alone comes to ``_save``, so the others go there."""
@@ -143,6 +178,55 @@ class TrainerSaves(_Base):
         name = getattr(getattr(self.model, "config", None), "_name_or_path", "")
         return Base(folder=str(name), files={}) if has_adapter(self.model) else None
 
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, whose workers outlive signals."""
+        return _let_workers_stay(super().get_train_dataloader(*args, **kwargs))
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's own, whose workers outlive signals."""
+        return _let_workers_stay(super().get_eval_dataloader(*args, **kwargs))
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """A batch of an evaluation. One that is due in ``train()`` is left before it if a rank was told to stop."""
+        if self.control.should_evaluate and self._told():
+            raise Stopped
+        return super().prediction_step(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Do what is due after a step. If a rank was told to stop, save and end."""
+        ranks = self._own_optimizer.ranks
+        if ranks.requests is not self._requests:
+            self._first_step.close()
+            ranks.requests = self._requests
+        if not (ranks.requests.of_all if ranks.several else ranks.requests.received):
+            with suppress(Stopped):
+                super()._maybe_log_save_evaluate(*args, **kwargs)
+                return
+        self.control.should_evaluate = False
+        is_saved = self._saved_step == self.state.global_step
+        self.control.should_save = self.args.save_strategy != SaveStrategy.NO and not is_saved
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._end_if(self._told())  # by now the first rank has saved
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        self._saved_step = self.state.global_step
+
+    def _told(self) -> int:
+        """The signal that has come to a rank by now, or 0. It is the same on all ranks."""
+        if self._requests is None:
+            return 0
+        return max(self._own_optimizer.ranks.all_values(self._requests.received, "whether to stop"))
+
+    def _end_if(self, stop: int) -> None:
+        """Raise what the signal ``stop`` asks for, if it is one."""
+        if stop:
+            step = self.state.global_step
+            saved = f"checkpoint-{step} has" if self._saved_step == step else "is not saved"
+            with heard(self.args.process_index == 0):
+                note(f"{Signals(stop).name} has stopped the training after step {step}, which {saved}")
+            raise _ended_by(stop)
+
 
 def _is_saved_as_it_is(model: torch.nn.Module) -> bool:
     """Whether ``model`` is wrapped, and ``protrain.export`` writes the same tensors of it as ``save_pretrained``.
@@ -151,7 +235,7 @@ def _is_saved_as_it_is(model: torch.nn.Module) -> bool:
     saved folder that they have in the model.
     """
     parameters = dict(model.named_parameters())
-    if not any(isinstance(each, PresentParameter) for each in parameters.values()):
+    if not has_plan(model):
         return False
     if is_peft_model(model):
         return [*getattr(model, "peft_config", {})] == ["default"]
@@ -188,3 +272,31 @@ def _check(checkpoint: Path) -> None:
         f"{checkpoint} has no {STATES}/ with the optimizer's state, so it is of a Trainer without ProTrain, of "
         "save_only_model=True or of an earlier version: begin a new training with its model, by from_pretrained"
     )
+
+
+def _ended_by(stop: int) -> BaseException:
+    return KeyboardInterrupt() if stop == SIGINT else SystemExit(128 + stop)
+
+
+def _let_workers_stay(loader: Any) -> Any:
+    """``loader``, whose workers are ended by the process that has started them, and by no other's signals."""
+    own = getattr(loader, "base_dataloader", loader)  # without what Accelerate has put around it
+    if getattr(own, "num_workers", 0):
+        own.worker_init_fn = partial(_stay, own.worker_init_fn)
+    return loader
+
+
+def _stay(begin: Callable[[int], None] | None, worker: int) -> None:
+    """What ``worker`` does first, before what it was to ``begin`` with."""
+    for number in (SIGINT, SIGHUP):
+        signal(number, SIG_IGN)
+    pthread_sigmask(SIG_BLOCK, [SIGTERM])  # by which a training ends a worker that hangs
+    Thread(target=_end_with_training, name="protrain-end", daemon=True).start()
+    if begin is not None:
+        begin(worker)
+
+
+def _end_with_training() -> None:
+    while sigwaitinfo([SIGTERM]).si_pid != os.getppid():
+        pass
+    os._exit(0)

@@ -14,7 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,24 +22,22 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, IterableDataset
 from transformers import Trainer
 
-from protrain.checkpoint.random_state import random_state, set_random_state
+from protrain.checkpoint.manifest import random_state, set_random_state
 from protrain.common import batch as batches
 from protrain.common.errors import warn_user
-from protrain.common.progress import heard, stage
 from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
-from protrain.integrations.accelerate import leave_model
-from protrain.integrations.found_batch import smaller_if_it_fits
-from protrain.integrations.longest import generate_longest, longest_rows
-from protrain.integrations.mixed_precision import (
+from protrain.integrations.accelerate import (
     cast_reference,
     first_dtype,
+    leave_model,
     mix_precision,
     precision_of,
     refuse_precision,
 )
+from protrain.integrations.longest import generate_longest, longest_row, smaller_if_it_fits
+from protrain.integrations.trainer_saves import TrainerSaves
 from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
-from protrain.integrations.trainer_stops import TrainerStops
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.validate import choose_dtype
 from protrain.wrapping import wrap
@@ -55,7 +53,7 @@ class _Called(Exception):
         self.call = args, kwargs
 
 
-class ProTrainMixin(TrainerSteps, TrainerStops):
+class ProTrainMixin(TrainerSteps, TrainerSaves):
     """Makes a Trainer train with ProTrain. It stands before the Trainer among the bases of a class.
 
     Precision, accumulation, compilation and device are those of the training arguments. Without ``bf16=True`` weights
@@ -154,18 +152,16 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
             loader = self.get_train_dataloader() if self._train_loader is None else self._train_loader
             twin = self._twin()
             collate = self._collator_of(loader, twin)
-            with heard(self.args.process_index == 0 and not self.args.disable_tqdm):
-                rows = [] if collate is None or _packs(loader) else self._longest_rows(loader, collate)
-            known = bool(rows)
-            if not known and hasattr(self, "generation_config"):  # of TRL, whose rows are prompts
-                rows = [max(islice(loader.dataset, _PROMPTS), key=lambda row: len(str(row)))]
+            row = longest = None if _packs(loader) else self._longest_row(loader)
+            if row is None and hasattr(self, "generation_config"):  # of TRL, whose rows are prompts
+                row = max(islice(loader.dataset, _PROMPTS), key=lambda row: len(str(row)))
             # The batch of a loader may be cut into several: GRPO's holds all rows for which it generates at once.
             count = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or self.args.train_batch_size
-            batch = [dict(row) for row in islice(cycle(rows), count)]
-            largest = None if collate is None or not batch else twin._call_of(whole, collate(batch))
+            batch = [dict(row) for _ in range(count)] if row else []
+            largest = twin._call_of(whole, collate(batch)) if collate is not None and batch else None
         finally:
             set_random_state(before)
-        if self.args.process_index == 0 and (largest is None or not known):
+        if self.args.process_index == 0 and (largest is None or longest is None):
             basis = "the first batch" if largest is None else "a prompt that seems long"
             warn_user(
                 f"nobody knows how long rows will be, so the plan is made for {basis}, and a much longer batch may be "
@@ -174,13 +170,12 @@ class ProTrainMixin(TrainerSteps, TrainerStops):
             )
         return largest
 
-    def _longest_rows(self, loader: Any, collate: Callable[[list[Any]], Any]) -> list[dict[str, Any]]:
-        """Rows as long as any, of a stream those to which TRL cuts it before the training, or none."""
+    def _longest_row(self, loader: Any) -> dict[str, Any] | None:
+        """A row as long as any, of a stream one to which TRL cuts it before the training, if that is known."""
         unprepared = (getattr(self.args, "dataset_kwargs", None) or {}).get("skip_prepare_dataset")
         limit = None if unprepared else getattr(self.args, "max_length", None)
         is_stream = isinstance(loader.dataset, IterableDataset)
-        with stage("measuring the rows of the dataset"):
-            return longest_rows(self.train_dataset if is_stream else loader.dataset, collate, limit)
+        return longest_row(self.train_dataset if is_stream else loader.dataset, limit)
 
     def _collator_of(self, loader: Any, twin: ProTrainMixin) -> Callable[[list[Any]], Any] | None:
         """A copy of the collator of ``loader``, as collators may draw from generators of their own.
@@ -300,7 +295,7 @@ def on_protrain(trainer: type[Any]) -> type[Any]:
 
 
 def _check(args: Any) -> None:
-    """ValueError for training arguments that ProTrain cannot carry out, and a warning for one that it ignores."""
+    """Raise a ValueError for training arguments that ProTrain cannot carry out."""
     precision = precision_of(args)
     refuse_precision(precision, "fp16=True" if args.fp16 else f"mixed precision {precision} of accelerate launch")
     if args.world_size != announced_processes():
@@ -314,11 +309,6 @@ def _check(args: Any) -> None:
         raise ValueError(
             f"one process sees {args.n_gpu} GPUs, between which the Trainer would copy the model: start one process "
             f"for each (torchrun --nproc-per-node {args.n_gpu}), or set CUDA_VISIBLE_DEVICES to one of them"
-        )
-    ignored = args.torch_compile and (args.torch_compile_mode or args.torch_compile_backend != "inductor")
-    if ignored and args.process_index == 0:
-        warn_user(
-            "torch_compile_mode and torch_compile_backend are ignored: ProTrain compiles blocks by inductor's default"
         )
 
 

@@ -7,6 +7,7 @@ backward and step. Reading state waits for all updates.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -26,7 +27,7 @@ from protrain.engine.states.groups import Groups, check_options
 from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
-from protrain.optim.torch_state import StatesInChunks, match_state, pack_state
+from protrain.optim.torch_state import StatesInChunks, match_state
 from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
 
@@ -46,6 +47,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         step_during_backward: whether updates are made inside backward.
     """
 
+    _collect: Callable[[], Any] | None = None  # what gives the states to ``state_dict`` of torch, while that runs
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -64,7 +67,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             {id(parameter): name for name, parameter in parameters.items()},
             decoupled=isinstance(optimizer, torch.optim.AdamW),
         )
-        self._wrapped = optimizer
+        self._wrapped = optimizer  # it has the states of parameters until there is an engine
         self._parameters = dict(parameters)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
@@ -72,12 +75,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._running: Engine | None = None  # None: the model was not called yet
         self._on_attach: list[Callable[[], None]] = []
         self._awaited: Awaited | None = None  # what is loaded by one of these
-        # States of parameters by name, for the engine when that is attached.
-        self._states_to_import: dict[str, Mapping[str, Any]] = {}
         for name, parameter in self._trained.items():
-            if parameter in optimizer.state:
-                self._states_to_import[name] = optimizer.state[parameter]
-                parameter_state.check_state(name, parameter.shape, optimizer.state[parameter])
+            parameter_state.check_state(name, parameter.shape, optimizer.state.get(parameter, {}))
 
     def attach(self, engine: Engine, *, hardware: HardwareProfile) -> None:
         """Train with ``engine`` from now on. It has the chunks of all parameters and was planned for ``hardware``."""
@@ -85,14 +84,14 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self.hardware = hardware
         self._by_name = {member.name: member for member in engine.members}
         try:
-            self._import(self._states_to_import)
+            states = self._wrapped.state
+            self._import({name: states[p] for name, p in self._trained.items() if p in states})
             for action in self._on_attach:
                 action()
         except BaseException:  # such as a checkpoint that is gone: no step() may train what was not loaded
             self._running = None
             raise
         self._on_attach.clear()
-        self._states_to_import.clear()
         self._wrapped.state = StatesInChunks()
 
     def on_attach(self, action: Callable[[], None], *, loads: nn.Module | None = None) -> None:
@@ -188,15 +187,15 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     # -- information ---------------------------------------------------------------------------------------------------
 
-    def _states(self) -> StatesInChunks:
-        return StatesInChunks()
+    @property
+    def state(self) -> Any:
+        """An error for whoever reads or clears it, as states lie in chunks. Inside ``state_dict`` the states."""
+        return StatesInChunks() if self._collect is None else self._collect()
 
-    def _set_states(self, value: Any) -> None:
+    @state.setter
+    def state(self, value: Any) -> None:
         if "param_groups" in vars(self):  # torch sets an empty state before these
-            self._states().update(value)
-
-    # An error for whoever reads, sets or clears it: the states of parameters lie in chunks.
-    state: Any = property(_states, _set_states)
+            StatesInChunks().update(value)
 
     @property
     def plan(self) -> Plan:
@@ -247,28 +246,32 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def _state_dict(self, what: str, *, kept: bool) -> dict[str, Any]:
         """The state of the optimizer. If it is not ``kept``, that is without the states of parameters."""
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
         self._refuse_awaited(what)
         self.groups.check_members()
         self.ranks.meet(what)
-        states = self._states_to_import if self._running is None else self._states_of(self._running, kept=kept)
-        result = pack_state(self.param_groups, self._parameters, states)
+        self._collect = partial(self._states, kept=kept)
+        try:
+            result = super().state_dict()
+        finally:
+            self._collect = None
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale.state()
-        return self._through(self._optimizer_state_dict_post_hooks, result)
+        return result
 
-    def _states_of(self, engine: Engine, *, kept: bool) -> dict[str, dict[str, Any]]:
-        engine.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
-        states = dict[str, dict[str, Any]]()
-        with engine.quiet():
-            for name in self._trained:
+    def _states(self, *, kept: bool) -> Mapping[Tensor, Mapping[str, Any]]:
+        """The states by parameter. If they are not ``kept``, this rank only takes part in the collectives."""
+        if self._running is None:
+            return self._wrapped.state
+        self._running.bindings.refuse_inside_full_parameters("the optimizer's state_dict()")
+        states = dict[Tensor, Mapping[str, Any]]()
+        with self._running.quiet():
+            for name, parameter in self._trained.items():
                 member = self._by_name[name]
                 # Before its first step a parameter has state to keep only if it has a master.
                 if member.steps or member.chunk.master is not None:
                     state = parameter_state.export_state(member)
                     if kept:
-                        states[name] = state
+                        states[parameter] = state
         return states
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -286,13 +289,16 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._refuse_awaited("the optimizer's load_state_dict()")
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
-        state_dict = self._through(self._optimizer_load_state_dict_pre_hooks, state_dict.copy())
+        state_dict = state_dict.copy()
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, state_dict)
+            state_dict = state_dict if changed is None else changed
         check_options(state_dict["param_groups"])
         found = match_state(self.param_groups, self._trained, state_dict)
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
         if self._running is None:
-            self._states_to_import = found
+            self._wrapped.state = defaultdict(dict, {self._trained[name]: state for name, state in found.items()})
         else:
             self._import(found)
         self.on_attach(partial(self._load_loss_scale, state_dict.get("loss_scale")))
@@ -336,11 +342,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         """Whether the optimizer's parameters are those of ``model``, or of a module that contains the wrapped model."""
         return set(map(id, self._parameters.values())) <= set(map(id, model.parameters()))
 
-    @property
-    def free_host_bytes(self) -> int:
-        """The bytes of this rank's host memory that the plan does not take."""
-        return self.hardware.host_bytes - self.plan.host_bytes
-
     def scalar_state(self) -> dict[str, Any]:
         """The rest of the state as JSON values: the groups' hyperparameters and parameter names, and the loss scale."""
         loss_scale = self._engine.loss_scale
@@ -356,14 +357,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
         self.on_attach(partial(self._load_loss_scale, state.get("loss_scale")))
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, which is possible only before wrapping. Afterwards it raises a MisuseError."""
-        if hasattr(self, "groups"):
-            raise MisuseError(
-                "parameters cannot be added after protrain.wrap: make the optimizer with all groups first"
-            )
-        super().add_param_group(param_group)
 
     # -- states of single parameters, by which checkpoints never hold the whole model a second time --------------------
 
@@ -437,9 +430,3 @@ class ProTrainOptimizer(torch.optim.Optimizer):
     @property
     def _loss_scale(self) -> LossScale | None:
         return None if self._running is None else self._running.loss_scale
-
-    def _through(self, hooks: Mapping[int, Callable[..., Any]], state: dict[str, Any]) -> dict[str, Any]:
-        for hook in hooks.values():
-            changed = hook(self, state)
-            state = state if changed is None else changed
-        return state

@@ -29,19 +29,6 @@ class StatesInChunks(defaultdict[Any, Any]):
     get = items = keys = values = pop = popitem = clear = update = setdefault = copy = _refuse
 
 
-def pack_state(
-    groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], states: Mapping[str, Mapping[str, Any]]
-) -> dict[str, Any]:
-    """The state in torch's format. ``states`` has those of ``parameters``, by name."""
-    numbers = {id(p): number for number, p in enumerate(p for group in groups for p in group["params"])}
-    state = {numbers[id(parameters[name])]: dict(value) for name, value in states.items()}
-    packed = []
-    for group in groups:
-        own = {key: value for key, value in group.items() if key != "params"}
-        packed.append({**own, "params": [numbers[id(parameter)] for parameter in group["params"]]})
-    return {"state": dict(sorted(state.items())), "param_groups": packed}
-
-
 def match_state(
     groups: list[dict[str, Any]], parameters: Mapping[str, nn.Parameter], state_dict: dict[str, Any]
 ) -> dict[str, Mapping[str, Any]]:

@@ -329,7 +329,7 @@ def explain(
         estimated=profile.device != hardware.device_type,
         updates_in_backward=step_during_backward,
         slower_share=slower_share(hardware),
-        large_buffers=models.memory.large_buffers(plan.n_persist),
+        large_buffers=models.memory.large_buffers[plan.n_persist],
         phases=parts,
         changes=tuple(changes_of(plan, profile, models)),
     )

@@ -118,8 +118,8 @@ def _does_not_fit(
         given: whether the caller gave the plan, so that another plan may fit.
         fitting_device_bytes: the device memory with which a plan fits; 0 if it is not known or none does.
     """
-    hardware, activations = memory.hardware, memory.activations(modes)
-    device, host = memory.device_bytes(counts, activations), memory.host_bytes(counts, activations)
+    hardware = memory.hardware
+    device, host = memory.device_bytes(counts, modes), memory.host_bytes(counts, modes)
     remedies, smaller, shared = [_SEARCH] if given else [], 0, ""
     if device > hardware.device_bytes:
         where, needed, available = "GPU" if hardware.device_type == "cuda" else "device", device, hardware.device_bytes
@@ -168,7 +168,7 @@ def least_bytes(memory: MemoryModel) -> tuple[Bytes, Bytes]:
     checkpointed. They have the fewest chunk buffers.
     """
     placements = range(len(memory.layout.chunks) + 1)
-    static = np.array([memory.static_bytes(n, memory.least_buffers(n)) for n in placements])
+    static = np.array([memory.static_bytes(n, memory.least_buffers[n]) for n in placements])
     host = np.array([memory.least_host_bytes(n, 0) for n in placements])
     margined_bytes, swapped_bytes = memory.offloads(0, len(memory.profile.blocks))
     return static[:, None] + margined_bytes, host[:, None] + swapped_bytes
@@ -188,7 +188,7 @@ def nothing_fits(memory: MemoryModel) -> PlanError:
     needed = np.where(fits, host_bytes, host_bytes.max() + 1) if fits.any() else device_bytes
     n_persist, n_ckpt_swap = divmod(int(needed.argmin()), needed.shape[1])
     n_blocks = len(memory.profile.blocks)
-    counts = Counts(n_persist, memory.least_buffers(n_persist), 0, n_blocks, n_ckpt_swap)
+    counts = Counts(n_persist, memory.least_buffers[n_persist], 0, n_blocks, n_ckpt_swap)
     enough = device_bytes[host_bytes <= memory.hardware.host_bytes]
     modes, fitting_device_bytes = block_modes(n_blocks, 0, n_blocks, n_ckpt_swap), int(min(enough, default=0))
     return _does_not_fit(memory, counts, modes, given=False, fitting_device_bytes=fitting_device_bytes)

@@ -6,7 +6,7 @@ the update is issued, in the order of the stream, so nothing ever waits for one.
 there. A region there is free again when the update is done, on the host or by the GPU, and while none is free the step
 waits. Large chunks in host memory (``protrain.planning.layout``), of which there are one or two, have a region each.
 
-If gradients of several batches are summed, nothing shares regions: every gradient stays until the last of them.
+If gradients of several batches are summed, there are no regions: the sums take the place of gradients.
 
 [Note: open gradients] A gradient is open from the first to the last visit of backward that yields a part of it, and all
 that time it holds its region. All gradients of a visit come together, before any of their updates is issued. For some
@@ -52,16 +52,15 @@ class GradientRegions:
             (here * element, away * element) for here, away in map(layout.region_elements, placements)
         ]
         self._is_large = is_large = [layout.is_large(chunk) for chunk in layout.chunks]
-        own = [layout.shard_elements(chunk) * element if chunk.trainable else 0 for chunk in layout.chunks]
+        is_alone = profile.accumulation == 1  # sums of several batches take the place of gradients
+        own = [layout.shard_elements(chunk) * element * (chunk.trainable and is_alone) for chunk in layout.chunks]
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
         self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
-        self._shared = update_in_backward and profile.accumulation == 1  # whether chunks share regions
+        self._shared = update_in_backward and is_alone  # whether chunks share regions
         if self._shared:
-            gradients, of_visit = gradients_by_visit(profile, hardware, layout)
-            # By visit of backward: its gradients, and their chunks.
-            self._yielded = [[(index, gradients[index][0]) for index in visit] for visit in of_visit]
-            is_open = _is_open(profile, layout, [[chunk for _, chunk in visit] for visit in self._yielded])
+            self._yielded = gradients_by_visit(profile, hardware, layout)
+            is_open = _is_open(profile, layout, [[part.chunk for part in visit] for visit in self._yielded])
             # By n_persist: the most gradients that are open at once, on the device and in host memory.
             before = _up_to(is_open)
             self.open_on_device: list[int] = before.max(axis=1, initial=0).tolist()
@@ -81,7 +80,7 @@ class GradientRegions:
         return _fewer(self.open_on_device[n_persist], self._region_bytes[n_persist][0], self._own_bytes[n_persist])
 
     def device_bytes(self, n_persist: int) -> int:
-        """Bytes of the gradients of persistent chunks, unless sums take their place."""
+        """Bytes of the gradients of persistent chunks."""
         return self.n_on_device(n_persist) * self._region_bytes[n_persist][0] or self._own_bytes[n_persist]
 
     def n_on_host(self, n_persist: int, free_bytes: int = 0) -> int:
@@ -95,7 +94,7 @@ class GradientRegions:
         return _fewer(self.open_on_host[n_persist] + 1 + n_more, region_bytes, own_bytes)
 
     def host_bytes(self, n_persist: int, n_regions: int) -> int:
-        """Bytes of the gradients of chunks in host memory, unless sums take their place."""
+        """Bytes of the gradients of chunks in host memory, in ``n_regions``."""
         if n_regions:
             return n_regions * self._region_bytes[n_persist][1] + self._large_on_host(n_persist)
         return self.own_bytes(n_persist)[1]
@@ -106,7 +105,7 @@ class GradientRegions:
     def _handed_on(self, n_persist: int, n_regions: int) -> list[tuple[int, int]]:
         """The gradients that take over another chunk's region, as (gradient, the chunk whose update it waits for).
 
-        They come in the order in which they arrive. A gradient is given by its index in ``gradients_by_visit``.
+        They come in the order in which they arrive. A gradient is given by the number of its ``GradientPart``.
         It takes over the region of the chunk whose gradient has been complete for the longest time, so this depends on
         the order of gradients alone.
         """
@@ -116,15 +115,15 @@ class GradientRegions:
         seen: set[int] = set()
         complete: deque[int] = deque()
         for at, visit in enumerate(self._yielded):
-            away = [(index, chunk) for index, chunk in visit if chunk >= n_persist and not self._is_large[chunk]]
-            for index, chunk in away:
-                if chunk in seen:
+            away = [part for part in visit if part.chunk >= n_persist and not self._is_large[part.chunk]]
+            for part in away:
+                if part.chunk in seen:
                     continue
-                seen.add(chunk)
+                seen.add(part.chunk)
                 if len(seen) > n_regions:
                     assert complete, "more gradients are open at once than there are regions"
-                    found.append((index, complete.popleft()))
-            complete.extend(chunk for _, chunk in away if self._last_visit[chunk] == at)
+                    found.append((part.number, complete.popleft()))
+            complete.extend(part.chunk for part in away if self._last_visit[part.chunk] == at)
         return found
 
 

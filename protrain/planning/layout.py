@@ -47,9 +47,10 @@ ALIGNMENT = 128  # elements: 256 bytes of 16-bit weights, and the unit of every 
 # Gradients are flattened into one buffer while the other is offloaded. Those of large chunks have one buffer more.
 STAGING_BUFFERS = 2
 # Sums in host memory pass through so many buffers, of at most so many elements. While one is on its way down, one is on
-# its way up, and the third waits for neither. On the host of an H200 Python takes 0.2 ms to issue the additions of one
-# buffer, and the link moves these 32 MiB in 0.6 ms. So the GPU does not wait for Python.
-SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 23
+# its way up, and the third waits for neither. The driver of CUDA holds 28 such copies of a stream, and blocks the
+# thread that issues another. Until then that thread cannot issue the backward of the next unit. With parts of 32 MiB,
+# one large chunk blocked it for 80 ms (H200, driver 580). Parts of 64 MiB are few enough for two usual chunks.
+SUM_BUFFERS, _SUM_ELEMENTS = 3, 1 << 24
 TILE_ELEMENTS = 16384  # the gradient norm has one partial sum for each tile of so many elements of a parameter
 PARTIAL_BYTES = 4  # a partial sum in fp32
 FULL_RATE_ELEMENTS = 8 * 1024**2  # 16 MiB of 16-bit weights, whose transfer reaches the link's full rate
@@ -121,16 +122,12 @@ class Layout(Record):
         """The size of a chunk buffer, and of a buffer for large chunks; 0 if no chunk needs one."""
         return _largest(self, self.chunks[self.first_buffered(n_persist) :])
 
-    def summed_on_device(self, n_persist: int, n_device_sum: int) -> frozenset[int]:
-        """``summed_on_device`` of this layout."""
-        return summed_on_device(len(self.chunks), n_persist, n_device_sum)
-
     def gradient_elements(self, n_persist: int, n_device_sum: int = 0) -> tuple[int, int]:
         """The size of the largest shard of a gradient that is offloaded, among usual chunks and among large chunks.
 
         Chunks whose sums are on the device are left out.
         """
-        kept = self.summed_on_device(n_persist, n_device_sum)
+        kept = summed_on_device(len(self.chunks), n_persist, n_device_sum)
         away = [chunk for chunk in self.chunks[n_persist:] if chunk.trainable and chunk.index not in kept]
         usual, large = _largest(self, away)
         return usual // self.world_size, large // self.world_size

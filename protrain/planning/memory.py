@@ -51,7 +51,7 @@ from numpy.typing import NDArray
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.gradient_regions import GradientRegions
-from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held
+from protrain.planning.layout import PARTIAL_BYTES, ChunkRecord, Layout, most_held, summed_on_device
 from protrain.planning.plan import BlockMode, Counts, Modes, block_modes, offloaded_input_bytes, swapped_block_bytes
 from protrain.planning.rates import choose_packed, may_stream, staging_bytes
 from protrain.profiler.model_profile import ModelProfile
@@ -119,14 +119,15 @@ class MemoryModel:
         self.accumulates = profile.accumulation > 1  # every chunk has an fp32 sum
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)
-        # By n_persist: the most chunks that may have a buffer, and (usual, large) chunks that are held at once.
+        # By n_persist: the fewest buffers, and those for large chunks: the most chunks that are held at one time.
+        self.least_buffers, self.large_buffers = zip(*most_held(profile, layout), strict=True)
+        # By n_persist: the most buffers, one for every chunk that needs one and is not large.
         firsts = map(layout.first_buffered, placements)
-        self._n_buffered = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in firsts]
-        self._held = most_held(profile, layout)
+        self.all_buffers = [sum(not layout.is_large(chunk) for chunk in layout.chunks[first:]) for first in firsts]
         # By n_persist: bytes of one chunk buffer, and of all buffers for large chunks.
         sizes = [layout.buffer_elements(n_persist) for n_persist in placements]
         self._buffer_bytes = [usual * element for usual, _ in sizes]
-        self._large_bytes = [n * large * element for (_, n), (_, large) in zip(self._held, sizes, strict=True)]
+        self._large_bytes = [n * size * element for n, (_, size) in zip(self.large_buffers, sizes, strict=True)]
         self._staging_bytes = cache(self._staging_bytes_of)
         # By chunk: the elements of this rank that are trained, in all chunks before it.
         trained = [layout.shard_elements(chunk) * chunk.trainable for chunk in layout.chunks]
@@ -155,8 +156,12 @@ class MemoryModel:
 
     def host_sum_bytes(self, n_persist: int, n_device_sum: int = 0) -> int:
         """Host memory of sums."""
-        elements = self._trained[-1] - self._trained[n_persist] - self._summed_elements(n_persist, n_device_sum)
-        return 4 * elements if self.accumulates else 0
+        away = 4 * self.accumulates * (self._trained[-1] - self._trained[n_persist])
+        return away - self.device_sum_bytes(n_persist, n_device_sum)
+
+    def device_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
+        """Device memory of the sums of chunks in host memory."""
+        return 4 * self._summed_elements(n_persist, n_device_sum)
 
     def sent_sum_bytes(self, n_persist: int, n_device_sum: int) -> int:
         """Host memory of the gradients that finished sums on the device become."""
@@ -164,7 +169,7 @@ class MemoryModel:
 
     def _summed_elements(self, n_persist: int, n_device_sum: int) -> int:
         """The elements of this rank in the sums on the device of chunks in host memory."""
-        kept = self.layout.summed_on_device(n_persist, n_device_sum)
+        kept = summed_on_device(len(self.layout.chunks), n_persist, n_device_sum)
         return sum(self._trained[chunk + 1] - self._trained[chunk] for chunk in kept)
 
     def _staging_bytes_of(self, n_persist: int, n_device_sum: int) -> int:
@@ -176,21 +181,9 @@ class MemoryModel:
         """The chunks whose weights pass through buffers, in a word for messages."""
         return "non-persistent chunk" if self.layout.world_size == 1 else "chunk"
 
-    def least_buffers(self, n_persist: int) -> int:
-        """The fewest buffers: the most chunks that need one, without large ones, that are held at one time."""
-        return self._held[n_persist][0]
-
-    def large_buffers(self, n_persist: int) -> int:
-        """The number of buffers for large chunks: the most large chunks that are held at one time."""
-        return self._held[n_persist][1]
-
-    def all_buffers(self, n_persist: int) -> int:
-        """The most buffers: one for every chunk that needs one, without large ones."""
-        return self._n_buffered[n_persist]
-
     def most_buffers(self, n_persist: int, margined_bytes: Bytes, n_device_sum: int = 0) -> Bytes:
         """The number of chunk buffers that fit beside activations of these sizes; -1 where too few fit."""
-        least, most = self.least_buffers(n_persist), self.all_buffers(n_persist)
+        least, most = self.least_buffers[n_persist], self.all_buffers[n_persist]
         free = self.hardware.device_bytes - self.static_bytes(n_persist, least, n_device_sum) - margined_bytes
         n_buffer = np.minimum(most, least + free // max(1, self._buffer_bytes[n_persist]))
         return np.where(free < 0, -1, n_buffer)
@@ -211,23 +204,24 @@ class MemoryModel:
             "buffers and quantised weights": self.profile.buffer_bytes,
         }
         if n_device_sum:
-            parts["sums of gradients"] = 4 * self._summed_elements(n_persist, n_device_sum)
+            parts["sums of gradients"] = self.device_sum_bytes(n_persist, n_device_sum)
         if self._streaming_bytes and n_persist < len(self.layout.chunks):
             parts["staging for streamed updates"] = self._streaming_bytes
         if self.hardware.collective_bytes:
             parts["NCCL and its contexts"] = self.hardware.collective_bytes
         return parts
 
-    def device_bytes(self, counts: Counts, activations: Activations) -> int:
+    def device_bytes(self, counts: Counts, modes: Modes) -> int:
         """Predicted peak of device memory."""
+        activations = self.activations(modes)
         static_bytes = self.static_bytes(counts.n_persist, counts.n_buffer, counts.n_device_sum)
         return static_bytes + int(self._with_margin(np.array(activations.peak_bytes)))
 
     def device_parts(self, counts: Counts, modes: Modes) -> dict[str, int]:
         """The parts of the device memory, by name."""
         parts = self.static_parts(counts.n_persist, counts.n_buffer, counts.n_device_sum)
-        parts["activations"] = (activations := self.activations(modes)).peak_bytes
-        return {**parts, "margin and workspaces": self.device_bytes(counts, activations) - sum(parts.values())}
+        parts["activations"] = self.activations(modes).peak_bytes
+        return {**parts, "margin and workspaces": self.device_bytes(counts, modes) - sum(parts.values())}
 
     def _with_margin(self, peak_bytes: Bytes) -> Bytes:
         """Peaks of activations with the margin that this type of device needs."""
@@ -243,13 +237,11 @@ class MemoryModel:
 
     def host_gradient_bytes(self, n_persist: int, swapped_bytes: int) -> int:
         """Host memory of gradients, unless sums take their place."""
-        if self.accumulates:
-            return 0
         return self.gradients.host_bytes(n_persist, self.n_host_regions(n_persist, swapped_bytes))
 
-    def host_bytes(self, counts: Counts, activations: Activations) -> int:
+    def host_bytes(self, counts: Counts, modes: Modes) -> int:
         """Predicted host memory of the engine."""
-        n_persist, swapped_bytes = counts.n_persist, activations.swapped_bytes
+        n_persist, swapped_bytes = counts.n_persist, self.activations(modes).swapped_bytes
         more_regions_bytes = self.host_gradient_bytes(n_persist, swapped_bytes) - self._least_gradient_bytes(n_persist)
         copies_bytes = self.copy_bytes(n_persist, counts.n_speculate, counts.n_weight_only)
         least_bytes = self.least_host_bytes(n_persist, swapped_bytes, counts.n_device_sum)
@@ -281,7 +273,7 @@ class MemoryModel:
             - weights,
         }
         parts |= {name: size for name, size in optional.items() if size}
-        return {**parts, "other": self.host_bytes(counts, activations) - sum(parts.values())}
+        return {**parts, "other": self.host_bytes(counts, modes) - sum(parts.values())}
 
     def least_host_bytes(self, n_persist: int, swapped_bytes: int, n_device_sum: int = 0) -> int:
         """The least host memory of any plan that persists and swaps so much.
@@ -289,17 +281,12 @@ class MemoryModel:
         Such a plan has no second copies, and the fewest regions for gradients.
         """
         states_bytes = self._persistent_bytes[-1] - self._persistent_bytes[n_persist]
-        if self.accumulates:
-            states_bytes -= 4 * self._summed_elements(n_persist, n_device_sum) - self.sent_sum_bytes(
-                n_persist, n_device_sum
-            )
-        else:  # gradients are counted by their regions, which they may share
-            states_bytes += self._least_gradient_bytes(n_persist) - self.gradients.own_bytes(n_persist)[1]
+        # Gradients are counted by their regions, which they may share. Sums on the device leave a gradient here.
+        states_bytes += self._least_gradient_bytes(n_persist) - self.gradients.own_bytes(n_persist)[1]
+        states_bytes += self.sent_sum_bytes(n_persist, n_device_sum) - self.device_sum_bytes(n_persist, n_device_sum)
         return states_bytes + swapped_bytes + self.partial_bytes + _HOST_SMALL_BYTES
 
     def _least_gradient_bytes(self, n_persist: int) -> int:
-        if self.accumulates:
-            return 0
         return self.gradients.host_bytes(n_persist, self.gradients.n_on_host(n_persist))
 
     def copy_bytes(self, n_persist: int, n_speculate: int, n_weight_only: int = 0) -> int:
@@ -326,12 +313,6 @@ class MemoryModel:
             range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes
         )
         return n_speculate, n_weight_only
-
-    def swapped_bytes(self, modes: Modes) -> int:
-        """Host memory of swapped activations and offloaded inputs."""
-        offloaded = (BlockMode.SWAP, BlockMode.CKPT_SWAP)
-        sizes = zip(modes, self._swapped_bytes, strict=True)
-        return sum(size[mode is BlockMode.CKPT_SWAP] for mode, size in sizes if mode in offloaded)
 
     def _activations_of(self, modes: Modes) -> Activations:
         """The memory that the step takes beside model states under ``modes``."""

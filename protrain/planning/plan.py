@@ -30,7 +30,7 @@ SWAP_ALIGNMENT_BYTES = 256  # every swapped storage is aligned to this, on the d
 _INPUT_ALIGNMENT_BYTES = 64 * 256  # aligning up to 64 offloaded tensors of a block, which are more than any block has
 
 
-class BlockMode(enum.Enum):
+class BlockMode(enum.StrEnum):
     """What happens to a block's saved activations between forward and backward."""
 
     NONE = "none"  # kept

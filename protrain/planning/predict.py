@@ -86,7 +86,7 @@ class RuntimeModel:
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self.steps.step(modes, counts)
-        return serial(step) if self._is_cpu else timeline(simulate(step, self.steps.rates))
+        return serial(step) if self._is_cpu else timeline(step, self.steps.rates)
 
 
 class Models:
@@ -149,15 +149,6 @@ class Models:
         """``RuntimeModel.step_ms`` on the slower host that plans are made for."""
         return self._on_slower_host.step_ms(modes, counts, limit_ms=limit_ms)
 
-    def device_bytes(self, modes: Modes, counts: Counts) -> int:
-        """Predicted peak on the device."""
-        activations = self.memory.activations(modes)
-        return self.memory.device_bytes(counts, activations)
-
-    def host_bytes(self, modes: Modes, counts: Counts) -> int:
-        """Predicted host memory of the engine."""
-        return self.memory.host_bytes(counts, self.memory.activations(modes))
-
     def plan(self, counts: Counts, modes: Modes | None = None) -> Plan:
         """The plan of ``counts`` with its predictions. ``modes`` are given if they differ from the usual order."""
         profile, memory = self.profile, self.memory
@@ -174,8 +165,8 @@ class Models:
             accumulation=profile.accumulation,
             moment_dtype=profile.moment_dtype,
             chunked_loss=profile.chunked_loss,
-            device_bytes=self.device_bytes(modes, counts),
-            host_bytes=self.host_bytes(modes, counts),
+            device_bytes=memory.device_bytes(counts, modes),
+            host_bytes=memory.host_bytes(counts, modes),
             keep_attention=self.keep_attention,
             n_device_gradient=memory.gradients.n_on_device(counts.n_persist),
             n_host_gradient=memory.n_host_regions(counts.n_persist, activations.swapped_bytes),

@@ -16,7 +16,7 @@ def in_short(plan: Plan, models: Models) -> str:
     """How fast ``plan`` is and what limits it, and where states and activations are: two sentences, one a line."""
     device = "GPU" if models.hardware.device_type == "cuda" else "device"
     parts = phases(models.runtime.timeline(plan.block_modes, plan.counts))
-    places = states(plan, models.memory.large_buffers(plan.n_persist), device), activations(plan)
+    places = states(plan, models.memory.large_buffers[plan.n_persist], device), activations(plan)
     speed = f"{format_ms(plan.step_ms)} a step, {plan.tokens_per_s:,.0f} tokens/s"
     return f"predicted: {speed}, limited by {limits(parts, device)}\n{'; '.join(filter(None, places))}"
 

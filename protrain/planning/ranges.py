@@ -36,7 +36,7 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
     """
     memory, n_chunks, n_blocks = models.memory, models.n_chunks, models.n_blocks
     n_persist = min(max(counts.n_persist, 0), n_chunks)
-    offloaded, least = n_chunks - n_persist, memory.least_buffers(n_persist)
+    offloaded, least = n_chunks - n_persist, memory.least_buffers[n_persist]
     modes = "every block is swapped or checkpointed"
     inputs = "the inputs of every recomputed block are offloaded" if counts.n_ckpt else "no block is recomputed"
     speculates = "every chunk in host memory has a speculative update"
@@ -45,7 +45,7 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
         "n_persist": Range(0, n_chunks, "all chunks are persistent"),
         "n_buffer": Range(
             least,
-            memory.all_buffers(n_persist),
+            memory.all_buffers[n_persist],
             f"every {memory.buffered} has a buffer",
             f"a unit holds up to {least} {memory.buffered}s at once",
         ),
@@ -74,7 +74,7 @@ def within(wanted: Counts, models: Models) -> Counts:
     for name in Counts._fields:  # each depends on those before it alone
         allowed = ranges(counts, models)[name]
         counts = counts._replace(**{name: min(max(getattr(counts, name), allowed.least), allowed.most)})
-    swapped_bytes = models.memory.swapped_bytes(models.modes(counts))
+    swapped_bytes = models.memory.activations(models.modes(counts)).swapped_bytes
     n_speculate = counts.n_speculate
     fit, least = models.memory.speculation(counts.n_persist, n_speculate, swapped_bytes, counts.n_device_sum)
     least = least if fit == n_speculate else n_speculate
@@ -140,11 +140,10 @@ def _effect(change: Change, models: Models, same_modes: Plan | None) -> Change:
         return change
     counts = Counts(*change.counts)
     modes = models.modes(counts) if same_modes is None else same_modes.block_modes
-    device_bytes, host_bytes = models.device_bytes(modes, counts), models.host_bytes(modes, counts)
     return replace(
         change,
         step_ms=models.runtime.step_ms(modes, counts),
         slower_ms=models.slower_ms(modes, counts),
-        device_bytes=device_bytes,
-        host_bytes=host_bytes,
+        device_bytes=models.memory.device_bytes(counts, modes),
+        host_bytes=models.memory.host_bytes(counts, modes),
     )

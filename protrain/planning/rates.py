@@ -181,10 +181,17 @@ def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list
     return forward, backward
 
 
-def gradients_by_visit(
-    profile: ModelProfile, hardware: HardwareProfile, layout: Layout
-) -> tuple[list[tuple[int, float, float]], list[list[int]]]:
-    """The gradients as (chunk, flatten ms, offload ms), and by visit of backward the indices of those it yields.
+class GradientPart(NamedTuple):
+    """What a visit of backward adds to the gradient of a chunk."""
+
+    number: int  # parts are counted in the order in which they arrive
+    chunk: int
+    flatten_ms: float
+    offload_ms: float
+
+
+def gradients_by_visit(profile: ModelProfile, hardware: HardwareProfile, layout: Layout) -> list[list[GradientPart]]:
+    """The parts of gradients that each visit of backward yields.
 
     A parameter's gradient is complete when backward leaves the unit that used the parameter first. Several ranks reduce
     the gradient of a whole chunk, and then a rank offloads its shard, once for all gradients of the chunk.
@@ -193,21 +200,19 @@ def gradients_by_visit(
     for at, unit in enumerate(reversed(profile.calls)):
         for parameter in profile.units[unit].parameters:
             left[parameter] = at
-    elements: dict[tuple[int, int], int] = {}
+    elements = Counter[tuple[int, int]]()  # by visit and chunk
     for slot in layout.slots:
         if profile.parameters[slot.parameter].group >= 0 and slot.parameter in left:
-            key = (left[slot.parameter], slot.chunk)
-            elements[key] = elements.get(key, 0) + slot.numel
+            elements[left[slot.parameter], slot.chunk] += slot.numel
     flatten_gbps = hardware.flatten_gbps or hardware.device_copy_gbps
-    gradients: list[tuple[int, float, float]] = []
-    of_visit: list[list[int]] = [[] for _ in profile.calls]
-    for (at, chunk), count in sorted(elements.items()):
+    of_visit: list[list[GradientPart]] = [[] for _ in profile.calls]
+    for index, ((at, chunk), count) in enumerate(sorted(elements.items())):
         size = offloaded = count * profile.element_bytes
         if layout.world_size > 1:
             offloaded = layout.shard_elements(layout.chunks[chunk]) * profile.element_bytes
-        of_visit[at].append(len(gradients))
-        gradients.append((chunk, bytes_ms(2 * size, flatten_gbps), bytes_ms(offloaded, hardware.d2h_gbps)))
-    return gradients, of_visit
+        flatten_ms, offload_ms = bytes_ms(2 * size, flatten_gbps), bytes_ms(offloaded, hardware.d2h_gbps)
+        of_visit[at].append(GradientPart(index, chunk, flatten_ms, offload_ms))
+    return of_visit
 
 
 # The time of a copy beyond the time of its bytes, 12 us. It comes from the rows "activations to the host and back" of
@@ -219,31 +224,29 @@ COPY_MS = 0.012
 _LEAST_GAIN = 0.02
 
 
-class SwapCopies(NamedTuple):
-    """Milliseconds that the copies of one call of a block take, if it is swapped or its inputs are offloaded."""
+class ModeCosts(NamedTuple):
+    """Milliseconds that the mode of a block costs one of its calls: copies on the link, and computing on the GPU."""
 
-    out_ms: float  # on the link, after forward
-    back_ms: float  # on the link, before backward
+    out_ms: float = 0.0  # on the link, after forward
+    back_ms: float = 0.0  # on the link, before backward
     pack_ms: float = 0.0  # on the GPU, at the end of forward
+    recompute_ms: float = 0.0  # on the GPU, in backward
 
     def in_a_row_ms(self, forward_ms: float, backward_ms: float) -> float:
         """Milliseconds that one of several such blocks in a row adds to a step, with this computing."""
         return max(self.out_ms, forward_ms + self.pack_ms) + max(self.back_ms, backward_ms)
 
 
-NO_COPIES = SwapCopies(0.0, 0.0)
-
-
-def swap_copies(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> SwapCopies:
+def swap_costs(block: BlockRecord, n_calls: int, hardware: HardwareProfile, *, packed: bool) -> ModeCosts:
     """The copies if everything is packed into one buffer, or if each storage is copied by itself.
 
     ``n_calls`` are the block's calls in one forward.
     """
     size_bytes = block.saved_bytes / n_calls
     if not packed:
-        return SwapCopies(*_link_ms(size_bytes, block.saved_tensors / n_calls, hardware))
+        return ModeCosts(*_link_ms(size_bytes, block.saved_tensors / n_calls, hardware))
     gbps = hardware.flatten_gbps or hardware.device_copy_gbps  # packing is flattening of whole storages
-    return SwapCopies(*_link_ms(size_bytes, 1, hardware), pack_ms=bytes_ms(2 * size_bytes, gbps))  # read and written
+    return ModeCosts(*_link_ms(size_bytes, 1, hardware), pack_ms=bytes_ms(2 * size_bytes, gbps))  # read and written
 
 
 def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[bool, ...]:
@@ -258,8 +261,8 @@ def choose_packed(profile: ModelProfile, hardware: HardwareProfile) -> tuple[boo
 
     def row_ms(index: int, *, packed: bool) -> float:
         calls = max(1, n_calls[index])
-        copies = swap_copies(profile.blocks[index], calls, hardware, packed=packed)
-        return copies.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
+        costs = swap_costs(profile.blocks[index], calls, hardware, packed=packed)
+        return costs.in_a_row_ms(times.forward[index] / calls, times.backward[index] / calls)
 
     packs = tuple(
         row_ms(index, packed=True) < (1 - _LEAST_GAIN) * row_ms(index, packed=False)

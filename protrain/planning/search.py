@@ -197,7 +197,7 @@ class _Search:
         if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
             return None
         n_speculate = wanted.n_speculate if models.runtime.steps.speculates else 0
-        enough = min(max(wanted.n_buffer, memory.least_buffers(n_persist)), memory.all_buffers(n_persist))
+        enough = min(max(wanted.n_buffer, memory.least_buffers[n_persist]), memory.all_buffers[n_persist])
         most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
         n_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)
         n_ckpt, n_buffer, swapped_bytes = self._roomy(keeps, enough, n_persist, n_sum, n_swap, wanted.n_ckpt, most_ckpt)
@@ -272,12 +272,12 @@ class _Search:
 
     def _allowed(self, keeps: bool, counts: Counts) -> bool:
         """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off."""
-        models, hardware = self._models[keeps], self._hardware
+        models, memory, hardware = self._models[keeps], self._models[keeps].memory, self._hardware
         if any(getattr(counts, name) for name in self._unused):
             return False
         modes = models.modes(counts)
-        fits_device = models.device_bytes(modes, counts) <= hardware.device_bytes
-        return fits_device and models.host_bytes(modes, counts) <= hardware.host_bytes
+        fits_device = memory.device_bytes(counts, modes) <= hardware.device_bytes
+        return fits_device and memory.host_bytes(counts, modes) <= hardware.host_bytes
 
 
 def _spread(most: int, n_values: int) -> list[int]:

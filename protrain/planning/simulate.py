@@ -78,7 +78,6 @@ class Run:
         self.choices = choices  # the first updates make them, if there are none
         self.starts: list[list[float]] = [[] for _ in LANES]  # by lane: when its operations start, and when they end
         self.ends: list[list[float]] = [[] for _ in LANES]
-        self.labels: list[list[tuple[str, object]]] = [[] for _ in LANES]  # their kinds, and what they work on
         self.free = [0.0] * len(LANES)  # by lane: when it has done all operations so far
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
@@ -114,13 +113,12 @@ class Run:
         return sum(map(sub, self.ends[lane][first:], self.starts[lane][first:]))
 
     def _do(self, lane: int, earliest: float, duration: float, kind: str, what: object) -> float:
-        """Run one operation on ``lane``, from ``earliest`` on. Returns its end."""
+        """Run one operation on ``lane``, from ``earliest`` on. Returns its end. Its name is for ``NamedRun``."""
         free = self.free[lane]
         start = free if free > earliest else earliest
         end = self.free[lane] = start + duration * next(self._factors[lane])
         self.starts[lane].append(start)
         self.ends[lane].append(end)
-        self.labels[lane].append((kind, what))
         return end
 
     def _fetch(self, fetches: Iterable[Fetch]) -> None:
@@ -160,7 +158,7 @@ class Run:
     def forward(self) -> None:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
         free = self.free
-        if self.step.sum_up_ms:
+        if self.step.fetches_sums:
             free[GPU] = max(free[GPU], free[DOWN])  # see [Note: looking at the loss]
         for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
             late = len(fetches) > 1 and self._all_updated > free[UP]
@@ -191,29 +189,28 @@ class Run:
 
     def _take(self, gradient: Gradient) -> None:
         """Flatten a gradient, reduce it if ranks do, and offload it if its chunk is in host memory."""
-        step, free, (index, chunk, flatten_ms, offload_ms, staging) = self.step, self.free, gradient
-        reduction = step.reductions.get(index)
-        room = self._drained[staging] if reduction is None else self._sent[reduction.sent]
-        gpu = self._do(GPU, room, flatten_ms, "flatten", chunk)
+        free, chunk, staging = self.free, gradient.chunk, gradient.staging
+        sent, sum_up_ms = gradient.sent, gradient.sum_up_ms
+        room = self._drained[staging] if sent < 0 else self._sent[sent]
+        gpu = self._do(GPU, room, gradient.flatten_ms, "flatten", chunk)
         ready = self._deferred[chunk]
-        if index in step.awaited_updates:  # see [Note: waiting for regions]
-            awaited, update_ms = step.awaited_updates[index]
+        if gradient.number in self.step.awaited_updates:  # see [Note: waiting for regions]
+            awaited, update_ms = self.step.awaited_updates[gradient.number]
             ready = self._do(HOST, self.offloaded[awaited], update_ms, "speculative update", awaited)
         there = None  # when it can be offloaded
-        if reduction is None:
+        if sent < 0:
             gpu = there = max(gpu, ready)
-            if index in step.sum_up_ms:  # in parts, each of which goes down while the next one comes up
-                sum_there = self._do(UP, max(gpu, self.offloaded[chunk]), step.sum_up_ms[index], "sum", chunk)
-                there = max(gpu, sum_there - offload_ms)
-        elif reduction.ms:  # see [Note: collectives]
+            if sum_up_ms is not None:  # in parts, each of which goes down while the next one comes up
+                sum_there = self._do(UP, max(gpu, self.offloaded[chunk]), sum_up_ms, "sum", chunk)
+                there = max(gpu, sum_there - gradient.offload_ms)
+        elif gradient.reduce_ms:  # see [Note: collectives]
             there = max(gpu, self._drained[staging])
-            if index in step.sum_up_ms:
-                there = self._do(UP, max(there, self.offloaded[chunk]), step.sum_up_ms[index], "sum", chunk)
-            reduced = self._do(REDUCE, there, reduction.ms, "reduce", chunk)
-            self._sent[reduction.sent] = reduced
+            if sum_up_ms is not None:
+                there = self._do(UP, max(there, self.offloaded[chunk]), sum_up_ms, "sum", chunk)
+            reduced = self._sent[sent] = self._do(REDUCE, there, gradient.reduce_ms, "reduce", chunk)
             there = max(reduced, ready)
         if there is not None and staging >= 0:
-            offloaded = self._do(DOWN, there, offload_ms, "gradients", chunk)
+            offloaded = self._do(DOWN, there, gradient.offload_ms, "gradients", chunk)
             self._drained[staging] = self.offloaded[chunk] = offloaded
             free[GPU], free[UP] = max(gpu, ready), max(free[UP], ready)  # until then the engine issues nothing
 
@@ -247,6 +244,18 @@ class Run:
             self._deferred[chunk] = self._do(HOST, over, duration, "deferred update", chunk)
         for chunk, duration in step.device_update_ms:
             updated[chunk] = self._do(GPU, 0.0, duration, "update", chunk)
+
+
+class NamedRun(Run):
+    """A run that also names its operations. The search does without the names, which take a tenth of its time."""
+
+    def __init__(self, step: PlannedStep, factors: list[list[float]], choices: Choices | None) -> None:
+        self.names: list[list[str]] = [[] for _ in LANES]  # by lane, in the order of its operations
+        super().__init__(step, factors, choices)
+
+    def _do(self, lane: int, earliest: float, duration: float, kind: str, what: object) -> float:
+        self.names[lane].append(f"{kind} {what}")
+        return super()._do(lane, earliest, duration, kind, what)
 
 
 def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
@@ -283,19 +292,25 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     return tuple(found)
 
 
+def _at_full_rate(step: PlannedStep, rates: Times) -> tuple[list[list[float]], Choices | None]:
+    """The factors and choices of a run with contention, by the shares of their ``rates`` that lanes keep."""
+    run = Run(step)
+    return slowdowns(rates, run.starts, run.ends), run.choices
+
+
 def simulate(step: PlannedStep, rates: Times) -> Run:
     """The run of ``step`` with contention, by the shares of their ``rates`` that lanes keep beside others."""
-    full_rate = Run(step)
-    return Run(step, slowdowns(rates, full_rate.starts, full_rate.ends), full_rate.choices)
+    return Run(step, *_at_full_rate(step, rates))
 
 
-def timeline(run: Run) -> Timeline:
-    """Every operation of the step in ``run``."""
+def timeline(step: PlannedStep, rates: Times) -> Timeline:
+    """Every operation of ``step`` with contention."""
+    run = NamedRun(step, *_at_full_rate(step, rates))
     begin = run.begin_ms
     operations = [
-        Operation(lane=lane, name=f"{kind} {what}", start_ms=start - begin, end_ms=end - begin)
+        Operation(lane=lane, name=name, start_ms=start - begin, end_ms=end - begin)
         for lane in range(len(LANES))
-        for (kind, what), start, end in zip(run.labels[lane], run.starts[lane], run.ends[lane], strict=True)
+        for name, start, end in zip(run.names[lane], run.starts[lane], run.ends[lane], strict=True)
         if end > start and end > begin
     ]
     return Timeline(

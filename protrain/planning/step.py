@@ -28,13 +28,13 @@ from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.contention import OTHERS, lost_to_collectives, rates
-from protrain.planning.layout import STAGING_BUFFERS, updated_chunks
+from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
-    NO_COPIES,
-    SwapCopies,
+    GradientPart,
+    ModeCosts,
     bytes_ms,
     compute_times,
     computing_by_visit,
@@ -42,10 +42,10 @@ from protrain.planning.rates import (
     gradients_by_visit,
     host_update_gparams,
     moved_bytes,
+    read_bytes,
     staging_bytes,
     streamed_rates,
-    swap_copies,
-    written_bytes,
+    swap_costs,
 )
 from protrain.planning.schedule import Fetch, Fetches
 from protrain.planning.sharing import Sharing
@@ -98,8 +98,8 @@ class UpdateQueue(NamedTuple):
         return [*whole, *((chunk, duration * share) for chunk, duration in self.updates[:weights][::-1])]
 
 
-# The simulation unpacks Work, Gradient and Fetch in its inner loop. They are plain tuples because unpacking a named
-# tuple field by field takes three times as long.
+# The simulation unpacks Work and Fetch in its inner loop. They are plain tuples because unpacking a named tuple takes
+# three times as long.
 
 # What a visit takes under one choice of block modes:
 #   milliseconds of computing;
@@ -107,8 +107,19 @@ class UpdateQueue(NamedTuple):
 #   in backward, the units whose activations are fetched when the visit begins: its own, the next visit's, or both.
 Work = tuple[float, float, tuple[int, ...]]
 
-# Index, chunk, ms to flatten it, ms to offload it, the staging buffer that it is offloaded from (-1: none).
-Gradient = tuple[int, int, float, float, int]
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """What a visit of backward adds to the gradient of a chunk, and what is done with it under one placement."""
+
+    number: int  # as a GradientPart
+    chunk: int
+    flatten_ms: float
+    offload_ms: float
+    staging: int  # the staging buffer that it is offloaded from; -1: it is not offloaded
+    sum_up_ms: float | None  # to fetch the sum in host memory that it is added to; None: it is added to none
+    sent: int  # the staging buffer that several ranks send the chunk's whole gradient from; -1: one rank
+    reduce_ms: float  # of the reduction by several ranks; 0 if the chunk has not all its gradients yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +139,6 @@ class AwaitedUpdate(NamedTuple):
     ms: float
 
 
-class Reduction(NamedTuple):
-    """What several ranks do with a gradient, as they reduce the gradients of a chunk together, once it has all."""
-
-    sent: int  # the staging buffer that the chunk's whole gradient is sent from
-    ms: float  # of the reduction; 0 if the chunk has not all its gradients yet
-
-
 class PlannedStep(NamedTuple):
     """Everything that a step does. Times are in milliseconds at full rate."""
 
@@ -145,10 +149,9 @@ class PlannedStep(NamedTuple):
     gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
     upload_ms: Sequence[float]  # by chunk
     gather_ms: Sequence[float]  # by chunk
-    reductions: Mapping[int, Reduction]  # by gradient; none with one rank
     swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    sum_up_ms: Mapping[int, float]  # by gradient: the sum in host memory that it is added to, on its way to the device
+    fetches_sums: bool  # whether any gradient is added to a sum in host memory
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
     device_kept: float  # the share of its rate that such an update keeps beside the host
@@ -158,7 +161,7 @@ class PlannedStep(NamedTuple):
     @property
     def gpu_ms(self) -> float:
         """How long the GPU is busy with what it does in any case. No step is shorter."""
-        flatten_ms = sum(flatten_ms for visit in self.visits for _, _, flatten_ms, _, _ in visit.gradients)
+        flatten_ms = sum(gradient.flatten_ms for visit in self.visits for gradient in visit.gradients)
         return sum(work[0] for work in self.work) + flatten_ms + sum(ms for _, ms in self.device_update_ms)
 
 
@@ -212,27 +215,25 @@ class Steps:
         self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
         self._visits = [*profile.calls, *reversed(profile.calls)]
         self._forward_ms, self._backward_ms = computing_by_visit(profile, times)
-        # By unit, for one call: the copies of its saved activations, those of its inputs, and its recomputation.
-        self._swap_copies = [NO_COPIES] * len(profile.units)
-        self._input_copies = [NO_COPIES] * len(profile.units)
-        self._recompute_ms = [0.0] * len(profile.units)
-        for unit, n_calls in Counter(profile.calls).items():
-            if (block := profile.units[unit].block) is not None:
-                packed = bool(memory.pack_swaps) and memory.pack_swaps[block]
-                self._swap_copies[unit] = swap_copies(profile.blocks[block], n_calls, hardware, packed=packed)
-                size_in = profile.blocks[block].input_bytes / n_calls
-                self._input_copies[unit] = SwapCopies(
-                    out_ms=bytes_ms(size_in, hardware.d2h_gbps), back_ms=bytes_ms(size_in, hardware.h2d_gbps)
-                )
-                self._recompute_ms[unit] = times.recompute[block] / n_calls
-        n_large = [memory.large_buffers(n_persist) for n_persist in range(len(layout.chunks) + 1)]
-        self._fetches = Fetches(self._visits, held, layout, n_large)
+        self._mode_costs = [
+            (unit, block, self._costs_of(block, n_calls, times.recompute[block] / n_calls))
+            for unit, n_calls in Counter(profile.calls).items()
+            if (block := profile.units[unit].block) is not None
+        ]
+        self._fetches = Fetches(self._visits, held, layout, memory.large_buffers)
         self._held = held
-        self._gradients, self._gradients_of_visit = gradients_by_visit(profile, hardware, layout)
-        self._reductions = self._reduced() if layout.world_size > 1 else {}
+        self._gradients = gradients_by_visit(profile, hardware, layout)
+        arriving = [part.chunk for part in chain.from_iterable(self._gradients)]
+        # With several ranks: by chunk the buffer that it is sent from, and by gradient what the reduction takes.
+        self._sent = self._rotated({chunk: chunk for chunk in arriving} if layout.world_size > 1 else {})
+        self._reduce_ms = {
+            index: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
+            for chunk, index in {chunk: index for index, chunk in enumerate(arriving)}.items()  # the last of each
+            if self._sent
+        }
         self._lost_to_collectives = lost_to_collectives(hardware)
-        for at, of_visit in enumerate(self._gradients_of_visit if self._reductions else ()):
-            reduce_ms = sum(self._reductions[index].ms for index in of_visit)
+        for at, of_visit in enumerate(self._gradients if self._sent else ()):
+            reduce_ms = sum(self._reduce_ms.get(part.number, 0.0) for part in of_visit)
             self._backward_ms[at] += self._lost_to_collectives * reduce_ms
         self._placed = cache(self._visits_under)
         dtype, moment_bytes = profile.dtype, profile.moment_bytes
@@ -244,14 +245,14 @@ class Steps:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
-        self.rates = rates(hardware, host_gparams * moved_bytes(dtype, moment_bytes), streamed_gbps)
+        self.rates = rates(hardware, host_gparams * adam_bytes, streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
-        self._weight_share = _weight_bytes_share(adam_bytes, written_bytes(dtype, moment_bytes), element)
+        self._weight_share = (read_bytes(dtype, moment_bytes) + element) / adam_bytes
         if hardware.host_adam_weight_gparams is not None:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
-            counted = _weight_bytes_share(moved_bytes(CALIBRATED_DTYPE), written_bytes(CALIBRATED_DTYPE), 2)
+            counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
             self._weight_share = min(1.0, self._weight_share * (measured / counted))
         self._device_kept = self._kept_beside(STREAM, HOST)
         starts = list(accumulate(self._forward_ms, initial=0.0))
@@ -263,101 +264,84 @@ class Steps:
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = cache(self._work_of)
         self._fetched = cache(self._fetched_under)
-        self._summed = cache(self._sums_up)
         self._streamed_ms = cache(self._streamed_from)
         self.sharing = cache(self._sharing_under)
-        # By visit, if nothing is swapped: its work in forward, and in backward without and with recomputation.
-        calls, units = profile.calls, enumerate(profile.units)
-        self._unit_blocks = [(unit, record.block) for unit, record in units if record.block is not None]
-        self._forward_work: list[Work] = [(compute_ms, 0.0, ()) for compute_ms in self._forward_ms]
-        self._backward_work: list[tuple[Work, Work]] = [
-            ((compute_ms, 0.0, ()), (compute_ms + self._recompute_ms[unit], 0.0, ()))
-            for unit, compute_ms in zip(calls, self._backward_ms, strict=True)
-        ]
 
     @property
     def speculates(self) -> bool:
         """Whether speculative updates can save time. With updates inside backward, or on a CPU, they cannot."""
         return not self._in_backward and self._hardware.device_type != "cpu"
 
-    def _reduced(self) -> dict[int, Reduction]:
-        """By gradient, its part in the reduction of its chunk.
+    def _rotated(self, chunks: Mapping[int, int]) -> dict[int, int]:
+        """The staging buffers of gradients: the usual ones in rotation, and the last one for large chunks.
 
-        Chunks are sent from the usual staging buffers in rotation. Large chunks are sent from the last buffer.
+        ``chunks`` says by gradient of which chunk it is.
         """
-        layout, usual, found = self._layout, cycle(range(STAGING_BUFFERS)), {}
-        order = list(chain.from_iterable(self._gradients_of_visit))
-        last = {self._gradients[index][0]: index for index in order}
-        sent: dict[int, int] = {}
-        for index in order:
-            chunk = layout.chunks[self._gradients[index][0]]
-            if chunk.index not in sent:
-                sent[chunk.index] = STAGING_BUFFERS if layout.is_large(chunk) else next(usual)
-            size_bytes = chunk.elements * self._profile.element_bytes
-            reduce_ms = _collective_ms(size_bytes, self._hardware.reduce_gbps)
-            found[index] = Reduction(sent[chunk.index], reduce_ms if last[chunk.index] == index else 0.0)
-        return found
+        layout, usual = self._layout, cycle(range(STAGING_BUFFERS))
+        return {
+            key: STAGING_BUFFERS if layout.is_large(layout.chunks[chunk]) else next(usual)
+            for key, chunk in chunks.items()
+        }
 
-    def _staging(self, n_persist: int, n_device_sum: int) -> dict[int, int]:
-        """By gradient, the staging buffer that it is offloaded from; -1 if it is not offloaded.
+    def _gradients_under(self, n_persist: int, n_device_sum: int) -> list[tuple[Gradient, ...]]:
+        """By visit of backward its gradients under these placements.
 
-        Gradients take the usual buffers in rotation. Those of large chunks take the last buffer. Those of persistent
-        chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks that reduce the
-        gradients of a chunk offload one shard, with the last of them.
+        Those of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks
+        that reduce the gradients of a chunk offload one shard, with the last of them.
         """
-        stay = self._layout.summed_on_device(n_persist, n_device_sum) if self._only_adds else ()
-        usual, found = cycle(range(STAGING_BUFFERS)), {}
-        for index in chain.from_iterable(self._gradients_of_visit):
-            chunk = self._layout.chunks[self._gradients[index][0]]
-            found[index] = -1
-            stays = chunk.index < n_persist or chunk.index in stay
-            if not stays and (not self._reductions or self._reductions[index].ms):
-                found[index] = STAGING_BUFFERS if self._layout.is_large(chunk) else next(usual)
-        return found
+        on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
+        stay = on_device if self._only_adds else ()
+        staging = self._rotated(
+            {
+                part.number: part.chunk
+                for part in chain.from_iterable(self._gradients)
+                if part.chunk >= n_persist
+                and part.chunk not in stay
+                and (not self._sent or part.number in self._reduce_ms)
+            }
+        )
+        return [
+            tuple(self._gradient(part, staging.get(part.number, -1), on_device) for part in of_visit)
+            for of_visit in self._gradients
+        ]
 
-    def _sums_up(self, n_persist: int, n_device_sum: int) -> dict[int, float]:
-        """By gradient, the time of the sum in host memory on its way up. The first batch of a step fetches none."""
-        if not self._memory.accumulates:
-            return {}
-        n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
-        share = (n_batches - 1) / n_batches if self._only_adds or n_batches == 1 else 1.0
-        on_device, found = self._layout.summed_on_device(n_persist, n_device_sum), {}
-        for index, staging in self._staging(n_persist, n_device_sum).items():
-            chunk, _, offload_ms = self._gradients[index]
-            if staging >= 0 and chunk not in on_device:
-                up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
-                found[index] = share * up_ms * _SUM_BYTES / self._profile.element_bytes
-        return found
-
-    def _gradient(self, index: int, on_device: Container[int], staging: int) -> Gradient:
-        """The gradient ``index``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
-        chunk, flatten_ms, offload_ms = self._gradients[index]
-        if not self._memory.accumulates:
-            return index, chunk, flatten_ms, offload_ms, staging
+    def _gradient(self, part: GradientPart, staging: int, on_device: Container[int]) -> Gradient:
+        """What is done with ``part``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
         element = self._profile.element_bytes  # what flattening reads, and writes
-        if self._reductions:  # their time has the additions
-            added_bytes = 0
-        elif staging >= 0 and chunk not in on_device:  # it is added when it is flattened
-            added_bytes = element + 2 * _SUM_BYTES
-            offload_ms *= _SUM_BYTES / element
-        else:  # it is flattened into the sum
-            added_bytes = 2 * _SUM_BYTES - element
-        return index, chunk, flatten_ms * (1 + added_bytes / (2 * element)), offload_ms, staging
+        offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
+        if self._memory.accumulates and staging >= 0 and part.chunk not in on_device:
+            # The first batch of a step fetches no sum.
+            n_batches = self._profile.accumulation - self._only_adds  # those that this is the mean of
+            share = (n_batches - 1) / n_batches if self._only_adds else 1.0
+            up_ms = offload_ms * self._hardware.d2h_gbps / self._hardware.h2d_gbps
+            sum_up_ms = share * up_ms * _SUM_BYTES / element
+        if self._memory.accumulates and not self._sent:  # the time of a reduction has the additions
+            if sum_up_ms is None:  # it is flattened into the sum
+                added_bytes = 2 * _SUM_BYTES - element
+            else:  # it is added when it is flattened
+                added_bytes = element + 2 * _SUM_BYTES
+                offload_ms *= _SUM_BYTES / element
+        return Gradient(
+            number=part.number,
+            chunk=part.chunk,
+            flatten_ms=part.flatten_ms * (1 + added_bytes / (2 * element)),
+            offload_ms=offload_ms,
+            staging=staging,
+            sum_up_ms=sum_up_ms,
+            sent=self._sent.get(part.chunk, -1),
+            reduce_ms=self._reduce_ms.get(part.number, 0.0),
+        )
 
     def _visits_under(self, n_persist: int, n_device_sum: int) -> list[Visit]:
         """The visits of forward and backward under these placements."""
-        n_visits, staging = len(self._profile.calls), self._staging(n_persist, n_device_sum)
-        on_device = self._layout.summed_on_device(n_persist, n_device_sum)
+        gradients = [()] * len(self._profile.calls) + self._gradients_under(n_persist, n_device_sum)
         first = self._layout.first_buffered(n_persist)
         return [
             Visit(
                 name=self._profile.units[unit].name,
                 unit=unit,
                 chunks=tuple(chunk for chunk in self._held[at] if chunk >= first),
-                gradients=tuple(
-                    self._gradient(index, on_device, staging[index])
-                    for index in (self._gradients_of_visit[at - n_visits] if at >= n_visits else ())
-                ),
+                gradients=gradients[at],
             )
             for at, unit in enumerate(self._visits)
         ]
@@ -365,6 +349,7 @@ class Steps:
     def step(self, modes: Modes, counts: Counts) -> PlannedStep:
         """What a step does under ``modes`` and ``counts``."""
         n_persist, last = counts.n_persist, counts.n_persist + counts.n_speculate
+        visits = self._placed(n_persist, counts.n_device_sum)
         work, swap_in_ms = self._work_for(modes)
         fetches, gathers = self._fetched(n_persist, counts.n_buffer)
         if self._lost_to_collectives:
@@ -372,11 +357,11 @@ class Steps:
             work = [(ms + lost, out, back) for (ms, out, back), lost in zip(work, lost_ms, strict=True)]
         host = [(c, t) for c, t in enumerate(self._host_update_ms) if t and c >= n_persist]
         if self._memory.accumulates:
-            on_device = self._layout.summed_on_device(n_persist, counts.n_device_sum)
+            on_device = summed_on_device(len(self._layout.chunks), n_persist, counts.n_device_sum)
             host = [(c, t if c in on_device else t * self._from_sum) for c, t in host]
         awaited_updates: dict[int, AwaitedUpdate] = {}
         if self._in_backward:
-            n_regions = self._memory.n_host_regions(n_persist, self._memory.swapped_bytes(modes))
+            n_regions = self._memory.n_host_regions(n_persist, self._memory.activations(modes).swapped_bytes)
             if handed_on := self._memory.gradients.handed_on(n_persist, n_regions):
                 updates = dict(host)
                 awaited_updates = {index: AwaitedUpdate(chunk, updates[chunk]) for index, chunk in handed_on}
@@ -386,15 +371,14 @@ class Steps:
         n_weight_only = sum(chunk < n_persist + counts.n_weight_only for chunk, _ in host)
         return PlannedStep(
             n_forward=len(self._profile.calls),
-            visits=self._placed(n_persist, counts.n_device_sum),
+            visits=visits,
             work=work,
             fetches=fetches,
             gathers=gathers,
             upload_ms=self._upload_ms,
             gather_ms=self._gather_ms,
-            reductions=self._reductions,
             swap_in_ms=swap_in_ms,
-            sum_up_ms=self._summed(n_persist, counts.n_device_sum),
+            fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_ms(last),
@@ -449,40 +433,37 @@ class Steps:
             staging_bytes=staging,
         )
 
+    def _costs_of(self, block: int, n_calls: int, recompute_ms: float) -> dict[BlockMode, ModeCosts]:
+        """By mode, what it costs one of ``n_calls`` of a block in a forward."""
+        record, hardware, packs = self._profile.blocks[block], self._hardware, self._memory.pack_swaps
+        input_bytes = record.input_bytes / n_calls
+        out_ms, back_ms = bytes_ms(input_bytes, hardware.d2h_gbps), bytes_ms(input_bytes, hardware.h2d_gbps)
+        return {
+            BlockMode.NONE: ModeCosts(),
+            BlockMode.SWAP: swap_costs(record, n_calls, hardware, packed=bool(packs) and packs[block]),
+            BlockMode.CKPT: ModeCosts(recompute_ms=recompute_ms),
+            BlockMode.CKPT_SWAP: ModeCosts(out_ms, back_ms, recompute_ms=recompute_ms),
+        }
+
     def _work_of(self, modes: Modes) -> tuple[list[Work], list[float]]:
         """The work of every visit, and by unit the time to fetch its activations or offloaded inputs back."""
-        profile = self._profile
-        copies = [NO_COPIES] * len(profile.units)
-        recomputes = [False] * len(profile.units)
-        for unit, block in self._unit_blocks:
-            mode = modes[block]
-            if mode is BlockMode.SWAP:
-                copies[unit] = self._swap_copies[unit]
-            elif mode is not BlockMode.NONE:
-                recomputes[unit] = True
-                if mode is BlockMode.CKPT_SWAP:
-                    copies[unit] = self._input_copies[unit]
-        calls = profile.calls
-        work = self._forward_work.copy()
-        for at, unit in enumerate(calls):
-            if out_ms := copies[unit].out_ms:
-                work[at] = self._forward_ms[at] + copies[unit].pack_ms, out_ms, ()
-        fetched = -1  # the unit whose activations the visit before fetched ahead
-        for at in range(len(calls) - 1, -1, -1):
-            unit, earlier = calls[at], calls[at - 1] if at else -1
-            of_unit = self._backward_work[at][recomputes[unit]]
-            swap_ms, ahead = copies[unit].out_ms, earlier >= 0 and copies[earlier].out_ms and earlier != unit
-            if swap_ms or ahead:
-                swap_in = (unit,) if swap_ms and fetched != unit else ()
-                of_unit = of_unit[0], swap_ms, (*swap_in, earlier) if ahead else swap_in
-            fetched = earlier if ahead else -1
-            work.append(of_unit)
-        return work, [each.back_ms for each in copies]
-
-
-def _weight_bytes_share(adam_bytes: int, written: int, element_bytes: int) -> float:
-    """The share of an update's bytes that an update of the weight alone moves."""
-    return (adam_bytes - written + element_bytes) / adam_bytes
+        calls, costs = self._profile.calls, [ModeCosts()] * len(self._profile.units)
+        for unit, block, by_mode in self._mode_costs:
+            costs[unit] = by_mode[modes[block]]
+        work: list[Work] = [
+            (compute_ms + costs[unit].pack_ms, costs[unit].out_ms, ())
+            for unit, compute_ms in zip(calls, self._forward_ms, strict=True)
+        ]
+        is_there = False  # whether the visit before fetched what this one needs
+        for at in reversed(range(len(calls))):
+            unit, earlier = calls[at], calls[max(0, at - 1)]
+            swap_ms = costs[unit].out_ms
+            swap_in = (unit,) if swap_ms and not is_there else ()
+            is_there = earlier != unit and costs[earlier].out_ms > 0
+            if is_there:
+                swap_in = (*swap_in, earlier)
+            work.append((self._backward_ms[at] + costs[unit].recompute_ms, swap_ms, swap_in))
+        return work, [each.back_ms for each in costs]
 
 
 def _collective_ms(size_bytes: int, gbps: float) -> float:

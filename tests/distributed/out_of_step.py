@@ -1,11 +1,14 @@
-"""What ranks do in ``test_watch.py``: a small training, in which one rank does something else than the others."""
+"""What ranks do in ``test_out_of_step.py``: a small training, in which one rank does something else than the others."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from time import monotonic
 from typing import Any
 
 import torch
@@ -89,11 +92,28 @@ def step(model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> float
     return loss.item()
 
 
-def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps: int, device: str = "cpu") -> None:
-    """Train. Before the third step rank ``odd`` does ``what``. ``times`` changes those of the watcher, in seconds."""
+@contextmanager
+def quick() -> Iterator[None]:
+    """Waits of the watcher that suit tests of what is said rather than when."""
+    before = watch.TICK_S, watch.CAUGHT_S, watch.STUCK_S
+    watch.TICK_S, watch.CAUGHT_S, watch.STUCK_S = 0.3, 1.0, 0.8
+    try:
+        yield
+    finally:
+        watch.TICK_S, watch.CAUGHT_S, watch.STUCK_S = before
+
+
+def set_times(times: dict[str, float]) -> None:
+    """Change times of the watcher, in seconds."""
     for name, seconds in times.items():
         assert hasattr(watch, name)
         setattr(watch, name, seconds)
+
+
+def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps: int, device: str = "cpu") -> None:
+    """Train. Before the third step rank ``odd`` does ``what``. ``times`` changes those of the watcher, in seconds."""
+    set_times(times)
+    Block.fail = ""
     model, optimizer = wrapped(rank, device)
     for at in range(steps):
         print(f"step {at}", flush=True)
@@ -102,6 +122,25 @@ def do(rank: int, size: int, odd: int, what: str, times: dict[str, float], steps
             value = _misbehave(what, model, optimizer, value)
         step(model, optimizer, value)
     print("trained", flush=True)
+
+
+def attempt(rank: int, size: int, odd: int, what: str) -> tuple[str, float]:
+    """The error of ``do`` on this rank, and after how many seconds it has come."""
+    began_s = monotonic()
+    with quick():
+        try:
+            do(rank, size, odd, what, {}, 4)
+        except (protrain.MisuseError, ValueError) as error:
+            said = f"{type(error).__name__}: {error}"
+        else:
+            said = ""
+    took_s = monotonic() - began_s
+    if what in COLLECTIVES and rank != odd:
+        COLLECTIVES[what]()  # in which the odd rank still waits
+    return said, took_s
+
+
+COLLECTIVES = {"barrier": dist.barrier, "all_reduce": lambda: dist.all_reduce(torch.ones(1))}
 
 
 def end(rank: int, size: int, own: bool) -> None:
@@ -133,14 +172,35 @@ def run_with_child(rank: int, size: int) -> None:
         step(model, optimizer, batch(rank, 0))
 
 
+def end_group_after_an_error(rank: int, size: int, times: dict[str, float]) -> None:
+    """Train. Rank 1 fails between steps, in a script that ends its process group whatever happens."""
+    set_times(times)
+    model, optimizer = wrapped(rank, "cpu")
+    step(model, optimizer, batch(rank, 0))
+    try:
+        if rank == 1:
+            raise ValueError("the loader of a rank fails")
+        step(model, optimizer, batch(rank, 1))
+    finally:
+        dist.destroy_process_group()
+        time.sleep(1.0)  # as for a logger that says goodbye
+
+
 def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value: Tensor) -> Tensor:
     """Do ``what`` before a step. Returns what the step is to train on, in place of ``value``."""
     if what in ("forward", "backward"):
         Block.fail = what
     elif what == "loader":
         raise ValueError("the loader of a rank fails")
+    elif what in COLLECTIVES:
+        COLLECTIVES[what]()
     elif what == "another forward":
         model(value)
+    elif what == "evaluation":
+        with torch.no_grad():
+            model(value)
+    elif what == "hyperparameters":
+        optimizer.param_groups[0].update(lr=0.05, betas=(0.8, 0.999))
     elif what == "state_dict":
         model.state_dict()
     elif what == "optimizer state_dict":
@@ -157,7 +217,7 @@ def _misbehave(what: str, model: nn.Module, optimizer: ProTrainOptimizer, value:
         try:
             model(value.repeat(100_000, 1))  # too much for the memory of the device
         except protrain.MisuseError:
-            time.sleep(2)
+            time.sleep(0.5)
     else:
         assert what == "shape"
         return value[:1]

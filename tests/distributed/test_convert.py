@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import protrain
 from protrain.checkpoint.dcp import convert
@@ -20,7 +19,7 @@ from protrain.cli.main import main
 from tests.checkpoints import make_counting
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import FIRST, SECOND, THIRD, Outcome, Run, go_on, make
-from tests.engine.harness import adamw, assert_same
+from tests.engine.harness import assert_same
 
 Saved: TypeAlias = tuple[str, Path, dict[str, Tensor]]
 STATES = ("exp_avg", "exp_avg_sq", "step")
@@ -69,25 +68,6 @@ def test_plain_torch_reads_whole_tensors(saved: Saved, tmp_path: Path) -> None:
         assert torch.equal(state["model"][name], expected[f"model.{name}"].float()), name
     assert {name for group in state["optim"]["param_groups"] for name in group["params"]} == trained.keys()
     assert torch.equal(torch.tensor([group["lr"] for group in state["optim"]["param_groups"]]), expected["lr"])
-
-
-@pytest.mark.slow
-def test_a_plain_training_goes_on(saved: Saved, tmp_path: Path) -> None:
-    """torch names the states of a plain model and its optimizer as they are named there."""
-    _, folder, expected = saved
-    convert(folder, tmp_path / "dcp")
-    model = make()
-    optimizer = adamw(model)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    weights, states = get_state_dict(model, optimizer)
-    _load(tmp_path / "dcp", {"model": weights, "optim": states})
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            assert torch.equal(parameter, expected[f"master.{name}"]), name
-            for kind in STATES:
-                assert torch.equal(optimizer.state[parameter][kind], expected[f"{kind}.{name}"]), (kind, name)
-    assert torch.equal(torch.tensor([group["lr"] for group in optimizer.param_groups]), expected["lr"])
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ import protrain
 from protrain.cli.main import main
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.hardware.detection import detect
+from tests.distributed.out_of_step import quick
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_user_generate import quick
 
 X = torch.ones(2, 8)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import wrapping
-from protrain.distributed import watch
 from protrain.profiler import cache, step_times, trace
-from tests.distributed import out_of_step
 from tests.distributed.apart import Group
 from tests.distributed.pool import on_ranks
 
@@ -100,43 +96,17 @@ def test_a_rank_without_memory_for_a_profile_leaves_the_others_theirs() -> None:
     assert first == other
 
 
-def in_profile(rank: int, size: int, what: str, times: dict[str, float]) -> None:
-    """Wrap a model whose forward waits for all ranks. Rank 1 fails in the profile as ``what`` says."""
-    _set(times)
+def in_profile(rank: int, size: int) -> None:
+    """Wrap a model whose forward waits for all ranks. Rank 1 fails in the profile."""
     dist.init_process_group("gloo")
     model = Centred(together=True)
     if rank == 1:
-        model.register_forward_pre_hook(_out_of_memory if what == "out of memory" else _fails)
+        model.register_forward_pre_hook(_fails)
     wrap(model)
-
-
-def end_group_after_an_error(rank: int, size: int, times: dict[str, float]) -> None:
-    """Train. Rank 1 fails between steps, in a script that ends its process group whatever happens."""
-    _set(times)
-    model, optimizer = out_of_step.wrapped(rank, "cpu")
-    out_of_step.step(model, optimizer, out_of_step.batch(rank, 0))
-    try:
-        if rank == 1:
-            raise ValueError("the loader of a rank fails")
-        out_of_step.step(model, optimizer, out_of_step.batch(rank, 1))
-    finally:
-        dist.destroy_process_group()
-        time.sleep(1.0)  # as for a logger that says goodbye
 
 
 def _fails(model: nn.Module, args: tuple[Tensor]) -> None:
     raise ValueError("the profile of a rank fails")
-
-
-def _out_of_memory(model: nn.Module, args: tuple[Tensor]) -> None:
-    if not args[0].is_meta:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def _set(times: dict[str, float]) -> None:
-    for name, seconds in times.items():
-        assert hasattr(watch, name)
-        setattr(watch, name, seconds)
 
 
 QUICK = {"TICK_S": 0.2, "CAUGHT_S": 1.0, "STUCK_S": 0.8}  # seconds, for tests of what is said rather than when
@@ -146,7 +116,7 @@ FAILED = "ValueError: the profile of a rank fails"
 
 def test_a_rank_fails_in_the_profile_while_the_others_are_in_a_collective_of_the_model(tmp_path: Path) -> None:
     """Gloo ends that as soon as the process of the rank has ended."""
-    with Group(3, in_profile, "raises", {}, folder=tmp_path) as group:
+    with Group(3, in_profile, folder=tmp_path) as group:
         endings = group.endings(range(3), timeout_s=30)
     assert endings[1].errors == [FAILED]
     for rank in (0, 2):
@@ -154,22 +124,3 @@ def test_a_rank_fails_in_the_profile_while_the_others_are_in_a_collective_of_the
         assert error.startswith("RuntimeError: "), error
         said = endings[rank].text
         assert f"The ranks are out of step: rank 1 has raised an exception in protrain.wrap: {FAILED}" in said, said
-
-
-def test_a_rank_without_memory_for_the_profile_of_a_model_with_collectives(tmp_path: Path) -> None:
-    """It counts its profile, and waits for others that wait for it inside the model."""
-    with Group(2, in_profile, "out of memory", QUICK, folder=tmp_path) as group:
-        endings = group.endings(range(2), timeout_s=30)
-    question = "the question whether a step was compiled"
-    said = rf"rank 0 is in torch\.distributed\.all_reduce\(\), while rank 1 went on to {question}\. "
-    (error,) = endings[1].errors
-    assert re.match(ERROR + said, error), error
-    assert re.search(f"^The ranks are out of step: {said}", endings[0].text, re.MULTILINE), endings[0].text
-
-
-def test_an_error_that_a_script_has_not_left_yet_is_named(tmp_path: Path) -> None:
-    with Group(2, end_group_after_an_error, QUICK, folder=tmp_path) as group:
-        endings = group.endings(range(2), timeout_s=30)
-    (error,) = endings[0].errors
-    said = "rank 1 has raised an exception, while rank 0 went on to a forward: ValueError: the loader of a rank fails"
-    assert error == ERROR + said, error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 from torch.nn import functional
 
+import protrain
 from protrain.optim.optimizer import ProTrainOptimizer
+from tests.distributed import test_bits as bits
 from tests.distributed.pool import on_ranks
-from tests.engine.harness import FEW_PLANS, PLANS, Spec, wrap_under
+from tests.engine.harness import FEW_PLANS, PLANS, Spec, adamw, default_loss, wrap_under
 from tests.engine.plain_loop import prepare_plain
 
 WORDS, WIDTH, ROWS = 32, 16, 4
@@ -54,9 +58,15 @@ class Loop:
     def loss(self, ids: Tensor) -> Tensor:
         return functional.cross_entropy(self.model(ids).flatten(0, 1), ids.roll(1).flatten())
 
-    def step(self, loss: Tensor) -> None:
+    @property
+    def is_wrapped(self) -> bool:
+        return isinstance(self.optimizer, ProTrainOptimizer)
+
+    def step(self, loss: Tensor, look: Callable[[], Any] = lambda: None) -> None:
+        """A step, in which the script may ``look`` at something between backward and update."""
         loss.backward()
-        if not isinstance(self.optimizer, ProTrainOptimizer):
+        look()
+        if not self.is_wrapped:
             for total in self.optimizer.sums.values():  # of two ranks, whose sum has one order
                 dist.all_reduce(total)
                 total.mul_(0.5)
@@ -123,6 +133,41 @@ def skip(loop: Loop) -> None:
         loop.step(loss)
 
 
+def centre(loop: Loop) -> None:
+    """Blocks subtract the mean over all ranks from their outputs, as SyncBatchNorm does, which refuses a CPU."""
+
+    def centred(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        return output - torch.distributed.nn.functional.all_reduce(output.mean(0)) / 2
+
+    for block in loop.model.get_submodule("blocks").children():
+        block.register_forward_hook(centred)
+    for step in range(3):
+        loop.step(loop.loss(loop.ids(step)))
+
+
+def penalise(loop: Loop) -> None:
+    """A term of the loss is made of weights."""
+    for step in range(2):
+        loss = loop.loss(loop.ids(step))
+        with protrain.full_parameters(loop.model) if loop.is_wrapped else nullcontext():
+            term = torch.stack([weight.square().sum() for weight in loop.model.parameters()]).sum()
+        loop.step(loss + 1e-2 * term)
+
+
+def look_alone(loop: Loop) -> None:
+    """Rank 1 alone looks at norms of gradients and at texts in the middle of each step."""
+
+    def look() -> None:
+        if loop.rank == 1 and loop.is_wrapped:
+            assert all(p.grad is not None and p.grad.norm() > 0 for p in loop.model.parameters())
+            text = f"{loop.optimizer.report()} {loop.optimizer.explain()} {loop.optimizer.plan}"
+            assert "between ranks" in text
+            assert "world_size=2" in text
+
+    for step in range(2):
+        loop.step(loop.loss(loop.ids(step)), look)
+
+
 def _validated(loop: Loop) -> float:
     with torch.no_grad():
         metric = loop.loss(loop.ids(99))
@@ -159,6 +204,102 @@ def train(rank: int, script: Callable[[Loop], None], spec: Spec) -> list[str]:
 
 
 @pytest.mark.parametrize("spec", [PLANS[0], FEW_PLANS[0]], ids=str)
-@pytest.mark.parametrize("script", [contrast, grow, freeze, decide, skip])
+@pytest.mark.parametrize("script", [contrast, grow, freeze, decide, skip, centre, penalise, look_alone])
 def test_a_script(script: Callable[[Loop], None], spec: Spec) -> None:
     assert on_ranks(2, train, script, spec) == [[], []]
+
+
+# -- what several ranks refuse -----------------------------------------------------------------------------------------
+
+
+def a_term_of_weights_first(loop: Loop) -> None:
+    with protrain.full_parameters(loop.model):
+        term = sum(weight.square().sum() for weight in loop.model.parameters())
+    (term + loop.loss(loop.ids(0))).backward()
+
+
+def two_forwards(loop: Loop) -> None:
+    (loop.loss(loop.ids(0)) - 0.5 * loop.loss(loop.ids(1))).backward()
+
+
+def two_backwards(loop: Loop) -> None:
+    for step in range(2):
+        loop.loss(loop.ids(step)).backward()
+
+
+def averaged_by(call: Callable[[list[Any]], Any]) -> Callable[[Loop], None]:
+    """A script that averages gradients itself, as one without DistributedDataParallel does."""
+
+    def script(loop: Loop) -> None:
+        loop.loss(loop.ids(0)).backward()
+        call([parameter.grad for parameter in loop.model.parameters()])
+
+    return script
+
+
+REFUSED: dict[str, tuple[Callable[[Loop], None], str]] = {
+    "a term of weights first": (a_term_of_weights_first, "that is made of weights after the forward"),
+    "two forwards": (two_forwards, "wrap a module whose forward makes all calls of the model and returns the loss"),
+    "two backwards": (two_backwards, "pass accumulation=2 or more to protrain.wrap"),
+    "all_reduce": (averaged_by(lambda grads: [dist.all_reduce(grad) for grad in grads]), "all ranks already"),
+    "all_gather": (averaged_by(lambda grads: dist.all_gather([torch.empty(1)] * 2, grads[0])), "all ranks already"),
+    "flatten": (averaged_by(_flatten_dense_tensors), "all ranks already"),  # as older loops do, to send all at once
+}
+
+
+def error_of(rank: int, name: str) -> str:
+    """The error of a script that both ranks run."""
+    model = Model()
+    example, cpu = torch.zeros(ROWS, 6, dtype=torch.int64), torch.device("cpu")
+    trained = wrap_under(
+        FEW_PLANS[0], model, torch.optim.AdamW(model.parameters()), (example,), device=cpu, world_size=2
+    )
+    with pytest.raises(protrain.MisuseError) as raised:
+        REFUSED[name][0](Loop(*trained, rank))
+    trained[1].zero_grad()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_script_that_both_ranks_refuse(name: str) -> None:
+    for error in on_ranks(2, error_of, name):
+        assert REFUSED[name][1] in error
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def generated(model: Any, rank: int, end: int | None, **way: Any) -> Tensor:
+    """What ``rank`` generates. Rank 0 ends long before rank 1, at two tokens or where the token ``end`` comes."""
+    model.eval()
+    prompt = torch.randint(bits.VOCABULARY, (2, 3 + rank), generator=torch.Generator().manual_seed(rank))
+    length = 2 if rank == 0 and end is None else 9
+    tokens: Tensor = model.generate(
+        prompt, max_new_tokens=length, do_sample=False, eos_token_id=end, pad_token_id=0, **way
+    )
+    model.train()
+    return tokens
+
+
+def generate_and_train(rank: int, spec: Spec, ends: list[int | None]) -> tuple[list[Tensor], float]:
+    model, data = bits.make("llama"), bits.batches(2)
+    wrapped, _ = wrap_under(spec, model, adamw(model), data[0], device=torch.device("cpu"), world_size=2)
+    tokens = [generated(wrapped, rank, end, **way) for way in ({}, {"synced_gpus": False}) for end in ends]
+    loss = default_loss(wrapped, data[rank])
+    loss.backward()
+    return tokens, loss.item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", [PLANS[0], FEW_PLANS[0]], ids=str)
+def test_generated_tokens_are_those_of_one_process(spec: Spec) -> None:
+    """Also where transformers' Trainer says that ranks need not wait for each other."""
+    plain = bits.make("llama")
+    ends = [None, int(generated(plain, 0, None)[0, -1])]
+    assert generated(plain, 0, ends[1]).shape[1] < generated(plain, 1, ends[1]).shape[1], (
+        "no rank ends before the other"
+    )
+    for rank, (tokens, loss) in enumerate(on_ranks(2, generate_and_train, spec, ends, timeout_s=150)):
+        expected = [generated(plain, rank, end) for end in ends]
+        assert all(torch.equal(*pair) for pair in zip(tokens, expected * 2, strict=True))
+        assert loss == default_loss(plain, bits.batches(2)[rank]).item(), "the ranks are out of step"

@@ -127,7 +127,7 @@ def _flat(state: State) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 4), ("float32", 2)])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2)])
 def test_all_ranks_get_the_states_of_one_and_load_them(dtype: str, size: int) -> None:
     expected = train_and_read(0, 1, THIRD, dtype, range(2))
     final = train_and_read(0, 1, THIRD, dtype, range(4))

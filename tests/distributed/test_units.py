@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch import Tensor, nn
 from tests.distributed.pool import on_ranks
 from tests.distributed.test_bits import check
 from tests.distributed.training import Training
-from tests.engine import residual
-from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, assert_same, default_loss, seeded, states, wrap_under
+from tests.engine.harness import CKPT, NONE, SWAP, Spec, adamw, default_loss, seeded, wrap_under
 
 WIDTH, VOCABULARY = 32, 64
 SPECS = (Spec("all", "all", (NONE,)), Spec("some", "least", (CKPT, NONE), small=True), Spec("none", "least", (SWAP,)))
@@ -97,73 +95,6 @@ def test_the_first_gradient_of_a_unit_comes_with_the_second_backward_of_a_step()
 def test_units_that_some_ranks_skip() -> None:
     for size, dtype, specs in ((2, "bfloat16", SPECS), (3, "float32", SPECS[1:])):
         check(size, Training(make, batches, dtype=dtype, reduction="sum", steps=4), specs)
-
-
-def growing(count: int) -> list[dict[str, Tensor]]:
-    """After the first step all but every third batch are longer than planned, so that ranks differ in it."""
-    generator = torch.Generator().manual_seed(5)
-    found = []
-    for index in range(count):
-        length = 9 if index > 2 and index % 3 else 8
-        found.append({"ids": torch.randint(0, VOCABULARY, (2, length), generator=generator)})
-        if index == 0 or index % 5 == 1:
-            found[-1]["image"] = torch.randn(2, 8, WIDTH, generator=generator)
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:.*every block is recomputed")
-def test_one_rank_recomputes_what_another_keeps_as_its_batch_is_longer() -> None:
-    check(2, Training(make, growing, dtype="bfloat16", steps=5, tight=True), SPECS[:1])
-
-
-@pytest.mark.slow
-def test_updates_inside_backward_of_units_that_some_ranks_skip() -> None:
-    check(2, Training(make, batches, dtype="bfloat16", steps=4, inside=True, max_norm=None), SPECS[::2])
-
-
-def train_with_gradients_of_inputs(rank: int, size: int, inside: bool) -> dict[str, Tensor]:
-    """``size`` ranks, or one with as many micro-batches, train with a penalty on gradients, and look at gradients."""
-    count = 2 // size
-    model = residual.make(depth=3)
-    for block in model.get_submodule("blocks").modules():
-        if isinstance(block, nn.Dropout):
-            block.p = 0.0  # it would be drawn otherwise by several ranks
-    data = residual.batches(6)
-    options: dict[str, Any] = {"gradient_reduction": "sum", "accumulation": count, "step_during_backward": inside}
-    wrapped, optimizer = wrap_under(
-        SPECS[1], model, adamw(model), data[0], device=torch.device("cpu"), world_size=size, **options
-    )
-
-    def look(inputs: Tensor) -> None:
-        inputs = inputs.clone().requires_grad_()
-        assert torch.autograd.grad(wrapped(inputs).sum(), inputs)[0].any()
-
-    own = data[rank::size]
-    for at, (inputs,) in enumerate(own):
-        is_last = at % count == count - 1
-        look(inputs)
-        inputs = inputs.clone().requires_grad_()
-        output = wrapped(inputs)
-        (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
-        no_sync: Any = nullcontext if is_last else wrapped.no_sync
-        with no_sync():
-            (output.square().mean() + slope.square().mean()).backward()
-        if is_last:
-            if not inside:
-                look(inputs.detach())
-                optimizer.clip_grad_norm_(0.1)
-                look(inputs.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-    return states(wrapped, optimizer)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_gradients_of_inputs_leave_those_of_parameters(inside: bool) -> None:
-    """torch.autograd.grad goes backward through all units, and brings nothing that ranks could reduce."""
-    expected = train_with_gradients_of_inputs(0, 1, inside)
-    for found in on_ranks(2, train_with_gradients_of_inputs, 2, inside):
-        assert_same(found, expected)
 
 
 def test_frozen_blocks() -> None:

@@ -101,7 +101,7 @@ def make_plan(
     n_chunks = len(layout.chunks)
     n_persist = {"all": n_chunks, "some": -(-n_chunks // 3), "none": 0}[spec.persist]
     memory, away = MemoryModel(profile, hardware, layout), n_chunks - n_persist
-    least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
+    least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
     modes = tuple(spec.modes[index % len(spec.modes)] for index in range(len(profile.blocks)))
     n_speculate = (away // 2 if spec.stream else away) if spec.speculate and not inside else 0
     n_weight_only = (n_speculate - n_speculate // 2 if spec.whole else n_speculate) if spec.weights else 0

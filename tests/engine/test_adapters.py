@@ -112,35 +112,3 @@ def test_a_merged_export_has_the_buffers_of_that_module_under_their_own_names(tm
     protrain.export(model, tmp_path / "merged", merge=True)
     found = load_file(tmp_path / "merged" / "model.safetensors")
     assert {name for name in found if name.endswith("seen")} == {"lm_head.seen"}
-
-
-def wrapped_around(folder: Path, config: Any) -> Any:
-    """A model that is built empty, with an adapter, and takes the weights of its base from ``folder``."""
-    base = transformers.AutoConfig.from_pretrained(folder)
-    with protrain.empty_parameters():
-        model = adapted(transformers.AutoModelForCausalLM.from_config(base), config)
-    return wrap_under(FEW_PLANS[0], model, adamw(model), batches()[0], device=CPU, weights=folder)[0]
-
-
-def base_weights_are(model: nn.Module, expected: nn.Module) -> dict[str, torch.Tensor]:
-    """Check that the weights of ``model`` but those of LoRA are those of ``expected``. Returns copies of all."""
-    with protrain.full_parameters(model):
-        found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    for name, parameter in expected.named_parameters():
-        if "lora_" not in name:
-            assert torch.equal(found[name], parameter), name
-    return found
-
-
-@pytest.mark.parametrize(
-    ("whole", "tied"), [("lm_head", False), ("lm_head", True), ("embed_tokens", True), ("mlp", False)]
-)
-def test_modules_that_are_trained_as_a_whole_begin_as_the_files_say(whole: str, tied: bool, tmp_path: Path) -> None:
-    """peft keeps such a module twice, and files have it once."""
-    base: Any = llama(tie_word_embeddings=tied)
-    config = lora(modules_to_save=[whole])
-    base.save_pretrained(tmp_path)
-    model, expected = wrapped_around(tmp_path, config), adapted(base, config)
-    found = base_weights_are(model, expected)
-    expected.load_state_dict(found, strict=False)
-    assert torch.equal(model(**batches()[0]).loss, expected(**batches()[0]).loss)

@@ -150,15 +150,6 @@ def test_objects_train_as_in_the_plain_loop(kind: str) -> None:
     check_equal_to_plain(make, graphs(kind, 2), device=CPU, specs=SPECS)
 
 
-def test_an_example_batch_may_be_the_one_argument() -> None:
-    data, losses = graphs("dataclass", 3), []
-    for example in (data[0], data[0][0]):
-        model = build(partial(Network, "dataclass"))
-        model, optimizer = protrain.wrap(model, adamw(model), example_batch=example, device="cpu", progress=False)
-        losses.append(Loop().run(model, optimizer, data))
-    assert losses[0] == losses[1]
-
-
 @pytest.mark.parametrize(("kind", "name"), [("dataclass", r"graph\.x"), ("stored", r"graph\.store\.x")])
 def test_objects_that_are_larger_than_planned_are_refused(kind: str, name: str) -> None:
     """With no byte to spare, so no tensor in an object escapes what the plan counts."""
@@ -242,25 +233,6 @@ def test_the_callers_dictionary_has_what_the_model_wrote() -> None:
     for name, value in expected.items():
         assert features[0][name] is returned[name]
         assert torch.equal(returned[name], value)
-
-
-def test_a_dictionary_of_what_is_cast_is_a_copy() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.encoder = Encoder()
-
-        def forward(self, features: Any, images: Any) -> Any:
-            images["seen"] = images["pixels"].mean()
-            return self.encoder(features)
-
-    model = Two()
-    batch = (*sentences(0), {"pixels": torch.ones(2)})
-    options: dict[str, Any] = {"device": "cpu", "dtype": torch.bfloat16, "progress": False}
-    wrapped, _ = protrain.wrap(model, adamw(model), example_batch=batch, **options)
-    wrapped(*batch)
-    assert batch[0].keys() == {"ids", "embedded", "sentence"}
-    assert batch[1].keys() == {"pixels"}, "the model had bfloat16 pixels, in a dictionary of its own"
 
 
 class Shifted(residual.Model):

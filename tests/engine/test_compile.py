@@ -16,7 +16,6 @@ from protrain.profiler.blocks import find_blocks
 from tests.engine.harness import (
     FEW_PLANS,
     Loop,
-    Spec,
     adamw,
     assert_same,
     generate_no_code,
@@ -39,32 +38,22 @@ def compiler(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Iterator[
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype", "specs"),
-    [("llama", torch.bfloat16, FEW_PLANS[::2]), ("gpt2", torch.float32, FEW_PLANS[1::2])],
-    ids=["llama-bf16", "gpt2-fp32"],
-)
 def test_compiled_blocks_have_the_bits_of_a_compiled_plain_model(
-    tiny_model: Build,
-    tiny_batch: Callable[..., Batch],
-    family: str,
-    dtype: torch.dtype,
-    specs: tuple[Spec, ...],
-    device: torch.device,
+    tiny_model: Build, tiny_batch: Callable[..., Batch], device: torch.device
 ) -> None:
     batches = [tiny_batch(seed=seed) for seed in range(4)]
-    loop = Loop(max_norm=0.5, accumulate=2)
+    loop, dtype = Loop(max_norm=0.5, accumulate=2), torch.bfloat16
 
     def compiled() -> nn.Module:
-        model = tiny_model(family)
+        model = tiny_model("llama")
         compile_blocks([model.get_submodule(path) for path in find_blocks(model)])
         return model
 
     expected, final = plain_run(compiled, batches, loop=loop, device=device, dtype=dtype)
     torch._dynamo.reset()
     counters.clear()
-    for spec in specs:
-        model = tiny_model(family)
+    for spec in FEW_PLANS[::2]:
+        model = tiny_model("llama")
         options: dict[str, Any] = {"dtype": dtype, "compile": True, "accumulation": 2}
         wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device, **options)
         assert loop.run(wrapped, optimizer, batches) == expected, str(spec)
@@ -125,26 +114,3 @@ def test_a_compiled_block_saves_operands_of_products_only_where_computing_them_a
     undo()
     assert compiled == 8 * (32 + 1 + 128)  # x, the norm's inverse root, and the product's result
     assert compiled < eager
-
-
-def test_torch_compile_is_called_once_for_a_function_and_every_block_computes_with_its_own_weights(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[Any] = []
-
-    def compile(function: Any, compiler: Any = torch.compile, **how: Any) -> Any:
-        calls.append(function)
-        return compiler(function, **how)
-
-    monkeypatch.setattr(torch, "compile", compile)
-    blocks = [nn.Linear(4, 4).to(device) for _ in range(3)] + [nn.Bilinear(4, 4, 4).to(device)]
-    vars(blocks[2])["forward"] = doubled = lambda given: 2 * given  # a forward of its own, which is no method
-    given = torch.randn(2, 4, device=device)
-    arguments = [(given,), (given,), (given,), (given, given)]
-    expected = [block(*each) for block, each in zip(blocks, arguments, strict=True)]
-    put_back = compile_blocks(blocks)
-    found = [block(*each) for block, each in zip(blocks, arguments, strict=True)]
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert calls == [nn.Linear.forward, doubled, nn.Bilinear.forward]
-    put_back()
-    assert "forward" not in vars(blocks[0])

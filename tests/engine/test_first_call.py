@@ -171,20 +171,6 @@ def test_what_does_not_fit_is_an_error_of_the_first_call_and_nothing_is_lost() -
     assert train(model, optimizer, batches()) == plainly_trained()[0]
 
 
-def test_a_run_resumes_before_its_first_call(tmp_path: Path) -> None:
-    whole = wrapped()
-    torch.manual_seed(7)
-    expected = train(*whole, batches())
-    begun = wrapped()
-    torch.manual_seed(7)
-    train(*begun, batches()[:2])
-    protrain.save_checkpoint(tmp_path, *begun, extra={"step": 2})
-    resumed = wrapped()
-    assert protrain.load_checkpoint(tmp_path, *resumed) == {"step": 2}
-    assert train(*resumed, batches()[2:]) == expected[2:]
-    assert same(weights(resumed[0]), weights(whole[0]))
-
-
 def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path: Path) -> None:
     begun = wrapped()
     train(*begun, batches()[:1])
@@ -197,55 +183,6 @@ def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path
         train(model, optimizer, batches())
     with pytest.raises(MisuseError, match="an earlier first call of this model failed after its weights had moved"):
         train(model, optimizer, batches())
-
-
-def test_what_was_frozen_in_wrap_cannot_be_trained_from_the_first_call_on() -> None:
-    model, optimizer = made()
-    model.blocks[1].requires_grad_(False)
-    model, trainer = protrain.wrap(model, optimizer, device="cpu", device_memory="80KiB", progress=False)
-    model.requires_grad_(True)
-    with pytest.raises(MisuseError, match=r"blocks\.1\.0\.weight was frozen when the model was wrapped, so it has no"):
-        train(model, trainer, batches())
-    model.blocks[1].requires_grad_(False)
-    assert len(train(model, trainer, batches())) == STEPS
-
-
-USES: dict[str, Callable[[Net, ProTrainOptimizer], Any]] = {
-    "state_dict": lambda model, optimizer: model.state_dict(),
-    "load_state_dict": lambda model, optimizer: model.load_state_dict(weights(made()[0])),
-    "a call of a part": lambda model, optimizer: model.head(torch.zeros(1, WIDTH)),
-    "a read": lambda model, optimizer: model.head.weight.norm(),
-    "data": lambda model, optimizer: model.head.weight.data,
-    "a write": lambda model, optimizer: nn.init.zeros_(model.head.weight),
-    "the optimizer's state_dict": lambda model, optimizer: optimizer.state_dict(),
-}
-
-
-def test_what_was_loaded_cannot_be_used_before_the_first_call(tmp_path: Path) -> None:
-    """Reads would give the weights from before the load, and writes would be lost."""
-    begun = wrapped()
-    torch.manual_seed(7)
-    train(*begun, batches()[:2])
-    protrain.save_checkpoint(tmp_path, *begun)
-    expected = train(*begun, batches()[2:])
-    model, optimizer = wrapped()
-    protrain.load_checkpoint(tmp_path, model, optimizer)
-    random = torch.get_rng_state()
-    large = torch.randint(32, (4096, 8))
-    for fails in (True, False):
-        for name, use in USES.items():
-            with pytest.raises(MisuseError, match=r"between load_checkpoint\(\) and the first call.*example_batch to"):
-                pytest.fail(f"{name} gives {use(model, optimizer)}")
-        if fails:
-            with pytest.raises(PlanError):
-                model(large, labels=large)
-    assert sum(parameter.numel() for parameter in model.parameters()) > 0
-    assert "head.weight, (32, 16)" in repr(model.head.weight)
-    model.blocks[1].requires_grad_(False)
-    model.blocks[1].requires_grad_(True)
-    torch.set_rng_state(random)
-    assert train(model, optimizer, batches()[2:]) == expected
-    assert same(weights(model), weights(begun[0]))
 
 
 def test_the_first_call_may_be_under_autocast() -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import protrain
 from protrain.common.errors import BudgetError
@@ -165,44 +161,10 @@ def test_blocks_that_compute_gradients(copy: bool, graph: bool, device: torch.de
     check_equal_to_plain(make, batches(2), device=device, specs=specs)
 
 
-@pytest.mark.parametrize("copy", [True, False])
-def test_a_graph_of_gradients_may_be_of_another_thread(copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where autograd takes what that thread has made after all that this one has."""
-    monkeypatch.setattr(
-        "torch.autograd._engine_run_backward", partial(in_a_thread, torch.autograd.graph._engine_run_backward)
-    )
-    count_up()
-    make = partial(build, partial(Chain, partial(OwnGradient, copy=copy, graph=True)))
-    check_equal_to_plain(make, batches(2), device=torch.device("cpu"), specs=MODES[copy::2])
-
-
-def in_a_thread(work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run ``work`` in a thread that has the hooks of this one, as autograd's own threads have."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-    def run() -> Any:
-        with saved_tensors_hooks(*hooks) if hooks else nullcontext():
-            return work(*args, **kwargs)
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(run).result()
-
-
 def test_blocks_that_compute_gradients_through_others_are_refused() -> None:
     model = build(partial(Throughs, partial(Through, 48)))
     with pytest.raises(ValueError, match=r"blocks\.1 computes gradients through blocks\.0.*torch\.autograd\.grad"):
         protrain.profile(model, batches(1)[0], device="cpu")
-
-
-def test_weights_that_the_graph_of_forces_holds_are_planned_for() -> None:
-    model = build(partial(Forces, 256))
-    weight_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    profile = protrain.profile(model, batches(1)[0], device="cpu")
-    at_loss = next(segment for segment in profile.segments if segment.phase == "backward")
-    assert weight_bytes < at_loss.live_bytes < 2 * weight_bytes
-    spec = Spec("none", "least", (NONE,))
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=torch.device("cpu"), tight=True)
-    assert len(set(Loop().run(wrapped, optimizer, batches(3)))) > 1
 
 
 def of_inputs(model: nn.Module, batch: Batch) -> Tensor:

@@ -8,11 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import protrain
 from protrain.engine.streams import Streams, streams_for
-from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning import evaluate
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -20,15 +17,11 @@ from tests.engine.harness import (
     NONE,
     SWAP,
     Batch,
-    Loop,
     Spec,
     adamw,
-    assert_same,
     check_equal_to_plain,
     default_loss,
-    plain_run,
     seeded,
-    states,
     wrap_under,
 )
 
@@ -173,27 +166,3 @@ def test_the_peak_falls_by_what_is_claimed() -> None:
     claimed = (DEPTH - 2) * INPUT_BYTES
     assert peak[CKPT] - peak[CKPT_SWAP] >= claimed - INPUT_BYTES
     assert claimed - INPUT_BYTES <= planned[CKPT] - planned[CKPT_SWAP] <= DEPTH * INPUT_BYTES
-
-
-def test_the_search_moves_inputs_where_nothing_else_fits_and_training_keeps_its_bits() -> None:
-    data, loop = rows(), Loop(max_norm=0.5)
-    expected, final = plain_run(make_residual, data, loop=loop, device=CPU, dtype=torch.float32)
-    model = make_residual()
-    profile = protrain.profile(model, data[0], optimizer=adamw(model), device="cpu", dtype=torch.float32)
-    roomy = detect("cpu", device_memory="1GiB", host_memory="1GiB")
-    options: dict[str, Any] = {"n_persist": 0, "n_buffer": 1, "n_swap": 0, "n_ckpt": DEPTH}
-    kept, offloaded = (evaluate(profile, roomy, n_ckpt_swap=count, **options) for count in (0, DEPTH))
-    assert offloaded.device_bytes < kept.device_bytes - INPUT_BYTES
-    wrapped, optimizer = protrain.wrap(
-        model,
-        adamw(model),
-        example_batch=data[0],
-        device="cpu",
-        device_memory=kept.device_bytes - 1,
-        host_memory="1GiB",
-        progress=False,
-    )
-    assert optimizer.plan.n_ckpt_swap > 0
-    assert loop.run(wrapped, optimizer, data) == expected
-    assert_same(states(wrapped, optimizer), final)
-    assert optimizer.report().device_bytes <= optimizer.plan.device_bytes < kept.device_bytes

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from protrain.engine.inputs import Inputs
-from protrain.engine.streams import Mark, Stream, Streams, streams_for
+from protrain.engine.streams import Streams, streams_for
 from protrain.planning import BlockMode
 from tests.engine.harness import CKPT, CKPT_SWAP, Loop, Spec, adamw, wrap_under
 
@@ -75,46 +72,6 @@ def test_what_is_there_is_not_copied() -> None:
     assert Inputs(torch.device("cpu"), Streams()).to_device([given])[0] is given
 
 
-def test_what_is_put_in_flight_stays_until_it_has_been_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no longer."""
-
-    sources: list[weakref.ref[Tensor]] = []
-
-    def noted(source: Tensor, target: Tensor) -> None:
-        sources.append(weakref.ref(_owners[source.data_ptr()]))
-        target.copy_(source)
-
-    _owners = _watched(monkeypatch)
-    monkeypatch.setattr("protrain.engine.inputs.from_host", noted)
-    monkeypatch.setattr(Inputs, "_is_here", lambda *_: False)
-    streams = _Marking()
-    inputs = Inputs(torch.device("cpu"), streams)
-
-    def held() -> list[bool]:
-        _owners.clear()
-        inputs.to_device("no tensor")
-        return [each() is not None for each in sources]
-
-    for _ in range(3):
-        inputs.to_device({"ids": torch.arange(5), "labels": torch.arange(5), "text": "no tensor"})
-    assert held() == 6 * [True]
-    assert [mark.placed for mark in streams.marks] == 3 * [True], "one that was never placed counts as reached"
-    streams.marks[0].read = streams.marks[2].read = True
-    assert held() == 2 * [False] + 4 * [True], "the second is being read, and the third comes after it"
-    streams.marks[1].read = True
-    assert held() == 6 * [False]
-
-
-def test_who_ends_it_waits_for_what_is_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Inputs, "_is_here", lambda *_: False)
-    streams = _Marking()
-    inputs = Inputs(torch.device("cpu"), streams)
-    for _ in range(2):
-        inputs.to_device(torch.arange(5))
-    del inputs
-    assert [mark.waited for mark in streams.marks] == [False, True], "the last comes after the others"
-
-
 @pytest.mark.parametrize("kind", ["sparse", "quantized", "dual", "batched"])
 def test_other_tensors_are_moved_by_their_own_means(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Inputs, "_is_here", lambda *_: False)
@@ -132,48 +89,6 @@ def test_other_tensors_are_moved_by_their_own_means(kind: str, monkeypatch: pyte
         tensor = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
         assert torch.equal(inputs.to_device(tensor).dequantize(), tensor.dequantize())
     assert not inputs._in_flight
-
-
-class _Late(Mark):
-    """Reached when somebody says so."""
-
-    placed = read = waited = False
-
-    def reached(self) -> bool:
-        return self.read
-
-    def wait(self) -> None:
-        self.waited = True
-
-
-class _Placing(Stream):
-    def place(self, mark: Mark) -> None:
-        assert isinstance(mark, _Late)
-        mark.placed = True
-
-
-class _Marking(Streams):
-    def __init__(self) -> None:
-        self.compute = _Placing()
-        self.marks: list[_Late] = []
-
-    def mark(self) -> Mark:
-        self.marks.append(_Late())
-        return self.marks[-1]
-
-
-def _watched(monkeypatch: pytest.MonkeyPatch) -> dict[int, Tensor]:
-    """The pinned copies, by address."""
-    made: dict[int, Tensor] = {}
-    empty_like = torch.empty_like
-
-    def noted(tensor: Tensor, **options: Any) -> Tensor:
-        found = empty_like(tensor, **options)
-        made[found.data_ptr()] = found
-        return found
-
-    monkeypatch.setattr(torch, "empty_like", noted)
-    return made
 
 
 @pytest.mark.gpu

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,9 +19,8 @@ from protrain.planning.plan import layout_of
 from protrain.planning.schedule import Fetches
 from protrain.profiler.model_profile import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
-from tests.engine.lateness import Lateness
 from tests.engine.profiles import shared_profile
-from tests.engine.true_memory import make_batch, make_model, true_peak_bytes
+from tests.engine.true_memory import make_batch, make_model
 
 WORDS = 1500  # by 64: 96,000 elements, of a block 40,000 to 50,000
 BATCH = make_batch(1)  # in bf16 a CPU multiplies by a large table slowly
@@ -90,7 +88,7 @@ def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = 
         profile,
         HARDWARE,
         n_persist=n_persist,
-        n_buffer=min(max(2, memory.least_buffers(n_persist)), memory.all_buffers(n_persist)),
+        n_buffer=min(max(2, memory.least_buffers[n_persist]), memory.all_buffers[n_persist]),
         n_swap=n_blocks * (mode is SWAP),
         n_ckpt=n_blocks * (mode is CKPT),
         step_during_backward=inside,
@@ -169,27 +167,6 @@ def test_chunks_are_fetched_as_predicted(family: str, n_persist: int) -> None:
     n_large = [n_large for _, n_large in most_held(profile, layout)]
     fetches = Fetches(visits, held, layout, n_large).of(plan.n_persist, plan.n_buffer)
     assert issued[1] - issued[0] == sum(map(len, fetches))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "n_persist", "n_device_sum", "schedule"),
-    [("llama", 0, 0, "early"), ("llama", 2, 1, "late"), ("llama", 1, 0, "early"), ("gpt2", 1, 2, "late")],
-)
-def test_sums_of_gradients_take_what_is_planned(
-    family: str, n_persist: int, n_device_sum: int, schedule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sums of large chunks pass through the device in parts as well, or lie on it."""
-    data = [BATCH] * 4
-    loop, device = Loop(max_norm=0.5, accumulate=2), torch.device("cpu")
-    expected, final = plain(family, loop, device)
-    plan = plan_of(replace(traced(family), accumulation=2), n_persist, CKPT, n_device_sum=n_device_sum)
-    wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes, accumulation=2)
-    assert true_peak_bytes(wrapped, optimizer, data[0], backwards=2) <= plan.device_bytes
-    with Lateness(schedule).applied(monkeypatch):
-        wrapped, optimizer = wrap_with(plan, family, device, device_memory=plan.device_bytes, accumulation=2)
-        assert loop.run(wrapped, optimizer, data) == expected
-        assert_same(states(wrapped, optimizer), final)
 
 
 class _Tables(nn.Module):

@@ -270,34 +270,6 @@ def test_a_model_is_dropped_while_copies_are_on_their_way(lateness: Lateness) ->
         streams.synchronize()
 
 
-class Shift(nn.Module):
-    """Saves nothing for its backward, so that the same graph can be used again after a step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.shift
-
-
-def test_a_backward_after_the_step_leaves_its_gradients_alone(lateness: Lateness) -> None:
-    def run(model: nn.Module, optimizer: Trainer) -> dict[str, Tensor]:
-        output = model(torch.zeros(4, WIDTH))
-        for gradient in (0.25, -3.0, 0.5):
-            output.backward(torch.full_like(output, gradient), retain_graph=True)
-            optimizer.step()
-            optimizer.zero_grad()
-        return states(model, optimizer)
-
-    plain = nn.Sequential(Shift(), Shift(), Shift())
-    expected = run(*prepare_plain(plain, adamw(plain), device=CPU, dtype=torch.float32))
-    model, batch = nn.Sequential(Shift(), Shift(), Shift()), (torch.zeros(4, WIDTH),)
-    for spec in (Spec("none", "all", (NONE,)), Spec("none", "least", (NONE,), small=True)):
-        model = nn.Sequential(Shift(), Shift(), Shift())
-        assert_same(run(*wrap_under(spec, model, adamw(model), batch, device=CPU)), expected)
-
-
 class Gated(nn.Module):
     """A residual block with a parameter of which large results are saved: a backward to the input alone skips them."""
 

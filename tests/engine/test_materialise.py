@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,10 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import protrain
-from protrain.profiler.memory_meter import CudaMeter, StorageMeter
 from tests.engine.harness import CKPT, NONE, Batch, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import rounded
 
@@ -85,39 +82,6 @@ def test_initialisation_follows_the_models_own_rule(family: str, wrapped: Callab
         assert scaled == pytest.approx(0.02 / (2 * LAYERS) ** 0.5, rel=0.08)
         assert found["lm_head.weight"].data_ptr() == found["transformer.wte.weight"].data_ptr()
         assert model.lm_head.weight is model.transformer.wte.weight
-
-
-class Draws(TorchDispatchMode):
-    """Notes what ``meter`` counts whenever uniform numbers have been drawn."""
-
-    def __init__(self, meter: CudaMeter | StorageMeter) -> None:
-        super().__init__()
-        self.meter = meter
-        self.taken: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.uniform_.default and not args[0].is_meta:
-            self.taken.append(self.meter.alive_bytes)
-        return result
-
-
-def test_initialising_has_the_room_that_states_take_later(device: torch.device) -> None:
-    gc.collect()  # what earlier tests left behind is not to go in the middle
-    meter = CudaMeter(device) if device.type == "cuda" else StorageMeter()
-    with protrain.empty_parameters():
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-    optimizer = adamw(model)
-    if isinstance(meter, StorageMeter):
-        meter.ignore(model.parameters())
-    with meter, Draws(meter) as draws:
-        before = meter.alive_bytes
-        wrap_under(SPECS[2], model, optimizer, (torch.randn(4, 256),), device=device, dtype=torch.bfloat16)
-        after = meter.alive_bytes
-    elements = sum(parameter.numel() for parameter in model.parameters())
-    assert len(draws.taken) == 16  # a weight and a bias each, once
-    assert after - before >= 14 * elements  # weight, remainder of the master, both moments, gradient
-    assert max(draws.taken) - before < 4 * elements + 8 * elements / 8  # weights and remainders, one parameter in fp32
 
 
 # -- weights= ----------------------------------------------------------------------------------------------------------

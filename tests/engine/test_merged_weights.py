@@ -13,8 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain.engine.states.weight_files import reading, weight_sources
-from protrain.profiler.memory_meter import StorageMeter
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, Spec, adamw, assert_same, wrap_under
 from tests.engine.plain_loop import prepare_plain, rounded
 
@@ -93,17 +91,6 @@ def test_experts_that_are_spread_over_files_train_as_in_the_plain_loop(
     plain, reference = prepare_plain(plain, adamw(plain), device=CPU, dtype=dtype)
     assert Loop().run(model, optimizer, [batch()] * 2) == Loop().run(plain, reference, [batch()] * 2)
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))
-
-
-def test_merging_takes_no_more_memory_than_one_layers_experts(source: Any, tmp_path: Path) -> None:
-    largest = max(parameter.nbytes for parameter in source.parameters())
-    sources, seen = weight_sources(source, tmp_path).sources, 0
-    with StorageMeter() as meter, reading(tensor for one in sources for tensor in one.stored) as read:
-        for one in sources:
-            seen += sum(value.numel() for value in one.values(read).values())
-    assert seen == sum(parameter.numel() for parameter in source.parameters())
-    # The halves that are joined, and what they become. What is read lies in mapped files, which the meter does not see.
-    assert largest < meter.peak_bytes <= 2 * largest
 
 
 def _lost(tensors: dict[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ from tests.engine.harness import (
     states,
     wrap_under,
 )
-from tests.engine.unharmed import CPU, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
+from tests.engine.unharmed import CPU, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 
 
 @pytest.fixture
@@ -52,53 +52,6 @@ def test_without_memory_for_it_a_larger_batch_is_refused_and_a_smaller_one_train
     assert second < first
     with torch.no_grad():  # keeps nothing for a backward, so the plan says nothing about it
         assert model(**tiny_batch(batch=3)).logits.shape[0] == 3
-
-
-@pytest.mark.filterwarnings("ignore:.*every block is recomputed")
-@pytest.mark.parametrize("spec", [RESIDENT, OFFLOADED], ids=["resident", "offloaded"])
-@pytest.mark.parametrize("shape", [(3, 16), (2, 40), (1, 32)])
-def test_with_memory_for_it_a_larger_batch_trains(
-    tiny_model: Callable[..., nn.Module],
-    batch: Batch,
-    tiny_batch: Callable[..., Batch],
-    spec: Spec,
-    shape: tuple[int, int],
-) -> None:
-    """To the same bits as under a plan that was made for it."""
-    larger = tiny_batch(batch=shape[0], sequence=shape[1])
-    outcomes = []
-    for planned in (batch, larger):
-        model = tiny_model("llama")
-        model, optimizer = wrap_under(spec, model, adamw(model), planned, device=CPU)
-        losses = [*train(model, optimizer, batch), *train(model, optimizer, larger, steps=2)]
-        outcomes.append((losses, states(model, optimizer)))
-    (losses, left), (expected, right) = outcomes
-    assert losses == expected
-    assert_same(left, right)
-
-
-class SequenceFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0) for _ in range(2))
-
-    def forward(self, inputs: dict[str, list[Tensor]]) -> Tensor:
-        (x,) = inputs["x"]
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
-def test_where_sequences_come_first_no_dimension_may_be_longer() -> None:
-    def inputs(*shape: int) -> tuple[dict[str, list[Tensor]]]:
-        return ({"x": [torch.randn(*shape)]},)
-
-    model: nn.Module = SequenceFirst()
-    model, _ = wrap_under(OFFLOADED, model, adamw(model), inputs(16, 2, 8), device=CPU, tight=True)
-    for shape in ((32, 1, 8), (8, 4, 8)):
-        with pytest.raises(MisuseError, match=r"inputs\.x\.0 .* larger than the \(16, 2"):
-            model(*inputs(*shape))
-    model(inputs=inputs(9, 2, 8)[0]).backward()
 
 
 # -- budgets while running ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from tests.engine.harness import (
     NONE,
     PLANS,
     SWAP,
-    Batch,
     Loop,
     Spec,
     adamw,
@@ -116,32 +114,6 @@ def test_memory_is_as_planned(dtype: torch.dtype, speculate: bool, device: torch
     assert 0.99 * saved <= before.host_bytes - after.host_bytes <= 1.02 * saved
 
 
-@pytest.mark.parametrize(("before", "after"), [(FIRST, SECOND), (SECOND, FIRST)], ids=str)
-def test_training_goes_on_from_its_state(before: Spec, after: Spec, device: torch.device, tmp_path: Path) -> None:
-    """From a state_dict, which has them in fp32, and from a checkpoint."""
-    data = residual.batches(2 * STEPS)
-    model, optimizer = wrapped(before, device)
-    STEADY.run(model, optimizer, data[:STEPS])
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    protrain.save_checkpoint(tmp_path, model, optimizer)
-    expected = STEADY.run(model, optimizer, data[STEPS:])
-    final = states(model, optimizer)
-    for load in ("state_dict", "checkpoint"):
-        other, trainer = wrapped(after, device)
-        STEADY.run(other, trainer, data[:1])
-        if load == "checkpoint":
-            protrain.load_checkpoint(tmp_path, other, trainer)
-        else:
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-            assert all(state["exp_avg"].dtype is FLOAT32 for state in saved["optimizer"]["state"].values())
-            other.load_state_dict(saved["model"])
-            trainer.load_state_dict(saved["optimizer"])
-        assert STEADY.run(other, trainer, data[STEPS:]) == expected
-        assert_same(states(other, trainer), final, where=load)
-
-
 @pytest.mark.parametrize("wrong", ["float16", torch.int8, None])
 def test_other_types_are_refused(wrong: Any) -> None:
     model = residual.make()
@@ -178,25 +150,3 @@ def test_a_plan_says_what_it_was_made_for(tmp_path: Path) -> None:
     assert "moment_dtype" not in str(raised.value), "nor would it fit with them"
     with pytest.raises(ValueError, match="moment_dtype must be float32 or bfloat16, not 'int8'"):
         dataclasses.replace(plan, moment_dtype="int8")
-
-
-def test_what_fits_with_them_alone_says_so(device: torch.device) -> None:
-    batch: Batch = residual.batches(1)[0]
-
-    def wrap(host_memory: int | str, **options: Any) -> ProTrainOptimizer:
-        model = residual.make(width=256)
-        limits: dict[str, Any] = {
-            "device": device,
-            "device_memory": "3MiB" if device.type == "cpu" else "136MiB",  # 128 are the allocator's there
-            "host_memory": host_memory,
-            "progress": False,
-        }
-        return protrain.wrap(model, adamw(model), example_batch=batch, **limits, **options)[1]
-
-    with pytest.raises(PlanError, match="no plan fits the host") as raised:
-        wrap("1MiB")
-    assert "moment_dtype" not in str(raised.value)
-    less = raised.value.needed_bytes - 1
-    with pytest.raises(PlanError, match="so does moment_dtype=bfloat16"):
-        wrap(less)
-    assert wrap(less, moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"

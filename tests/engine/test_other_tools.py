@@ -117,35 +117,6 @@ def test_what_is_compiled_before_wrap_is_refused(which: str) -> None:
 # -- Accelerate --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@BOTH
-def test_accelerate_prepares_and_unwraps(spec: Spec, precision: str) -> None:
-    """It would put autocast around the model's forward, but precision is the dtype that wrap was given."""
-    accelerate = pytest.importorskip("accelerate")
-
-    def run(model: nn.Module, optimizer: Any, precision: str) -> list[float]:
-        accelerate.state.AcceleratorState._reset_state(True)
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
-        torch.manual_seed(1)
-        prepared, stepper = accelerator.prepare(model, optimizer)
-        values = []
-        for number, batch in enumerate(batches(4)):
-            if number == 2:
-                accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-            loss = default_loss(prepared, batch)
-            accelerator.backward(loss)
-            values += [float(loss.detach()), float(accelerator.clip_grad_norm_(prepared.parameters(), 1.0))]
-            stepper.step()
-            stepper.zero_grad()
-        return values
-
-    plain, model = make(), make()
-    expected = run(plain, adamw(plain), "no")
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=torch.device("cpu"))
-    assert run(wrapped, optimizer, precision) == pytest.approx(expected, rel=1e-5)
-    assert all(value.isfinite().all() for value in states(wrapped, optimizer).values())
-
-
 def test_what_was_prepared_before_wrap_is_refused_by_name() -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)

@@ -225,39 +225,3 @@ def test_an_error_in_an_update_is_raised_where_the_chunk_is_needed(gates: Gates,
         with pytest.raises(ArithmeticError, match=f"the update of chunk {failing} failed"):
             read()
     assert sorted(gates.finished) == [index for index in range(BLOCKS) if index != failing], "the others were done"
-
-
-@pytest.mark.parametrize(("chunk_elements", "per_block", "n_ckpt"), [(512, 1, 0), (256, 2, 6)])
-def test_buffers_full_after_forward_serve_backward_and_fill_for_the_next_forward(
-    chunk_elements: int, per_block: int, n_ckpt: int
-) -> None:
-    def build() -> nn.Sequential:
-        return nn.Sequential(*(Block() for _ in range(6)))
-
-    given = batch()
-    model = build()
-    optimizer = torch.optim.AdamW(model.parameters())
-    profile = protrain.profile(model, given, optimizer=optimizer, device="cpu", dtype=torch.float32)
-    machine = detect("cpu", device_memory="1GiB", host_memory="1GiB")
-    n_chunks = 6 * per_block
-    for n_persist, n_buffer in [(0, per_block), (0, per_block + 1), (0, n_chunks - 1), (0, n_chunks), (per_block, 3)]:
-        model = build()
-        counts: dict[str, Any] = {"n_persist": n_persist, "n_buffer": n_buffer, "n_swap": 0, "n_ckpt": n_ckpt}
-        wrapped, trainer = protrain.wrap(
-            model,
-            torch.optim.AdamW(model.parameters()),
-            example_batch=given,
-            device="cpu",
-            plan=evaluate(profile, machine, chunk_elements=chunk_elements, **counts),
-            progress=False,
-        )
-        away, fetches = n_chunks - n_persist, []
-        for _ in range(3):
-            wrapped(*given).square().mean().backward()
-            trainer.step()
-            trainer.zero_grad()
-            trainer.state_dict()  # waits for the updates, and what they upload
-            fetches.append(trainer.report().fetches)
-        a_step = away + (away - n_buffer)
-        # All buffers are full again before the next forward begins.
-        assert fetches == [a_step + n_buffer, 2 * a_step + n_buffer, 3 * a_step + n_buffer], f"n_buffer={n_buffer}"

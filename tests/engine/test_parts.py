@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -56,44 +54,6 @@ def test_an_error_reaches_whoever_waits_and_no_other_job() -> None:
     assert followed == ["later"]
     fine.when_done(lambda: followed.append("at once"))
     assert followed == ["later", "at once"]
-
-
-def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
-    worker = HostWorker(threads=1, device=torch.device("cpu"))
-    gate = threading.Event()
-    job = worker.submit(lambda: assert_true(gate.wait(20)))
-    job.when_done(fail)
-    gate.set()
-    worker.drain()
-    with pytest.raises(ArithmeticError, match="a failing job"):
-        job.wait()
-    assert worker._thread.is_alive()
-
-
-def test_a_worker_that_collects_another_does_not_wait_for_it() -> None:
-    host, streams = (HostWorker(threads=1, device=torch.device("cpu")) for _ in range(2))
-    owner = SimpleNamespace(host=host, streams=streams)
-    del host, streams
-    owner.itself = owner  # so that the collector ends both, on the thread that it happens to run on
-    threads, gate = (owner.host._thread, owner.streams._thread), threading.Event()
-
-    def collect() -> None:
-        assert gate.wait(20)
-        gc.collect()
-
-    collecting = owner.host.submit(collect)
-    later = owner.host.submit(lambda: None)
-    waiting = owner.streams.submit(later.wait)
-    gc.disable()  # here, where it would wait for the gate
-    del owner
-    gate.set()
-    gc.enable()
-    for job in (collecting, later, waiting):
-        assert job._done.wait(20)
-        job.wait()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive()
 
 
 def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 
 from protrain.engine.states.arena import Arena
-from protrain.engine.states.chunks import Chunk
-from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.plan import BlockMode
 from tests.engine import residual
 from tests.engine.harness import Spec, adamw, default_loss, wrap_under
@@ -82,51 +78,6 @@ def test_what_the_driver_refuses_is_not_taken_for_pinned(driver: Driver, monkeyp
     assert set(driver.registered) == {kept.data_ptr()}
     del arena, kept, refused
     assert driver.done == ["synchronize cuda", "unregister"]
-
-
-def test_a_model_dropped_during_its_updates_stays_pinned_until_they_are_up(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread that updates issues the uploads that the next forward would want, model or no model."""
-    monkeypatch.setattr(Arena, "__init__", _for_cuda)
-    gate, uploads = threading.Event(), list[bool]()
-    step, upload = Chunk.step, BufferPool._upload
-
-    def late_step(chunk: Chunk, *args: Any, **options: Any) -> None:
-        assert gate.wait(20)
-        step(chunk, *args, **options)
-
-    def watched_upload(pool: BufferPool, *args: Any) -> None:
-        if gate.is_set():
-            chunk = args[1]
-            assert isinstance(chunk, Chunk)
-            uploads.append(_registered(chunk.current_weight, driver))
-        upload(pool, *args)
-
-    monkeypatch.setattr(Chunk, "step", late_step)
-    monkeypatch.setattr(BufferPool, "_upload", watched_upload)
-    data, model = residual.batches(1), residual.make()
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=torch.device("cpu"))
-    assert driver.registered
-    default_loss(wrapped, data[0]).backward()
-    optimizer.step()
-    # The collector waits for the updates, which are let go by then.
-    threading.Timer(0.3, gate.set).start()
-    del model, wrapped, optimizer
-    gc.collect()
-    assert len(uploads) > 1
-    assert all(uploads), "unpinned before it went up"
-    gc.collect()
-    assert driver.registered == {}
-
-
-def _for_cuda(arena: Arena, device: torch.device) -> None:
-    arena._device, arena.total_bytes, arena._segments = CUDA, 0, []
-
-
-def _registered(tensor: torch.Tensor, driver: Driver) -> bool:
-    address = tensor.data_ptr()
-    return any(start <= address < start + size for start, size in driver.registered.items())
 
 
 @pytest.mark.gpu

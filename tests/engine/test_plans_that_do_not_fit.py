@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import protrain
 from protrain import wrapping
-from protrain.cli import plan_trace
-from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
@@ -166,15 +164,6 @@ def test_plans_that_do_not_suit(
     attempt("the plan's block_modes name", ValueError, dataclasses.replace(plan, n_ckpt=0))
 
 
-def test_predictions_of_a_given_plan_are_made_anew(
-    model: nn.Module, tiny_batch: Callable[..., Batch], plan: Plan
-) -> None:
-    options: Any = {"device": "cpu", "device_memory": "1GiB", "plan": plan, "progress": False}
-    _, optimizer = protrain.wrap(model, adamw(model), example_batch=tiny_batch(batch=8), **options)
-    assert optimizer.plan.device_bytes > 1.5 * plan.device_bytes
-    assert optimizer.plan.tokens == 4 * plan.tokens
-
-
 def test_more_host_memory_than_is_free_is_warned_of_before_it_is_taken(
     model: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,21 +238,6 @@ def test_a_plan_that_just_fits_trains_as_ever(
     assert_same(states(model, optimizer), expected)
 
 
-def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> None:
-    class Choosing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x) * len(x[x.abs() < 1e9])
-            return x
-
-    model = Choosing()
-    refused(model, adamw(model), (torch.randn(2, 8),), "Tried to allocate 20.00 GiB", torch.OutOfMemoryError)
-
-
 @pytest.fixture
 def small_gpu() -> Iterator[torch.device]:
     """An allocator that refuses more than 2 GiB."""
@@ -309,37 +283,3 @@ def test_the_device_is_limited_unless_the_call_says_otherwise(monkeypatch: pytes
     assert limited.device_bytes <= 3 << 20
     assert limited == _plan(device_memory="3MiB")
     assert _plan(device_memory="64MiB").n_persist > limited.n_persist
-
-
-def test_the_host_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _plan(device_memory="3MiB").host_bytes > 1 << 20
-    monkeypatch.setenv("PROTRAIN_HOST_MEMORY", "1MiB")
-    with pytest.raises(PlanError):
-        _plan(device_memory="3MiB")
-
-
-def test_what_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PROTRAIN_DEVICE_MEMORY", "much")
-    with pytest.raises(ValueError, match="much"):
-        _plan()
-
-
-def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    profile = protrain.profile
-    devices = []
-
-    def runs_out(*_: Any, **options: Any) -> Any:
-        devices.append(str(options["device"]))
-        return _runs_out()
-
-    def counted(*args: Any, **options: Any) -> Any:
-        devices.append(str(options["device"]))
-        return profile(*args, **options)
-
-    monkeypatch.setattr(plan_trace, "cached_profile", runs_out)
-    monkeypatch.setattr(plan_trace, "profile", counted)
-    assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
-    assert devices[:2] == ["cpu", "meta"]
-    told = capsys.readouterr()
-    assert "n_persist" in told.out
-    assert "memory is counted from shapes" in told.err

@@ -31,67 +31,6 @@ def planned_to_true(
     return optimizer.plan.device_bytes / peak_of_second_step(optimizer, lambda: model(x), [x], loss=loss)
 
 
-class _Outputs(nn.Module):
-    """A unit with an output of every weight: all gradients arrive before backward leaves it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for index in range(16):
-            self.register_parameter(f"weight{index}", nn.Parameter(torch.randn(64, 64) * 0.1))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x @ weight for weight in self.parameters())
-
-
-class _OneUnit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unit = _Outputs()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([output.square().mean() for output in self.unit(x)]).sum()
-
-
-class _TwoUnits(nn.Module):
-    """Side by side, both in one loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = _Outputs(), _Outputs()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([(a * b).mean() for a, b in zip(self.one(x), self.other(x), strict=True)]).sum()
-
-
-@pytest.mark.parametrize("make", [_OneUnit, _TwoUnits])
-def test_gradients_of_a_unit_with_several_outputs_are_held_together(make: type[nn.Module]) -> None:
-    torch.manual_seed(0)
-    assert 1.0 <= planned_to_true(make(), torch.randn(4, 64), (NONE,)) <= 1.02
-
-
-class _Probed(nn.Module):
-    """Behind the blocks a unit that is called without gradients, and then something large."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))) for _ in range(3))
-        self.probe = nn.Linear(64, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        with torch.no_grad():
-            self.probe(x)
-            large = torch.cat([x] * 64, 1).square().mean()
-        return x.square().mean() + 0 * large
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_unit_without_gradients_ends_nothing_of_a_swapped_block(packed: bool) -> None:
-    torch.manual_seed(0)
-    assert 1.0 <= planned_to_true(_Probed(), torch.randn(256, 64), (CKPT, CKPT, SWAP), packed=packed) <= 1.02
-
-
 class _InDoubles(nn.Module):
     """Saves nothing of its input."""
 
@@ -275,9 +214,9 @@ PAIRS = [
 
 @pytest.mark.parametrize(("kind", "between"), PAIRS)
 def test_a_step_takes_no_more_than_its_plan(kind: str, between: str) -> None:
-    """Whatever blocks save or compute, and is done between them. Every other pair meets either half of the plans."""
-    ratios, half = {}, PAIRS.index((kind, between)) % 2
-    for name, (modes, packed) in list(PLANS.items())[half::2]:
+    """Whatever blocks save or compute, and is done between them. Three pairs in a row meet all plans."""
+    ratios, third = {}, PAIRS.index((kind, between)) % 3
+    for name, (modes, packed) in list(PLANS.items())[third::3]:
         torch.manual_seed(0)
         model, x = _Between(kind, between), torch.randn(64, 32)
         ratios[name] = planned_to_true(model, x, modes, packed=packed, tight=True)

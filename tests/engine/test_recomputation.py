@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Callable
 from functools import partial
-from itertools import product
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from protrain.common.errors import MisuseError
-from protrain.forward.module_state import SHARED, RandomState
 from tests.engine.harness import (
     CKPT,
     CKPT_SWAP,
@@ -301,103 +298,7 @@ def test_other_operations_are_named() -> None:
         loss.backward()
 
 
-class HoldsMemory(torch.autograd.Function):
-    """Its node holds memory that is no saved tensor, and its backward counts what nodes before it hold."""
-
-    held: ClassVar[list[weakref.ref[Tensor]]] = []
-    alive: ClassVar[list[int]] = []
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.view(-1))  # a view of its input, as kernels for rows save it
-        ctx.memory = torch.ones(8)
-        HoldsMemory.held.append(weakref.ref(ctx.memory))
-        return x * 2.0
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        _ = ctx.saved_tensors  # now the second run is made
-        HoldsMemory.alive.append(sum(reference() is not None for reference in HoldsMemory.held))
-        return gradients[0] * 2.0
-
-
-def test_nodes_of_the_second_run_hold_no_memory() -> None:
-    """Only those of the first run have a backward."""
-
-    class Holding(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = x + torch.tanh(HoldsMemory.apply(self.linear(x)))
-            return result
-
-    model = make(8, 3, Holding)
-    wrapped, _ = wrap_under(Spec("all", "least", (CKPT,)), model, adamw(model), batches()[0], device=CPU)
-    HoldsMemory.held.clear()
-    HoldsMemory.alive.clear()
-    loss = wrapped(*batches()[0]).square().mean()
-    loss.backward()
-    assert len(HoldsMemory.held) == 6, "each block ran twice"
-    assert HoldsMemory.alive == [3, 3, 3], "only what the first runs hold"
-
-
 # -- random numbers ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [np.random.MT19937, np.random.PCG64], ids=["usual", "replaced"])
-@pytest.mark.parametrize(
-    "draw",
-    [
-        random.random,
-        lambda: random.gauss(0, 1),  # Python keeps the second number of a pair
-        lambda: random.getrandbits(3),
-        np.random.rand,
-        np.random.randn,  # numpy keeps the second number of a pair
-        lambda: np.random.permutation(9).tolist(),
-    ],
-    ids=["random", "gauss", "getrandbits", "rand", "randn", "permutation"],
-)
-def test_numbers_of_shared_generators_are_drawn_again(
-    draw: Callable[[], object], kind: type[np.random.BitGenerator]
-) -> None:
-    """Whatever was drawn before, and by something else between forward and backward."""
-    numpy_random: Any = np.random  # not all of which is typed
-
-    def begin() -> None:
-        random.seed(5)
-        numpy_random.set_bit_generator(kind(5))
-
-    usual = numpy_random.get_bit_generator()
-    try:
-        for before, between in product((0, 1), (0, 1)):
-            begin()
-            numbers = [draw() for _ in range(before + 3)]
-            begin()
-            RandomState(CPU, SHARED)  # the block before
-            assert [draw() for _ in range(before)] == numbers[:before]
-            state = RandomState(CPU, SHARED)
-            assert draw() == numbers[before]
-            assert [draw() for _ in range(between)] == numbers[before + 1 :][:between]
-            with state:
-                assert draw() == numbers[before]
-            with state:
-                assert [draw(), draw()] == numbers[before:][:2]
-            assert draw() == numbers[before + 1 + between]
-    finally:
-        numpy_random.set_bit_generator(usual)
-
-
-def test_a_state_that_the_script_sets_is_noticed() -> None:
-    random.seed(5)
-    np.random.seed(5)
-    python, numpy = random.getstate(), np.random.get_state()
-    RandomState(CPU, SHARED)
-    expected = random.random(), np.random.rand()
-    random.setstate(python)
-    np.random.set_state(numpy)
-    state = RandomState(CPU, SHARED)
-    random.seed(6)
-    np.random.seed(6)
-    with state:
-        assert (random.random(), np.random.rand()) == expected
 
 
 # -- key/value caches --------------------------------------------------------------------------------------------------

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import protrain
 from protrain import wrapping
-from protrain.common.errors import MisuseError
 from tests.engine.harness import Batch, adamw
 from tests.engine.refusing import refused
-from tests.engine.residual import Model, batches, make
+from tests.engine.residual import batches, make
 
 
 @pytest.fixture
@@ -214,41 +213,6 @@ def test_parameters_in_no_group_are_announced(model: nn.Module, batch: Batch) ->
     assert changed == before.keys() - {"lm_head.weight"}
 
 
-class _Reversible(nn.Module):
-    """Blocks whose modules are called again in a backward of their own."""
-
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, block: nn.Sequential) -> Tensor:
-            ctx.block = block
-            ctx.save_for_backward(x)
-            result: Tensor = block(x)
-            return result
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Any:
-            with torch.enable_grad():
-                x = ctx.saved_tensors[0].detach().requires_grad_()
-                ctx.block[0](x).backward(gradients[0])
-            return x.grad, None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.clone().requires_grad_()
-        for block in self.blocks:
-            x = self.Again.apply(x, block)
-        return x
-
-
-def test_reversible_layers() -> None:
-    words = r"the backward of _Reversible uses a weight while the block that owns it does not run.* \(Reformer\)"
-    model = _Reversible()
-    refused(model, adamw(model), (torch.randn(2, 4),), words, ValueError)
-
-
 def part_of_a_weight(first: nn.Linear, second: nn.Linear) -> None:
     second.bias = nn.Parameter(first.weight.detach()[1])
 
@@ -285,39 +249,6 @@ def test_tensors_that_lie_beside_each_other_or_are_frozen_may_share_memory() -> 
 
 
 # -- several models ----------------------------------------------------------------------------------------------------
-
-
-class Pair(nn.Module):
-    """Two models that one optimizer trains, and a parameter of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Model(24, 3), Model(24, 3)
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.compare(x)
-
-    def compare(self, x: Tensor) -> Tensor:
-        return ((self.first(x) - self.second(x.flip(0))) * self.scale).square().mean()
-
-
-def _pair() -> nn.Module:
-    torch.manual_seed(0)
-    return Pair()
-
-
-def _of_method(model: nn.Module, batch: Batch) -> Tensor:
-    assert isinstance(model, Pair)
-    return model.compare(*batch)
-
-
-def test_a_step_before_the_model_itself_was_called_says_so() -> None:
-    pair = _pair()
-    pair, optimizer = protrain.wrap(pair, adamw(pair), device="cpu", progress=False)
-    _of_method(pair, batches(1)[0]).backward()
-    with pytest.raises(MisuseError, match="call the model itself, and not a method or part of it, on a training batch"):
-        optimizer.step()
 
 
 def test_a_model_that_shares_a_part_with_a_wrapped_one_is_told_to_wrap_both() -> None:

@@ -234,22 +234,6 @@ def test_what_needs_gradients_or_zeros_is_an_error(wrapped: Wrap, tiny_batch: Ca
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_step_after_no_sync_alone_is_an_error(wrapped: Wrap, tiny_batch: Callable[..., Batch]) -> None:
-    results = []
-    for misuse in (False, True):
-        model, optimizer = wrapped(accumulation=2)
-        quiet: Any = model.no_sync
-        with quiet():
-            model(**tiny_batch()).loss.backward()
-        if misuse:
-            with pytest.raises(MisuseError, match=r"step\(\) after no_sync\(\) only: run the last backward\(\)"):
-                optimizer.step()
-        model(**tiny_batch(1)).loss.backward()
-        optimizer.step()
-        results.append(states(model, optimizer))
-    assert_same(results[1], results[0])
-
-
 class Borrowing(nn.Module):
     """Its first block uses the weight of the last module, whose gradient arrives long before that block's."""
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
@@ -26,11 +24,9 @@ from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
     NONE,
-    SWAP,
     Batch,
     Loop,
     Spec,
-    Trainer,
     adamw,
     assert_same,
     default_loss,
@@ -127,38 +123,6 @@ def test_after_a_backward_with_updates_inside(
 
 
 @pytest.mark.usefixtures("forced")
-@pytest.mark.parametrize("weights", [False, True], ids=["states", "weights"])
-def test_beside_persistent_chunks_and_speculative_updates_that_are_redone(device: torch.device, weights: bool) -> None:
-    spec = Spec("some", "middle", (SWAP, CKPT, NONE), small=True, speculate=True, weights=weights, stream=True)
-    optimizer = trained(looping(max_norm=0.05), device, spec=spec)
-    assert optimizer.plan.n_persist > 0 < optimizer.plan.n_speculate
-    check_streamed(optimizer, steps=STEPS)
-
-
-@pytest.mark.usefixtures("forced")
-@pytest.mark.parametrize("weights", [False, True], ids=["states", "weights"])
-def test_what_can_be_committed_is_not_streamed(device: torch.device, weights: bool) -> None:
-    spec = Spec("none", "least", (CKPT,), small=True, speculate=True, weights=weights, stream=True)
-
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> list[float]:
-        losses = []
-        for batch in data:
-            loss = default_loss(model, batch)
-            loss.backward()
-            if isinstance(optimizer, ProTrainOptimizer):
-                optimizer.state_dict()  # waits for the speculative updates
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        return losses
-
-    optimizer = trained(run, device, spec=spec)
-    report, plan = optimizer.report(), optimizer.plan
-    assert (report.speculative_updates, report.redone_updates) == (STEPS * plan.n_speculate, 0)
-    assert report.streamed_updates == STEPS * (plan.n_chunks - plan.n_speculate) > 0
-
-
-@pytest.mark.usefixtures("forced")
 @pytest.mark.parametrize("waits", ["forward", "state_dict"])
 def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     data, model = residual.batches(1), residual.make()
@@ -176,23 +140,6 @@ def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: 
 
 def _fail(*_: Any, **__: Any) -> None:
     raise ArithmeticError("the streamed update failed")
-
-
-@pytest.mark.usefixtures("forced")
-def test_threads_end_with_the_model(device: torch.device) -> None:
-    data, model, others = residual.batches(1), residual.make(), set(threading.enumerate())
-    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    threads = {thread for thread in threading.enumerate() if thread not in others}
-    assert {"protrain-host-worker", "protrain-stream-worker"} <= {thread.name for thread in threads}
-    default_loss(wrapped, data[0]).backward()
-    optimizer.step()
-    gone = weakref.ref(optimizer)
-    del model, wrapped, optimizer
-    deadline = time.monotonic() + 10  # autograd's thread of a GPU holds the backward until it has waited for us
-    while gc.collect() >= 0 and gone() is not None and time.monotonic() < deadline:  # what it lets go may be a cycle
-        time.sleep(0.01)
-    assert gone() is None
-    assert not any(thread.is_alive() for thread in threads if thread.name.startswith("protrain-"))
 
 
 # -- who updates a chunk is chosen as a step runs ----------------------------------------------------------------------
@@ -270,22 +217,6 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     monkeypatch.setattr(Rate, "add", lambda *_: None)
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
     assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
-
-
-def test_a_first_update_that_compiles_its_kernel_does_not_end_the_help(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streamed, compiled = Chunk.step_streamed, threading.Event()
-
-    def compiling(*args: Any) -> None:
-        if not compiled.is_set():
-            compiled.set()
-            time.sleep(1.0)
-        streamed(*args)
-
-    monkeypatch.setattr(Chunk, "step_streamed", compiling)
-    slow_down(monkeypatch, seconds=0.02)
-    assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 1
 
 
 def test_the_device_leaves_the_host_the_update_that_it_is_at(

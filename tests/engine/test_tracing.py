@@ -131,21 +131,6 @@ def test_what_cannot_be_traced_is_said_before_any_step(
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
-def test_a_profiler_of_the_users_own_sees_units_and_copies(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch]
-) -> None:
-    model = tiny_model("gpt2")
-    spec = Spec("none", "least", (CKPT,))
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), tiny_batch(), device=torch.device("cpu"))
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        LOOP.run(wrapped, optimizer, [tiny_batch()])
-    names = {event.key for event in profiler.key_averages()}
-    for phase in ("forward", "backward"):
-        assert f"ProTrain GPU: {phase} transformer.h.0" in names
-    assert "ProTrain host to device: weights 0" in names
-    assert "ProTrain device to host: gradients 0" in names
-
-
 # -- the report --------------------------------------------------------------------------------------------------------
 
 REPORT = Report(

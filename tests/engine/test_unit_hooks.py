@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -75,21 +74,6 @@ def test_normalised_by_hooks(normalise: Callable[[Any], Any], device: torch.devi
             return Rows(normalise)
 
     check_equal_to_plain(build, batches(2), device=device, specs=FEW_PLANS[1:3])
-
-
-def test_hooks_that_come_after_wrapping_run_once_a_call(device: torch.device) -> None:
-    def note(calls: list[str], *_: Any) -> None:
-        calls.append("after")
-
-    expected, final = plain_run(lambda: hooked(make()), batches(2), loop=Loop(), device=device, dtype=torch.float32)
-    for spec in FEW_PLANS[:2]:
-        model = make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches(1)[0], device=device)
-        calls: list[str] = []
-        hooked(wrapped).get_submodule("blocks.1").register_forward_hook(partial(note, calls))
-        assert Loop().run(wrapped, optimizer, batches(2)) == expected, str(spec)
-        assert_same(states(wrapped, optimizer), final, where=str(spec))
-        assert len(calls) == 2
 
 
 @pytest.mark.parametrize("mode", [NONE, CKPT])

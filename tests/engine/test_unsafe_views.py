@@ -226,15 +226,3 @@ def test_views_that_are_kept_beyond_hooks(by_hook: bool, device: torch.device) -
     model.get_submodule("1.0").register_forward_hook(hook)
     with pytest.raises(MisuseError, match=KEPT):
         wrapped(*rows()[0])
-
-
-def test_a_view_from_an_evaluation_is_nobodys_fault(device: torch.device) -> None:
-    model = make_keeping("attribute")
-    wrapped, _ = wrap_under(SPECS[0], model, adamw(model), rows()[0], device=device)
-    with torch.no_grad():
-        wrapped(*rows()[0])
-    blocks: Any = model.get_submodule("1")
-    assert all(block.kept is not None for block in blocks)
-    for block in blocks:
-        block.keeps = "nothing"
-    wrapped(*rows()[0]).sum().backward()

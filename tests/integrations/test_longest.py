@@ -1,4 +1,4 @@
-"""The rows for which a plan is made are as long as any of their dataset, in every column."""
+"""The row for which a plan is made is as long as any of its dataset, in every column."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from protrain.integrations.longest import longest_rows
+from protrain.integrations.longest import longest_row
 
 PREFERENCES: list[dict[str, Any]] = [
     {"prompt_ids": [1, 2, 3], "chosen_ids": [1], "rejected_ids": [], "score": 1.0, "text": "a"},
@@ -19,33 +19,25 @@ PACKED = [{"input_ids": [1, 2, 3], "seq_lengths": [3]}, {"input_ids": [1, 2], "s
 TEXTS = [{"question": "a", "answer": "long"}, {"question": "longer", "answer": "b"}, {"question": "c", "answer": "d"}]
 
 
-def letters(rows: list[dict[str, Any]]) -> Any:
-    """A collator that makes a tensor of the letters of each column."""
-    return {name: torch.zeros(len(rows), max(len(row[name]) for row in rows)) for name in rows[0]}
-
-
 @pytest.fixture(params=["list", "datasets"])
 def made(request: pytest.FixtureRequest) -> Any:
     return list if request.param == "list" else pytest.importorskip("datasets").Dataset.from_list
 
 
 def test_every_column_of_tokens_has_its_longest_length(made: Any) -> None:
-    [row] = longest_rows(made(PREFERENCES), letters)
+    row = longest_row(made(PREFERENCES))
+    assert row is not None
     assert {name: len(row[name]) for name in LONGEST} == LONGEST
     assert (row["score"], row["text"]) == (1.0, "a")
-    assert longest_rows(made(PACKED), letters) == [{"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}]  # most parts of any
-
-
-def test_texts_are_as_long_as_the_collator_makes_them(made: Any) -> None:
-    assert longest_rows(made(TEXTS), letters) == [TEXTS[1], TEXTS[0]]
-    assert longest_rows(made(TEXTS), list) == []  # it makes no tensors
+    assert longest_row(made(PACKED)) == {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}  # most parts of any
 
 
 def test_nobody_knows_the_lengths_of_other_rows(made: Any) -> None:
     talk = [{"role": "user", "content": "a"}]
-    assert longest_rows(made([{"input_ids": [1], "messages": talk}]), letters) == []
-    assert longest_rows(made([{"input_ids": [1], "images": [[0.5]]}]), letters) == []
-    assert longest_rows([], letters) == []
+    assert longest_row(made(TEXTS)) is None
+    assert longest_row(made([{"input_ids": [1], "messages": talk}])) is None
+    assert longest_row(made([{"input_ids": [1], "images": [[0.5]]}])) is None
+    assert longest_row([]) is None
 
     class Made(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
@@ -54,23 +46,16 @@ def test_nobody_knows_the_lengths_of_other_rows(made: Any) -> None:
         def __getitem__(self, index: int) -> Any:
             raise AssertionError("a row was made")
 
-    assert longest_rows(Made(), letters) == []
+    assert longest_row(Made()) is None
     transformed = pytest.importorskip("datasets").Dataset.from_list(TEXTS).with_transform(lambda batch: batch)
-    assert longest_rows(transformed, letters) == []
+    assert longest_row(transformed) is None
 
 
 def test_rows_of_tensors_have_lengths() -> None:
     rows = [{"input_ids": torch.arange(length), "label": torch.tensor(1)} for length in (2, 5, 3)]
-    [row] = longest_rows(rows, letters)
+    row = longest_row(rows)
+    assert row is not None
     assert torch.equal(row["input_ids"], torch.tensor([0, 1, 0, 1, 0]))
-
-
-def test_several_datasets_in_one_have_the_longest_of_all() -> None:
-    def of(*parts: Any) -> Any:
-        return longest_rows(torch.utils.data.ConcatDataset(parts), letters)
-
-    assert of(TEXTS[:2], TEXTS[2:]) == [TEXTS[1], TEXTS[0], TEXTS[2]]
-    assert of(TEXTS, [{"question": "other columns"}]) == []
 
 
 def test_a_row_of_a_stream_is_stretched_to_its_limit() -> None:
@@ -80,6 +65,6 @@ def test_a_row_of_a_stream_is_stretched_to_its_limit() -> None:
         return pytest.importorskip("datasets").Dataset.from_list([row]).to_iterable_dataset()
 
     stretched = {"input_ids": [7, 8, 9, 7, 8], "labels": [0] * 5, "score": 0.5, "seq_lengths": [1] * 5}
-    assert longest_rows(stream(row), letters, 5) == [stretched]
-    assert longest_rows(stream(row), letters) == []
-    assert longest_rows(stream({"text": "yet to become tokens"}), letters, 5) == []
+    assert longest_row(stream(row), 5) == stretched
+    assert longest_row(stream(row)) is None
+    assert longest_row(stream({"text": "yet to become tokens"}), 5) is None

@@ -39,17 +39,15 @@ def trainer(
     *,
     on_protrain: bool,
     stream: bool = False,
-    tensors: bool = True,
     **more: Any,
 ) -> Any:
     """A trainer of transformers or TRL that reads ``texts`` in their order.
 
     Args:
-        kind: "Trainer" and "SFT in the collator" make tokens batch by batch, "SFT" and "DPO" before the training.
+        kind: "Trainer" makes tokens batch by batch, "SFT" and "DPO" before the training.
         folder: for what it writes.
         on_protrain: whether it is one on ProTrain.
         stream: whether the rows come from a stream.
-        tensors: whether the collator of "Trainer" makes tensors, and not the trainer itself.
         more: arguments of the training.
     """
     import datasets
@@ -75,9 +73,7 @@ def trainer(
     if kind == "Trainer":
         base: Any = transformers.Trainer
         args = transformers.TrainingArguments(remove_unused_columns=False, **given)
-        others["data_collator"] = TokenizingCollator(words) if tensors else list
-        if not tensors:
-            base = _tokenizing(base, TokenizingCollator(words))
+        others["data_collator"] = TokenizingCollator(words)
     else:
         import trl
 
@@ -85,27 +81,13 @@ def trainer(
         if kind == "DPO":
             base, args = trl.DPOTrainer, trl.DPOConfig(**given)
             others["ref_model"] = llama()
-        elif kind == "SFT":
-            base, args = trl.SFTTrainer, trl.SFTConfig(**given)
         else:
-            given |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "remove_unused_columns": False}
             base, args = trl.SFTTrainer, trl.SFTConfig(**given)
-            others["data_collator"] = TokenizingCollator(words)
     base = in_order(base)
     if on_protrain:
         base = type("Ours", (ProTrainMixin, base), {})
         others["protrain"] = {"device_memory": "64MiB"}
     return base(model=llama(), args=args, train_dataset=data.to_iterable_dataset() if stream else data, **others)
-
-
-def _tokenizing(base: Any, collate: TokenizingCollator) -> Any:
-    """A trainer that makes tokens of its batches itself."""
-
-    class Tokenizing(base):
-        def training_step(self, model: Any, inputs: Any, *others: Any, **more: Any) -> Any:
-            return super().training_step(model, collate(inputs), *others, **more)
-
-    return Tokenizing
 
 
 def losses(kind: str, folder: Path, *, on_protrain: bool, **more: Any) -> list[float]:

@@ -154,23 +154,23 @@ def every_plan(memory: MemoryModel) -> Iterator[Counts]:
     for n_swap, n_ckpt, n_ckpt_swap in product(range(n_blocks + 1), repeat=3):
         if n_swap + n_ckpt > n_blocks or n_ckpt_swap > n_ckpt:
             continue
-        activations = memory.activations(block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap))
+        modes = block_modes(n_blocks, n_swap, n_ckpt, n_ckpt_swap)
         for n_persist, n_sum in product(range(n_chunks + 1), range(n_chunks + 1 if memory.accumulates else 1)):
             if n_persist + n_sum > n_chunks:
                 continue
-            least, most = memory.least_buffers(n_persist), memory.all_buffers(n_persist)
+            least, most = memory.least_buffers[n_persist], memory.all_buffers[n_persist]
             updates = [  # the same whatever buffers there are
                 (n_speculate, n_weight_only)
                 for n_speculate in range(n_chunks - n_persist + 1 if runtime.steps.speculates else 1)
                 for n_weight_only in range(n_speculate + 1)
                 if memory.host_bytes(
-                    Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum), activations
+                    Counts(n_persist, 0, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum), modes
                 )
                 <= hardware.host_bytes
             ]
             for n_buffer in range(least, most + 1):
                 if (
-                    memory.device_bytes(Counts(n_persist, n_buffer, n_swap, n_ckpt, n_device_sum=n_sum), activations)
+                    memory.device_bytes(Counts(n_persist, n_buffer, n_swap, n_ckpt, n_device_sum=n_sum), modes)
                     > hardware.device_bytes
                 ):
                     break

@@ -139,7 +139,8 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     memory = MemoryModel(profile, hardware, pack(profile, N), update_in_backward=True)
     # Room for the states of all chunks or all but one, and hardly for their gradients or what is offloaded.
     least_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
-    offloaded_bytes = draw.choice([0, 0, memory.swapped_bytes((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))])
+    swapping = memory.activations((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))
+    offloaded_bytes = draw.choice([0, 0, swapping.swapped_bytes])
     gradients_bytes = draw.randint(0, 4) * memory.layout.buffer_elements(0)[0] * profile.element_bytes
     hardware = replace(hardware, host_bytes=least_bytes + gradients_bytes + offloaded_bytes)
     assert check_search(profile, hardware, inside=True).n_host_gradient > 0

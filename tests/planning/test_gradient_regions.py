@@ -94,10 +94,10 @@ def test_gradients_take_two_bytes_a_parameter_only_while_there_is_room() -> None
         (roomy, False, 14.0, 14.0),
     ):
         memory = memory_of(profile, hardware, inside=inside)
-        activations = memory.activations(block_modes(50, 0, 50))
+        modes = block_modes(50, 0, 50)
         beside = memory.least_host_bytes(50, 0)
         assert (memory.least_host_bytes(0, 0) - beside) / 50 / N == pytest.approx(least)
-        assert (memory.host_bytes(placed(0, 1), activations) - beside) / 50 / N == pytest.approx(taken)
+        assert (memory.host_bytes(placed(0, 1), modes) - beside) / 50 / N == pytest.approx(taken)
         # On the device they share one, wherever there are more.
         device = memory.static_bytes(50, 0) - memory.static_bytes(0, 0) + memory.static_parts(0, 0)["gradient staging"]
         device -= memory.partial_bytes

@@ -112,14 +112,12 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     memory = _model(traced)
     layout = memory.layout
     n_chunks = len(layout.chunks)
-    activations = memory.activations((CKPT,) * 3)
+    modes = (CKPT,) * 3
     total = sum(state_bytes(chunk, traced) for chunk in layout.chunks)
     for n_persist in range(n_chunks + 1):
         parts = memory.static_parts(n_persist, 0)
         assert parts["persistent chunks"] == sum(state_bytes(chunk, traced) for chunk in layout.chunks[:n_persist])
-        host = memory.host_bytes(placed(n_persist, 1), activations) - memory.host_bytes(
-            placed(n_chunks, 0), activations
-        )
+        host = memory.host_bytes(placed(n_persist, 1), modes) - memory.host_bytes(placed(n_chunks, 0), modes)
         assert host == total - parts["persistent chunks"]
     several = _model(replace(traced, accumulation=2))
     for n_persist in range(n_chunks):
@@ -129,7 +127,7 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
             of_sum = summed_on_device(n_chunks, n_persist, n_sum)
             in_host = [chunk for chunk in layout.chunks[n_persist:] if chunk.index not in of_sum]
             summed = [layout.chunks[chunk] for chunk in of_sum]
-            assert several.host_bytes(counts, activations) == memory.host_bytes(placed(n_persist, 1), activations)
+            assert several.host_bytes(counts, modes) == memory.host_bytes(placed(n_persist, 1), modes)
             assert several.host_sum_bytes(n_persist, n_sum) == 4 * sum(chunk.elements for chunk in in_host)
             more = several.static_bytes(n_persist, 1, n_sum) - memory.static_bytes(n_persist, 1)
             buffer = max((chunk.elements for chunk in in_host), default=0)
@@ -162,9 +160,9 @@ def test_enclosing_units_hold_their_chunks_too() -> None:
     traced = profile(Outer(), (torch.randn(2, 16),))
     memory = MemoryModel(traced, detect("cpu"), pack(traced, 384))
     # The model's own scale lies in the first chunk and stays held while each layer holds another.
-    assert memory.least_buffers(0) == 2
-    assert memory.least_buffers(1) == 1
-    assert memory.least_buffers(len(memory.layout.chunks)) == 0
+    assert memory.least_buffers[0] == 2
+    assert memory.least_buffers[1] == 1
+    assert memory.least_buffers[len(memory.layout.chunks)] == 0
 
 
 ROWS, WIDTH, DEPTH = 256, 32, 8
@@ -212,7 +210,6 @@ def test_every_rank_has_its_part_of_the_states(world_size: int, accumulation: in
     profile = replace(make_profile(4), accumulation=accumulation)
     memory = memory_of(world_size, profile, replace(H100, streamed_adam_gparams=None))
     layout, modes = memory.layout, block_modes(4, 0, 4)
-    activations = memory.activations(modes)
     per_element = 16 if accumulation > 1 else 14
     everything = sum(state_bytes(chunk, profile, gradient_bytes=per_element - 12) for chunk in layout.chunks)
     for n_persist in range(7):
@@ -222,8 +219,8 @@ def test_every_rank_has_its_part_of_the_states(world_size: int, accumulation: in
         assert on_device + in_host == everything // world_size
         if accumulation == 1:
             counts = Counts(n_persist, 1, 0, 4)
-            least = memory.host_bytes(Counts(6, 1, 0, 4), activations)
-            assert memory.host_bytes(counts, activations) - least == in_host
+            least = memory.host_bytes(Counts(6, 1, 0, 4), modes)
+            assert memory.host_bytes(counts, modes) - least == in_host
             copies = memory.copy_bytes(n_persist, len(away), 1 if away else 0)
             shards = [chunk.elements // world_size for chunk in away]
             assert copies == 12 * sum(shards[1:]) + 2 * sum(shards[:1])

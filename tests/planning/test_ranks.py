@@ -184,7 +184,7 @@ def test_a_wait_for_a_collective_is_named() -> None:
 def test_whole_weights_of_all_chunks_may_stay() -> None:
     profile, two = make_profile(4), replace(H100, world_size=2)
     memory = MemoryModel(profile, two, pack(profile, 8 * MIB, 2))
-    assert [(memory.least_buffers(n), memory.all_buffers(n)) for n in range(7)] == [(1, 6)] * 7
+    assert [(memory.least_buffers[n], memory.all_buffers[n]) for n in range(7)] == [(1, 6)] * 7
     counts: dict[str, Any] = {"n_persist": 6, "n_swap": 0, "n_ckpt": 0, "chunk_elements": 8 * MIB}
     assert layout_of(profile, evaluate(profile, two, n_buffer=6, **counts)) == memory.layout
     with pytest.raises(ValueError, match="n_buffer must be 1 to 6, not 0"):

@@ -33,10 +33,10 @@ def random_step(seed: int) -> tuple[MemoryModel, tuple[BlockMode, ...], Counts]:
     n_persist = draw.randint(0, n_chunks - 1)
     modes = tuple(draw.choice(MODES) for _ in profile.blocks)
     if draw.random() < 0.5:
-        least_bytes = memory.least_host_bytes(n_persist, memory.swapped_bytes(modes))
+        least_bytes = memory.least_host_bytes(n_persist, memory.activations(modes).swapped_bytes)
         hardware = replace(hardware, host_bytes=least_bytes + draw.randint(0, 40) * MIB)
         memory = MemoryModel(profile, hardware, layout, update_in_backward=inside)
-    n_buffer = draw.randint(memory.least_buffers(n_persist), memory.all_buffers(n_persist))
+    n_buffer = draw.randint(memory.least_buffers[n_persist], memory.all_buffers[n_persist])
     speculates = not inside and profile.accumulation == 1
     n_speculate = draw.randint(0, n_chunks - n_persist) if speculates else 0
     return memory, modes, placed(n_persist, n_buffer, n_speculate, draw.randint(0, n_speculate))
@@ -89,7 +89,7 @@ def test_operations_follow_what_they_need(seeds: range) -> None:
         whole = [number(one) for one in updates if not one.name.startswith("speculative weight")]
         assert set(whole) == offloaded, seed
         # A gradient goes down when there is a region for it: never are more taken than there are.
-        if n_regions := memory.n_host_regions(n_persist, memory.swapped_bytes(modes)):
+        if n_regions := memory.n_host_regions(n_persist, memory.activations(modes).swapped_bytes):
             assert len(whole) == len(offloaded), seed
             ends = {number(one): one.end_ms for one in updates}
             for one in offloads.values():

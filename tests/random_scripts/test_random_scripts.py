@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.harness import FEW_PLANS, PLANS, Spec
+from tests.engine.harness import FEW_PLANS, PLANS
 from tests.random_scripts import between, steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
 from tests.random_scripts.draw import Action, told
@@ -97,32 +97,6 @@ def test_every_backward(name: str) -> None:
     ]
     spec = FEW_PLANS[list(BACKWARDS).index(name) % 4]
     assert compare(Case("tied", torch.bfloat16, spec, inside=False, accumulation=4), script) == []
-
-
-@pytest.mark.parametrize("then", [(steps.step, {}), (steps.clip, {"max_norm": 0.1}), (steps.backward, _LOSS)])
-def test_all_gradients_are_multiplied_or_none(then: Action) -> None:
-    script: list[Action] = [
-        (steps.backward, _LOSS),
-        (steps.scale_gradient, {"index": 5}),
-        then,
-        (steps.backward, _LOSS),
-        (steps.step, {}),
-    ]
-    (refused,) = compare(Case("residual", torch.float32, FEW_PLANS[1], inside=False, accumulation=2), script)
-    assert refused.startswith("2 ")
-
-
-@pytest.mark.parametrize("spec", FEW_PLANS, ids=str)
-def test_a_gradient_may_be_dropped(spec: Spec) -> None:
-    script: list[Action] = [(steps.backward, _LOSS), (steps.drop_gradient, {"index": 5}), (steps.step_and_zero, {})]
-    assert compare(Case("residual", torch.bfloat16, spec, inside=False), script) == []
-
-
-@pytest.mark.parametrize("plan", range(3))
-def test_frozen_for_a_step_whose_updates_are_inside_backward(plan: int) -> None:
-    freeze, thaw = ((between.freeze_block, {"block": 1, "trained": trained}) for trained in (False, True))
-    script: list[Action] = [(steps.backward, _LOSS), freeze, (steps.backward, _LOSS), thaw, (steps.backward, _LOSS)]
-    assert compare(Case("tied", torch.bfloat16, FEW_PLANS[plan], inside=True), script) == []
 
 
 @pytest.mark.parametrize("plan", [9, 14], ids=["recomputed", "recomputed from offloaded inputs"])

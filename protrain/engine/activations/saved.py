@@ -74,7 +74,7 @@ class Frame:
         self.engine = engine
         self.unit = unit
         self.weights_version = engine.weights_version  # backward must come before weights change
-        self.updated_before = engine.updated_inside.copy()  # chunks that backward had updated before this call
+        self.updated_before = engine.updates.updated_inside.copy()  # chunks that backward had updated before this call
         self.shared: set[int] = set()  # storages of arguments that the unit before was given, too
         # Whether the unit runs now, forward or again. A backward that comes here then is one of its own.
         self.running = False
@@ -148,7 +148,7 @@ class Frame:
             raise written_over(self.unit.label, SAVED)
         if buffer is None:
             return saved
-        updated = self.engine.updated_inside
+        updated = self.engine.updates.updated_inside
         if updated and chunk.index in updated - self.updated_before:
             raise MisuseError(
                 f"backward through {self.unit.label} needs a weight that step_during_backward=True updated already, "

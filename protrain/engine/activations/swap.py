@@ -3,9 +3,13 @@
 After forward each distinct storage is copied to the host arena. Its device memory is freed when the next unit is done,
 by when the copies usually are, too. Backward fetches the offload of the block before the current one ahead.
 
-SWAP offloads the tensors that a block saves, each storage by itself or, where the plan says so, packed into one buffer
-(``protrain.engine.activations.modes``). Its inputs stay on the device, where other units have them anyway.
+SWAP offloads the tensors that a block saves. Its inputs stay on the device, where other units have them anyway.
 CKPT_SWAP offloads the inputs, which are all that a recomputed block keeps.
+
+[Note: packed swaps] A swapped block may have one copy each way. At the end of forward one kernel packs the storages of
+the tensors that it saves into one buffer, which is their storage from then on. The originals are freed at once, as the
+kernel runs before any work that gets their memory. The buffer that backward fetches stays until the last of the tensors
+is used. Where backward makes a graph, they are copies.
 """
 
 from __future__ import annotations
@@ -20,20 +24,19 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from protrain.common.errors import BudgetError
 from protrain.common.parameters import is_plain, made_of, split_up, unmanaged_memory
-from protrain.common.tables import format_bytes
 from protrain.common.trees import map_leaves, tensors_in
 from protrain.engine.activations.saved import SAVED, CheckpointFrame, Frame
-from protrain.engine.states.arena import Arena
-from protrain.engine.streams import Mark, Streams, span
+from protrain.engine.states.arena import HostSlots
+from protrain.engine.streams import span
 from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Engine
 from protrain.engine.weights.views import ViewForm, storage_address, storage_bytes
 from protrain.forward.dispatch import detached
 from protrain.forward.recomputation import INPUTS, watch, written_over
-from protrain.planning.plan import SWAP_ALIGNMENT_BYTES
+from protrain.planning.plan import SWAP_ALIGNMENT_BYTES, BlockMode
 from protrain.planning.timeline import DOWN, UP
+from protrain_kernels import Packed, pack, unpack
 
 
 def _swapped_bytes(size_bytes: int) -> int:
@@ -49,6 +52,7 @@ class Storage:
     device: Tensor | None  # 1-d uint8
     host: Tensor | None = None
     waiting: int = 0  # tensors in it that this backward has not rebuilt yet
+    packed: bool = False
 
 
 @dataclass(eq=False)
@@ -58,44 +62,8 @@ class OffloadedTensor:
     storage: Storage
     watch: Tensor  # shares the tensor's version counter, but not its memory
     version: int  # of the tensor when it was saved
-    form: ViewForm
+    form: ViewForm  # in the storage
     written_over: bool = False  # the tensor was changed before the copy to the host was done
-
-
-class HostSlots:
-    """Host memory for swapped blocks: slots that frames take and release, all of them within ``limit_bytes``."""
-
-    def __init__(self, arena: Arena, streams: Streams, *, limit_bytes: int) -> None:
-        self.arena = arena
-        self.streams = streams
-        self.limit_bytes = limit_bytes  # the limit of the whole arena
-        self._free: list[tuple[Tensor, Mark]] = []
-
-    def take(self, size_bytes: int) -> tuple[Tensor, Mark]:
-        """The smallest free slot that fits, and the mark after which it may be written.
-
-        Raises:
-            BudgetError: more forwards wait for their backward than the plan was made for.
-        """
-        fitting = [(slot.numel(), at) for at, (slot, _) in enumerate(self._free) if slot.numel() >= size_bytes]
-        if fitting:
-            return self._free.pop(min(fitting)[1])  # in place, as the collector may release another slot at any time
-        if size_bytes > self.arena.free_bytes and self.arena.total_bytes + size_bytes > self.limit_bytes:
-            raise BudgetError(
-                f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
-                f"{format_bytes(self.arena.total_bytes)} of host_memory={format_bytes(self.limit_bytes)} are taken; "
-                "call backward() before the next forward and without retain_graph, or allow more host_memory"
-            )
-        return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
-
-    def release(self, slot: Tensor, read: Mark) -> None:
-        """Take back the ``slot`` of a frame that ends now. It is free when ``read`` is reached.
-
-        The device memory that the frame has fetched and not used, because its backward failed or took another path, is
-        freed with it. The compute stream waits for the fetch, which must not overwrite what gets that memory next.
-        """
-        self.streams.compute.wait_for(read)
-        self._free.append((slot, read))
 
 
 class _Place(enum.Enum):
@@ -114,9 +82,10 @@ class Offload:
     nothing is offloaded of the graph that ends with that.
     """
 
-    def __init__(self, engine: Engine, unit: Unit) -> None:
+    def __init__(self, engine: Engine, unit: Unit, *, packs: bool = False) -> None:
         self.unit = unit
         self._engine = engine
+        self._packs = packs  # see [Note: packed swaps]
         # By address. Until the offload starts they belong to their tensors, and then to this.
         self._storages: MutableMapping[int, Storage] = weakref.WeakValueDictionary()
         self._tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
@@ -141,24 +110,32 @@ class Offload:
         """Offload the storage of ``tensor``. Returns what to keep in place of it."""
         watch = detached(tensor)
         watch.data = self._empty
-        offloaded = self._placeholder(tensor, watch)
-        self._tensors[id(offloaded)] = offloaded
-        return offloaded
-
-    def _placeholder(self, tensor: Tensor, watch: Tensor) -> OffloadedTensor:
-        """What stands for ``tensor``. Its memory is offloaded by ``start``."""
         address = storage_address(tensor)
         storage = self._storages.get(address)
         if storage is None:
             flat = storage_bytes(tensor)
             self._engine.ledger.hold(flat)
             storage = self._storages[address] = Storage(flat.nbytes, flat)
-        return OffloadedTensor(storage, watch, tensor._version, ViewForm.of(tensor))
+        offloaded = OffloadedTensor(storage, watch, tensor._version, ViewForm.of(tensor))
+        self._tensors[id(offloaded)] = offloaded
+        return offloaded
+
+    def _packed(self) -> Storage:
+        """The storage of one buffer that has the content of all storages, and all tensors from now on."""
+        buffer, views = pack([storage.device for storage in self._storages.values() if storage.device is not None])
+        self._engine.ledger.hold(buffer)
+        packed = Storage(buffer.nbytes, buffer, packed=True)
+        starts = {storage: view[-1] for storage, view in zip(self._storages.values(), views, strict=True)}
+        for tensor in self._tensors.values():
+            form, start = tensor.form, starts[tensor.storage]
+            tensor.form = form._replace(offset=form.offset + start // form.dtype.itemsize)
+            tensor.storage = packed
+        return packed
 
     def start(self) -> None:
         """Start to copy all storages to host memory. No tensor may be added afterwards."""
         streams = self._engine.streams
-        self._storages = dict(self._storages)
+        self._storages = {0: self._packed()} if self._packs else dict(self._storages)
         total = sum(_swapped_bytes(storage.size_bytes) for storage in self._storages.values())
         slot, free = self._engine.swaps.slots.take(total)
         weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
@@ -208,9 +185,14 @@ class Offload:
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""
-        memory = self._for_one_user(offloaded.storage)
-        itemsize = offloaded.form.dtype.itemsize
-        return offloaded.form.on(memory[: offloaded.storage.size_bytes // itemsize * itemsize])
+        memory, form = self._for_one_user(offloaded.storage), offloaded.form
+        itemsize = form.dtype.itemsize
+        if offloaded.storage.packed and torch.is_grad_enabled():  # a graph of gradients must not hold the whole buffer
+            view = form.shape, form.stride, form.dtype, form.offset * itemsize
+            (copy,) = unpack(Packed(memory, (view,)), copies=True)
+            self._engine.ledger.hold(copy)
+            return form.flipped(copy)
+        return form.on(memory[: offloaded.storage.size_bytes // itemsize * itemsize])
 
     def _for_one_user(self, storage: Storage) -> Tensor:
         """The device memory of ``storage``, for one of its users. The frame drops it with the last user."""
@@ -230,11 +212,11 @@ class Offload:
 
 
 class SwapFrame(Frame):
-    """One call of a unit whose saved tensors are offloaded and fetched (SWAP), as ``kind`` does that."""
+    """One call of a unit whose saved tensors are offloaded and fetched (SWAP)."""
 
-    def __init__(self, engine: Engine, unit: Unit, kind: type[Offload]) -> None:
+    def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
-        self.offload = kind(engine, unit)
+        self.offload = Offload(engine, unit, packs=unit.packs)
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -329,6 +311,19 @@ class CheckpointSwapFrame(CheckpointFrame):
                 raise written_over(self.unit.label, INPUTS)
             return self.offload.rebuild(leaf.view).requires_grad_(leaf.requires_grad)
         return super().fresh_input(leaf)
+
+
+_FRAMES: dict[BlockMode, type[Frame]] = {
+    BlockMode.NONE: Frame,
+    BlockMode.CKPT: CheckpointFrame,
+    BlockMode.SWAP: SwapFrame,
+    BlockMode.CKPT_SWAP: CheckpointSwapFrame,
+}
+
+
+def frame_of(engine: Engine, unit: Unit) -> Frame:
+    """The frame for a call of ``unit`` now, by its mode, or with ``engine.recompute_all`` as a recomputed block."""
+    return _FRAMES[BlockMode.CKPT if engine.recompute_all and unit.is_block else unit.mode](engine, unit)
 
 
 def _plain_tensors(tree: Any) -> list[Tensor]:

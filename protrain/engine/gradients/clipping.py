@@ -19,6 +19,7 @@ from torch import Tensor
 
 from protrain.common.errors import MisuseError, warn_user
 from protrain.engine.gradients.gradients import Gradients
+from protrain.engine.gradients.reduction import SquareSums
 
 _INITIAL = 2.0**16
 _SMALLEST, _LARGEST = 2.0**-24, 2.0**24
@@ -82,8 +83,6 @@ class Clipping:
     def __init__(self, gradients: Gradients, loss_scale: LossScale | None) -> None:
         self._gradients = gradients
         self._loss_scale = loss_scale
-        self._sum_of_squares: Tensor | None = None  # over all gradients: 0-d, fp64
-        self._norms: dict[int, Tensor] = {}  # by parameter
         self._factor: Tensor | None = None  # of all gradients: 0-d, fp32, on the device
         # By torch's clipping, which multiplies one gradient after the other and has to reach all of them: its factors,
         # each as it was given and as a 0-d fp32 tensor on the device, and those of each parameter, in order.
@@ -97,14 +96,8 @@ class Clipping:
 
     def reset(self) -> None:
         """Forget everything, because there are no gradients any more."""
-        self.forget_norms()
         self._factor = None
         self._factors, self._factors_of = {}, {}
-
-    def forget_norms(self) -> None:
-        """Forget the norms, because new gradients arrived."""
-        self._sum_of_squares = None
-        self._norms = {}
 
     def clip(self, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Scale the gradients so that their norm is at most ``max_norm``.
@@ -112,7 +105,7 @@ class Clipping:
         Returns:
             The norm before, as a 0-d fp32 tensor on the device.
         """
-        norm = self._unscaled(self._total_squares())
+        norm = self._unscaled(self._settled_squares().total().sqrt().float())
         factor = self.factor()
         norm = norm if factor is None else norm * factor
         if error_if_nonfinite and not torch.isfinite(norm):
@@ -122,7 +115,7 @@ class Clipping:
 
     def is_finite(self) -> bool:
         """Whether all gradients are finite. It waits for the device."""
-        return bool(torch.isfinite(self._total_squares()))
+        return bool(torch.isfinite(self._settled_squares().total()))
 
     def factor(self) -> Tensor | None:
         """The factor of all gradients: a 0-d fp32 tensor on the device, or None.
@@ -151,12 +144,7 @@ class Clipping:
 
     def gradient_norm(self, index: int) -> Tensor:
         """The 2-norm of the gradient of parameter ``index``, for ``.grad.norm()``: a 0-d fp32 tensor on the device."""
-        if not self._norms:
-            # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
-            self._gradients.reduction.settle()
-            indices, squares = self._gradients.squares.by_parameter()
-            self._norms = dict(zip(indices, self._unscaled(squares).unbind(), strict=True))
-        norm = self._norms[index]
+        norm = self._unscaled(self._settled_squares().norm_of(index))
         for value in (self._factor, *(self._factors[key][1] for key in self._factors_of.get(index, []))):
             norm = norm if value is None else norm * value
         return norm
@@ -173,15 +161,12 @@ class Clipping:
             self._factors[key] = factor, value
         self._factors_of.setdefault(index, []).append(key)
 
-    def _total_squares(self) -> Tensor:
-        if self._sum_of_squares is None:
-            self._gradients.reduction.settle()
-            self._sum_of_squares = self._gradients.squares.total()
-        return self._sum_of_squares
+    def _settled_squares(self) -> SquareSums:
+        self._gradients.reduction.settle()
+        return self._gradients.squares
 
     def _multiply(self, factor: Tensor) -> None:
         self._factor = factor if self._factor is None else self._factor * factor
 
-    def _unscaled(self, squares: Tensor) -> Tensor:
-        norm = squares.sqrt().float()
+    def _unscaled(self, norm: Tensor) -> Tensor:
         return norm if self._loss_scale is None else norm / self._loss_scale.used

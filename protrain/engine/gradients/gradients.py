@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -40,14 +40,12 @@ from protrain.engine.states.arena import whole_pages
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.units import ManagedModel
 from protrain.engine.weights.parameter import receives_gradient, take_gradient
-from protrain_kernels import AdamScalars
 
 
 class Settings(NamedTuple):
     """What must be the same on all ranks, so that they update their shards alike."""
 
-    scalars: list[AdamScalars] | None  # the hyperparameters of each group; None: some are invalid
-    texts: list[dict[str, str]]  # the same as the user has set them
+    options: list[dict[str, Any]]  # the hyperparameters of each group
     factor: float | None  # on the gradients of the last step, as of clipping
 
 
@@ -63,7 +61,7 @@ class Gradients:
         self.members = members
         self.device = memory.device
         self._ranks = memory.ranks
-        self.pending: dict[int, Tensor] = {}  # gradients that wait for the visit that completes them, by parameter
+        self.pending: dict[int, Tensor] = {}  # finished gradients that wait for ``flush``, by parameter
         self.present = [False] * len(members)  # whether a parameter has got a gradient since zero_grad
         self._zeroed: set[int] = set()  # parameters for which zero_grad(set_to_none=False) leaves zeros in torch
         self.delivered: set[int] = set()  # members whose gradients have arrived in this backward
@@ -95,12 +93,6 @@ class Gradients:
         )
         if not self._brings:
             self._ranks.note("a backward without gradients of parameters")
-
-    def collect(self, member: Member, gradient: Tensor | None) -> None:
-        """Keep the gradient of ``member`` that autograd has just finished, until ``flush``."""
-        if gradient is not None and member.group >= 0:
-            known, gradient = self.pending.get(member.index), gradient.detach()  # it is one of create_graph=True
-            self.pending[member.index] = gradient if known is None else known + gradient
 
     def abandon(self) -> None:
         """Drop the gradients that a failed backward has brought and no ``flush`` has stored."""
@@ -276,13 +268,13 @@ def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
     """MisuseError on every rank if the ranks have other hyperparameters, or clipped otherwise in the last step."""
     first = of_ranks[0]
     for rank, other in enumerate(of_ranks):
-        if other.scalars != first.scalars:
+        if other.options != first.options:
             differing = [
                 f"{name} of group {index} is {theirs[name]}, not {value}"
-                for index, (ours, theirs) in enumerate(zip(first.texts, other.texts, strict=False))
+                for index, (ours, theirs) in enumerate(zip(first.options, other.options, strict=False))
                 for name, value in ours.items()
                 if theirs[name] != value
-            ] or [f"{len(other.texts)} groups, not {len(first.texts)}"]
+            ] or [f"{len(other.options)} groups, not {len(first.options)}"]
             raise MisuseError(
                 f"rank {rank} has other hyperparameters than rank 0 ({'; '.join(differing)}): set the same ones in "
                 "every process"

@@ -134,6 +134,7 @@ class Reduction:
             gradients: of any shapes and strides, on the device.
             again: add to what the step has brought of ``members`` before. The chunk needs a sum for that.
         """
+        self._squares.norms.clear()
         if self._ranks.several or chunk.accumulator_on_host:
             for run in runs(members):
                 self._reduce(chunk, run, gradients, again=again)
@@ -201,15 +202,14 @@ class Reduction:
             buffer = self._sums[0]
             self._sums.rotate(-1)
             here, home = buffer.memory[: part.stop - part.start], total[part]
-            streams.reduce.wait_for(buffer.free)
             if again:
                 with span(UP, f"sum {chunk.index}"):
                     streams.upload(here, home, after=buffer.free, done=buffer.there)
-                streams.reduce.wait_for(buffer.there)
+            streams.reduce.wait_for(buffer.there if again else buffer.free)
             self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
             with span(DOWN, f"sum {chunk.index}"):
-                streams.offload(home, here, after=self.added, done=chunk.offloaded)
-            streams.d2h.place(buffer.free)
+                streams.offload(home, here, after=self.added, done=buffer.free)
+        streams.d2h.place(chunk.offloaded)
         streams.reduce.place(lane.shard_free)
 
     def _fold(
@@ -338,6 +338,7 @@ class SquareSums:
         *starts, n_tiles = accumulate(self._tiles.values(), initial=0)
         self.offsets = dict(zip(self._tiles, starts, strict=True))  # where the partial sums of a parameter begin
         self.partials = memory.zeros(n_tiles, dtype=torch.float32)
+        self.norms: dict[int, Tensor] = {}  # of each gradient by parameter, while no other gradient comes
         self._ranks = memory.ranks
         cut = [self.offsets[parameter] + tile for parameter, tile in cut_tiles]
         self._row_of_cut = {partial: row for row, partial in enumerate(cut)}
@@ -350,11 +351,13 @@ class SquareSums:
 
     def reset(self) -> None:
         """Forget all gradients."""
+        self.norms.clear()
         self.partials.zero_()
         self._cut.zero_()
 
     def forget(self, index: int) -> None:
         """Forget the gradient of parameter ``index``, on all ranks alike."""
+        self.norms.clear()
         first = self.offsets[index]
         for sums in (self.partials, self._all):
             sums[first : first + self._tiles[index]].zero_()
@@ -375,6 +378,7 @@ class SquareSums:
 
     def combine(self) -> None:
         """Make all sums known to this rank. All ranks call it when their gradients are reduced."""
+        self.norms.clear()
         self._all.copy_(self.partials)
         self._ranks.add_disjoint(self._all, "the norm of the gradients")
         if self._row_of_cut:
@@ -388,8 +392,12 @@ class SquareSums:
         """The sum of squares of all gradients: fp64, 0-d, on the device."""
         return self._all.double().sum()
 
-    def by_parameter(self) -> tuple[list[int], Tensor]:
-        """The indices of all trainable parameters, and the sums of squares of their gradients: fp64, on the device."""
-        parts = self._all.double().split(list(self._tiles.values()))
-        # The 1-norm of squares is their sum, as they are positive.
-        return list(self.offsets), torch.stack(torch._foreach_norm(parts, 1))
+    def norm_of(self, index: int) -> Tensor:
+        """The 2-norm of the gradient of parameter ``index``: fp32, 0-d, on the device."""
+        if not self.norms:
+            # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
+            parts = self._all.double().split(list(self._tiles.values()))
+            # The 1-norm of squares is their sum, as they are positive.
+            norms = torch.stack(torch._foreach_norm(parts, 1)).sqrt().float()
+            self.norms.update(zip(self._tiles, norms.unbind(), strict=True))
+        return self.norms[index]

@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from protrain.common.errors import warn_user
+from protrain.common.errors import BudgetError, warn_user
 from protrain.common.host_memory import HostMapping
 from protrain.common.parameters import DTYPES
+from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.streams import Streams
+from protrain.engine.streams import Mark, Streams
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -100,6 +101,42 @@ class _Segment:
     @property
     def free_bytes(self) -> int:
         return self.memory.nbytes - self.used_bytes
+
+
+class HostSlots:
+    """Host memory for swapped blocks: slots that frames take and release, all of them within ``limit_bytes``."""
+
+    def __init__(self, arena: Arena, streams: Streams, *, limit_bytes: int) -> None:
+        self.arena = arena
+        self.streams = streams
+        self.limit_bytes = limit_bytes  # the limit of the whole arena
+        self._free: list[tuple[Tensor, Mark]] = []
+
+    def take(self, size_bytes: int) -> tuple[Tensor, Mark]:
+        """The smallest free slot that fits, and the mark after which it may be written.
+
+        Raises:
+            BudgetError: more forwards wait for their backward than the plan was made for.
+        """
+        fitting = [(slot.numel(), at) for at, (slot, _) in enumerate(self._free) if slot.numel() >= size_bytes]
+        if fitting:
+            return self._free.pop(min(fitting)[1])  # in place, as the collector may release another slot at any time
+        if size_bytes > self.arena.free_bytes and self.arena.total_bytes + size_bytes > self.limit_bytes:
+            raise BudgetError(
+                f"no host memory to swap another {format_bytes(size_bytes)} of activations to: "
+                f"{format_bytes(self.arena.total_bytes)} of host_memory={format_bytes(self.limit_bytes)} are taken; "
+                "call backward() before the next forward and without retain_graph, or allow more host_memory"
+            )
+        return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
+
+    def release(self, slot: Tensor, read: Mark) -> None:
+        """Take back the ``slot`` of a frame that ends now. It is free when ``read`` is reached.
+
+        The device memory that the frame has fetched and not used, because its backward failed or took another path, is
+        freed with it. The compute stream waits for the fetch, which must not overwrite what gets that memory next.
+        """
+        self.streams.compute.wait_for(read)
+        self._free.append((slot, read))
 
 
 class ActivationBytes(NamedTuple):

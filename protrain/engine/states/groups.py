@@ -63,22 +63,23 @@ class Groups:
         """The hyperparameters of all groups in a first step. ValueError for an invalid one."""
         return [self.scalars(index, 1) for index in range(len(self._live))]
 
-    def texts(self) -> list[dict[str, str]]:
-        """The hyperparameters of all groups as the user has set them, for messages."""
-        return [{name: str(group[name]) for name in ("lr", "betas", "eps", "weight_decay")} for group in self._live]
+    def options(self) -> list[dict[str, Any]]:
+        """The hyperparameters of all groups, as ``adam_scalars`` takes them."""
+        return [self._options(group) for group in self._live]
 
     def scalars(self, index: int, step: int) -> AdamScalars:
         """The hyperparameters of group ``index`` for parameters that make step number ``step``, from 1."""
-        group = self._live[index]
-        return _adam_scalars(
-            lr=float(group["lr"]),
-            beta1=float(group["betas"][0]),
-            beta2=float(group["betas"][1]),
-            eps=float(group["eps"]),
-            weight_decay=float(group["weight_decay"]),
-            step=step,
-            decoupled=self._decoupled or bool(group.get("decoupled_weight_decay")),
-        )
+        return _adam_scalars(**self._options(self._live[index]), step=step)
+
+    def _options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {
+            "lr": float(group["lr"]),
+            "beta1": float(group["betas"][0]),
+            "beta2": float(group["betas"][1]),
+            "eps": float(group["eps"]),
+            "weight_decay": float(group["weight_decay"]),
+            "decoupled": self._decoupled or bool(group.get("decoupled_weight_decay")),
+        }
 
     def check_members(self) -> None:
         """MisuseError that names a parameter that was added to a group, removed, or moved to another group.

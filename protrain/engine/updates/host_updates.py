@@ -178,9 +178,8 @@ class HostUpdate:
     factor: float = 1.0  # on the gradient, which a speculative update takes for that of the step
     scale: Scale | None = None  # the factor for which the step asks
     state: UpdateState = UpdateState.PENDING
-    as_asked: bool = True  # the step has asked for the pieces with which it was begun
-    dropped: bool = False  # its gradient was forgotten
-    version: int = -1  # of the weight from which it was computed speculatively
+    # The version of the weight, the pieces and the factor with which it was done speculatively.
+    assumed: tuple[int, list[Piece], float] | None = None
     early: Job | None = None  # in which the host begins it while backward runs
     job: Job = field(init=False)  # after which the weight is that of the step
     deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
@@ -192,14 +191,14 @@ class HostUpdate:
 
     def speculate(self) -> None:
         """Do the update speculatively, if there is still time for it."""
-        if self.dropped or self.window.is_closed():
+        if self.window.is_closed():
             return
-        chunk = self.chunk
+        chunk, pieces = self.chunk, self.pieces  # step() may replace the pieces
         _wait_for_gradient(chunk, None)
-        self.version = chunk.version
+        self.assumed = chunk.version, pieces, self.factor
         scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")
-        with nullcontext() if chunk.speculates_weight_only else self.host.timing(self.pieces):
-            chunk.step_speculatively(self.pieces, self.gradient, scale, threads=self.host.threads)
+        with nullcontext() if chunk.speculates_weight_only else self.host.timing(pieces):
+            chunk.step_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
     def begin(self) -> None:
@@ -212,8 +211,9 @@ class HostUpdate:
 
     def can_commit(self) -> bool:
         """Whether the work is done already. It waits for the factor on the gradients."""
-        done = self.state is UpdateState.SPECULATED and self.as_asked and self.version == self.chunk.version
-        return done and factor_of(self.scale) == self.factor
+        if self.state is not UpdateState.SPECULATED:
+            return False
+        return self.assumed == (self.chunk.version, self.pieces, factor_of(self.scale))
 
     def run(self) -> None:
         """Commit the speculative update, or update the chunk on the host."""

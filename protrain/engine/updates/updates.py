@@ -65,8 +65,12 @@ class Updates:
         worker: HostWorker,
         streamer: Streamer | None,
         committer: HostWorker,
+        inside: bool,
     ) -> None:
         memory = managed.memory
+        self.inside = inside  # updates are made inside backward, not by step()
+        self.updated_inside: set[int] = set()  # chunks that backward has updated, until step() is called
+        self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
         self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
         self.worker = worker
         self._committer = committer
@@ -121,70 +125,72 @@ class Updates:
 
     def begin_backward(self) -> None:
         """A backward outside of no_sync() begins."""
-        self._assumed_scalars = self._scalars()
-
-    def _scalars(self) -> list[AdamScalars] | None:
-        """The hyperparameters now. None: some are invalid, for which step() raises an error if they stay so."""
         try:
-            return self._groups.all_scalars()
-        except ValueError:
-            return None
+            self._assumed_scalars = self._groups.all_scalars()
+        except ValueError:  # step() raises it if they stay invalid
+            self._assumed_scalars = None
 
     def settings(self) -> Settings:
         """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
         factor = None if self._last_scale is None else self._last_scale.value
-        return Settings(self._scalars(), self._groups.texts(), factor)
+        return Settings(self._groups.options(), factor)
 
-    def speculate(self, chunk: Chunk, factor: float) -> None:
+    def arrived(self, chunks: list[Chunk]) -> None:
+        """No other visit of this backward brings gradients to ``chunks``: begin the updates that can begin now."""
+        if self._groups.no_sync:
+            return
+        for chunk in chunks:
+            if self.inside:
+                # A missing gradient may come later, or the backward may yet be refused. All ranks call agree().
+                if self._gradients.agree(chunk) and not self._buffers.in_use(chunk):
+                    self._update_inside(chunk)
+            elif chunk.speculative is not None and self._gradients.has_all(chunk):
+                self._speculate(chunk)
+
+    def _speculate(self, chunk: Chunk) -> None:
         """Update ``chunk``, which has memory for that and all of whose parameters have a gradient, speculatively.
 
-        ``factor`` is the assumed scale of gradients. Nothing is done in a backward after which another one of the same
-        step is to be expected.
+        Nothing is done in a backward after which another one of the same step is to be expected.
         """
         if not self.host.as_assumed or not self._gradients.is_last or self._assumed_scalars is None:
             return
         pieces = self._pieces(chunk)
         if not pieces:  # the shard is padding
             return
-        update = self._begun[chunk] = self._made(chunk, pieces, factor=factor)
+        update = self._begun[chunk] = self._made(chunk, pieces, factor=self._unscaling)
         what = "weight" if chunk.speculates_weight_only else "update"
         update.early = self.worker.submit(update.speculate, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, update.early)
 
     def forget(self) -> None:
         """All gradients are forgotten, and so are the speculative updates."""
-        for update in self._begun.values():
-            update.dropped = True
-        self._begun.clear()
-        self._window = Window()
+        if self._begun:
+            self._end_window()  # those that have not begun need not begin
+            self._begun.clear()
 
     # -- updates that count --------------------------------------------------------------------------------------------
 
-    def step(self, factor: Tensor | None, *, assumed_factor: float, loss_scale: LossScale | None) -> None:
-        """Update every parameter that has a gradient. See [Note: commit].
+    @property
+    def _unscaling(self) -> float:
+        """The factor on gradients that undoes the loss scale: what speculative updates take for that of the step."""
+        return 1.0 if self.loss_scale is None else 1.0 / self.loss_scale.used
 
-        Args:
-            factor: of all gradients, 0-d on the device.
-            assumed_factor: what speculative updates took it to be.
-            loss_scale: counts the step, in float16.
-        """
-        assumed = assumed_factor if self._groups.all_scalars() == self._assumed_scalars else None
-        self.commit(functools.partial(self._step, factor, assumed, [*map(self._pieces, self._chunks)], loss_scale))
+    def step(self, factor: Tensor | None) -> None:
+        """Update every parameter that has a gradient, by ``factor`` of it, 0-d on the device. See [Note: commit]."""
+        if self.loss_scale is not None:
+            inverse = torch.full((), self._unscaling, dtype=torch.float32, device=self._gradients.device)
+            factor = inverse if factor is None else factor * inverse
+        assumed = self._unscaling if self._groups.all_scalars() == self._assumed_scalars else None
+        self.commit(functools.partial(self._step, factor, assumed, [*map(self._pieces, self._chunks)]))
 
     def commit(self, work: Callable[[], None]) -> None:
         """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
         self._committer.submit(work).wait()
 
-    def _step(
-        self,
-        factor: Tensor | None,
-        assumed_factor: float | None,
-        pieces: list[list[Piece]],
-        loss_scale: LossScale | None,
-    ) -> None:
+    def _step(self, factor: Tensor | None, assumed_factor: float | None, pieces: list[list[Piece]]) -> None:
         with self._streams.computing():
-            if loss_scale is not None:
-                loss_scale.note_step()
+            if self.loss_scale is not None:
+                self.loss_scale.note_step()
             self._last_scale = scale = None if factor is None else self.publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
@@ -193,8 +199,10 @@ class Updates:
             ]
             self._queue([*filter(None, updates)], norm, scale, assumed_factor)
 
-    def update_inside(self, chunk: Chunk) -> None:
+    def _update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
+        self.updated_inside.add(chunk.index)
+        self._gradients.reduction.send(chunk)
         # Several ranks update it where its gradient was folded, so that compute does not wait.
         stream = self._streams.reduce if chunk.ranks.several else self._streams.compute
         update = self._update(chunk, self._pieces(chunk), None, stream)
@@ -207,7 +215,10 @@ class Updates:
         self._gradients.pools.release(chunk)
 
     def end_backward(self) -> None:
-        """Queue the updates inside backward that the host has not begun, in the order in which forward needs them."""
+        """Make the updates inside backward that are left, and queue them in the order in which forward needs them."""
+        for chunk in self._chunks:
+            if chunk.index not in self.updated_inside and self._gradients.has_gradients(chunk):
+                self._update_inside(chunk)
         updates = sorted(self._begun.values(), key=lambda update: update.chunk.index)
         self.commit(lambda: self._queue(updates, self._end_window(), None, 1.0))
         self._begun.clear()
@@ -252,7 +263,7 @@ class Updates:
             update = self._made(chunk, pieces)
         elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
-        update.as_asked, update.pieces, update.scale = pieces == update.pieces, pieces, scale
+        update.pieces, update.scale = pieces, scale
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
 

@@ -73,7 +73,7 @@ class PresentParameter(nn.Parameter):
         refuse_foreign_gradients([member])
         if pending:
             return GradientProxy.of(handle, self.shape)
-        if member.chunk.index in handle.engine.updated_inside:
+        if member.chunk.index in handle.engine.updates.updated_inside:
             raise MisuseError(
                 f"the gradient of {handle.name} is gone: with step_during_backward=True its update was made inside "
                 "backward. To clip or read gradients wrap with step_during_backward=False"

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from protrain.cli.models import LoadedModel
-from protrain.cli.rows_apart import what_joins_rows
 from tests.engine.families.decoders import families
 
 transformers = pytest.importorskip("transformers")
+what_joins_rows = pytest.importorskip("protrain.cli.train_data", exc_type=ImportError).what_joins_rows
 LENGTH = 12
 NAMES = ["gpt2", "opt", "bloom", "llama", "gemma3_text", "mixtral", "gpt_oss", "qwen3_next", "lfm2", "minimax", "rwkv"]
 

@@ -12,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import protrain
 from protrain import wrapping
-from protrain.common.errors import MisuseError
 from protrain.common.tables import format_bytes
+from tests.distributed import test_bits as bits
+from tests.distributed.out_of_step import quick
 from tests.distributed.pool import on_ranks
-from tests.distributed.test_user_generate import quick
-from tests.engine.harness import seeded
+from tests.engine.harness import assert_same, seeded
 
 WIDTH, ROWS = 256, 4
 
@@ -38,9 +37,9 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks, of which ``full_device`` pretends that they do not fit the device."""
 
-    def __init__(self, *, dropout: float = 0.0, full_device: bool = False) -> None:
+    def __init__(self, *, dropout: float = 0.0, full_device: bool = False, depth: int = 3) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(depth))
         self.full_device = full_device
 
     def forward(self, value: Tensor) -> Tensor:
@@ -98,16 +97,17 @@ def test_an_error_of_one_rank_after_one_of_both() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("model", "options", "said"),
     [
-        ({"accumulation": 2}, "('accumulation=2', not 'accumulation=1')"),
-        ({"dtype": "bfloat16"}, "('dtype=torch.bfloat16', not 'dtype=torch.float32')"),
-        ({"example_batch": None}, "('example_batch=none', not 'example_batch=given')"),
+        ({}, {"accumulation": 2}, "another way to train than rank 0 ('accumulation=2', not 'accumulation=1')"),
+        ({}, {"dtype": "bfloat16"}, "another way to train than rank 0 ('dtype=torch.bfloat16', not 'dtype=torch.float"),
+        ({}, {"example_batch": None}, "another way to train than rank 0 ('example_batch=none', not 'example_batch=g"),
+        ({"depth": 2}, {}, "another model than rank 0"),
     ],
 )
-def test_other_arguments_on_one_rank(options: dict[str, Any], said: str) -> None:
-    for error, _ in on_ranks(2, error_of, {}, ({}, options)):
-        assert error.startswith(f"MisuseError: rank 1 has another way to train than rank 0 {said}")
+def test_one_rank_wraps_otherwise(model: dict[str, Any], options: dict[str, Any], said: str) -> None:
+    for error, _ in on_ranks(2, error_of, model, ({}, options)):
+        assert error.startswith(f"MisuseError: rank 1 has {said}"), error
 
 
 def warned(rank: int, seeds: Sequence[tuple[int, int]], dropout: float, example: bool) -> list[str]:
@@ -204,6 +204,56 @@ def test_less_free_memory_than_all_ranks_of_a_machine_take() -> None:
     assert not other
 
 
+# -- where ranks start from --------------------------------------------------------------------------------------------
+
+
+def start(rank: int, build: Callable[[int], nn.Module]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The values that a rank builds, and those that it has after wrap."""
+    model = build(rank)
+    built = {} if next(model.parameters()).is_meta else {n: p.detach().clone() for n, p in model.named_parameters()}
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    wrapped, _ = wrap(model, example_batch={"input_ids": ids, "labels": ids})
+    return built, {name: value.clone() for name, value in wrapped.state_dict().items()}
+
+
+def seeded_by_rank(rank: int) -> nn.Module:
+    """Half of the parameters differ between ranks, by a single bit at least."""
+    model = bits.make("gpt2")
+    with torch.no_grad():
+        for index, parameter in enumerate(model.parameters()):
+            if index % 2:
+                parameter.view(-1)[-1] += rank
+    return model
+
+
+@pytest.mark.slow
+def test_the_values_of_the_first_rank() -> None:
+    (first, mine), (other, theirs), _ = on_ranks(3, start, seeded_by_rank)
+    assert any(not torch.equal(first[name], other[name]) for name in first)
+    for name, value in first.items():
+        assert torch.equal(mine[name], value), name
+        assert torch.equal(theirs[name], value), name
+
+
+def empty(rank: int) -> nn.Module:
+    torch.manual_seed(5 + rank)
+    with protrain.empty_parameters():
+        config = bits.transformers.MixtralConfig(**bits.LLAMA, num_local_experts=4)
+        model: nn.Module = bits.transformers.MixtralForCausalLM(config)
+    return model
+
+
+@pytest.mark.slow
+def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first() -> None:
+    (_, mine), (_, theirs) = on_ranks(2, start, empty)
+    _, alone = start(0, empty)
+    assert_same(mine, alone)
+    assert_same(theirs, alone)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+
 def train_in_mesh(rank: int, meshed: bool) -> list[float]:
     """Losses of training in the only dimension of a mesh, or in the default group."""
     options: dict[str, Any] = {}
@@ -225,20 +275,6 @@ def test_the_group_of_a_mesh() -> None:
     losses = on_ranks(2, train_in_mesh, True)
     assert losses == on_ranks(2, train_in_mesh, False)
     assert losses[0] != losses[1]
-
-
-def put_into_ddp(rank: int) -> str:
-    wrapped, _ = wrap(Model())
-    try:
-        DistributedDataParallel(wrapped)
-    except MisuseError as error:
-        return str(error)
-    return ""
-
-
-def test_another_wrapper_around_the_model_is_told_to_go() -> None:
-    for error in on_ranks(2, put_into_ddp):
-        assert "DistributedDataParallel reads it too: do without that" in error
 
 
 def refused(rank: int, what: str) -> str:
