@@ -15,9 +15,8 @@ import torch
 
 from bench.exactness.__main__ import Exactness
 from bench.exactness.__main__ import main as run_exactness
-from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
-from bench.kernels.rows import COMPILED, EAGER, OURS, Row, with_speedups
+from bench.kernels.rows import COMPILED, EAGER, OURS, Row, this_machine, with_speedups
 from bench.planner.__main__ import main as run_planner
 from bench.planner.accuracy import errors_of, regret, regret_table
 from bench.planner.cases import SMOKE
