@@ -39,8 +39,8 @@ from protrain.engine.weights.bindings import Bindings
 from protrain.engine.weights.buffers import BufferPool
 from protrain.engine.weights.state_hooks import StateHooks
 from protrain.engine.weights.views import Ledger, SimulatedLedger
-from protrain.planning.layout import most_held
 from protrain.planning.plan import BlockMode, Plan, as_planned, layout_of, offloaded_input_bytes, swapped_block_bytes
+from protrain.planning.schedule import most_held
 from protrain.planning.sharing import Sharing
 from protrain.profiler.model_profile import ModelProfile
 from protrain_kernels.host_library import library

@@ -16,6 +16,9 @@ from protrain.engine.updates.host_updates import UpdateState
 from protrain.engine.weights.views import SimulatedLedger
 
 _TIMED_STEPS = 200
+_SETTLED_STEPS = 10  # by which blocks are compiled and caches are warm
+_FAR_OFF = 0.2  # a step that differs by more of its predicted time was planned for another machine
+_SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than plans are made for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class Report(Record):
     speculative_updates: int  # updates done inside backward, before step() was called
     streamed_updates: int  # updates of chunks in host memory that the device did, as the host would have been late
     redone_updates: int  # speculative updates done again as the step was not as they had assumed
-    host_gparams: float  # 1e9 parameters a second in the updates by the host, while the step ran; 0: none
+    host_gparams: float  # 1e9 parameters a second that the host has updated lately, while the step ran; 0: none
     predicted_host_gparams: float
 
     def rows(self) -> list[tuple[str, str]]:
@@ -49,12 +52,6 @@ class Report(Record):
                 f"{format_ms(self.step_ms)} in the median, {predicted} "
                 f"(measured {format_change(self.step_ms, self.predicted_step_ms)})"
             )
-        redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
-        on_host = "none"
-        if self.host_gparams:
-            on_host = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
-            if self.predicted_host_gparams:
-                on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
         between = []
         if self.received_bytes or self.sent_bytes:
             received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
@@ -73,10 +70,39 @@ class Report(Record):
             ),
             ("chunk uploads", f"{self.fetches:,}, {format_bytes(self.uploaded_bytes)} from host memory"),
             *between,
+            *(self._updates() if self.host_gparams or self.predicted_host_gparams else ()),
+            *([("what to do", self.advice)] if self.advice else ()),
+        ]
+
+    def _updates(self) -> list[tuple[str, str]]:
+        """Rows on a host that has updates to make."""
+        redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
+        rate = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
+        if self.host_gparams and self.predicted_host_gparams:
+            rate += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
+        return [
             ("speculative updates", f"{self.speculative_updates:,}{redone}"),
             ("streamed updates", f"{self.streamed_updates:,}"),
-            ("AdamW on the host", on_host),
+            ("AdamW on the host", rate if self.host_gparams else "none yet"),
         ]
+
+    @property
+    def advice(self) -> str:
+        """What to do about steps that take over 20% more or less time than predicted; "" while there is no need."""
+        change = self.step_ms / self.predicted_step_ms - 1 if self.predicted_step_ms else 0.0
+        if self.steps < _SETTLED_STEPS or abs(change) <= _FAR_OFF:
+            return ""
+        if change < 0:
+            return "run `protrain calibrate` and wrap again, as a plan for this machine's true rates may be faster"
+        if self.host_gparams < _SLOW_HOST * self.predicted_host_gparams:
+            return (
+                "the host is slower than its calibration says: end what else loads it or its memory, or run `protrain "
+                "calibrate` while it is as busy as now and wrap again"
+            )
+        return (
+            "the host is as fast as its calibration says, so look for what else takes time: a slow data loader, a busy "
+            "GPU or link, calls that wait for the GPU; if there is none, run `protrain calibrate` and wrap again"
+        )
 
     def __str__(self) -> str:
         return self.table()
