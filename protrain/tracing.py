@@ -79,11 +79,11 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     measured = _measured(found["traceEvents"], on_gpu=on_gpu)
     inside = optimizer.step_during_backward
     predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside).timeline
-    begin_us = _last_forward_us(measured)
+    begin_us, advice = _last_forward_us(measured), optimizer.report().advice
     found["traceEvents"] = [
         *(found["traceEvents"] if kernels else ()),
         *_titles(_MEASURED, "measured", lanes_of(optimizer.plan.world_size)),
-        *_titles(_PREDICTED, "predicted", lanes_of(optimizer.plan.world_size)),
+        *_titles(_PREDICTED, ": ".join(filter(None, ("predicted", advice))), lanes_of(optimizer.plan.world_size)),
         *measured,
         *(
             _span(_PREDICTED, op.lane, op.name, begin_us + op.start_ms * 1e3, (op.end_ms - op.start_ms) * 1e3)

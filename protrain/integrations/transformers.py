@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -34,7 +35,7 @@ from protrain.integrations.accelerate import (
     precision_of,
     refuse_precision,
 )
-from protrain.integrations.longest import generate_longest, longest_row
+from protrain.integrations.longest import generate_longest, longest_row, smaller_if_it_fits
 from protrain.integrations.trainer_saves import TrainerSaves
 from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -106,13 +107,14 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
                 found["chunked_loss"] = False
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            if precision_of(self.args) == "bf16":
-                mix_precision(self.accelerator, self.model, whole)
-            # To place the state on a device, Accelerate would take the whole of it on every rank.
-            self.optimizer: Any = self.accelerator.prepare_optimizer(
-                wrap(whole, self.optimizer, **(found | self._wrap_arguments))[1], device_placement=False
-            )
-            self.optimizer._is_accelerate_prepared = True
+            with smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext():
+                if precision_of(self.args) == "bf16":
+                    mix_precision(self.accelerator, self.model, whole)
+                # To place the state on a device, Accelerate would take the whole of it on every rank.
+                self.optimizer: Any = self.accelerator.prepare_optimizer(
+                    wrap(whole, self.optimizer, **(found | self._wrap_arguments))[1], device_placement=False
+                )
+                self.optimizer._is_accelerate_prepared = True
             self._let_callbacks_read(whole)
             self.model.__dict__.update(
                 {name: vars(whole)[name] for name in ("no_sync", "zero_grad", "_is_accelerate_prepared")}
