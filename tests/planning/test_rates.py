@@ -8,10 +8,7 @@ from typing import Any
 import pytest
 
 from protrain.hardware.profile import Contention, HardwareProfile
-from protrain.planning import (
-    evaluate,
-    predict,
-)
+from protrain.planning import evaluate, predict
 from protrain.planning.contention import OTHERS, rates
 from protrain.planning.rates import (
     UNKNOWN,
@@ -28,13 +25,7 @@ from protrain.planning.rates import (
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, UP
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord, UnitRecord
 from tests.planning.machines import H100
-from tests.planning.models import (
-    GIB,
-    MACHINE,
-    MIB,
-    chain,
-    make_profile,
-)
+from tests.planning.models import GIB, MACHINE, MIB, chain, make_profile
 
 
 def left(hardware: HardwareProfile, lane: int, *beside: int) -> float:
