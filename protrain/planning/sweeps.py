@@ -147,7 +147,7 @@ def least_device_bytes(
 ) -> int | None:
     """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
     memory = MemoryModel(
-        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
+        profile, hardware, pack(profile, world_size=hardware.world_size), step_during_backward=step_during_backward
     )
     device, host = least_bytes(memory)
     return min(device[host <= hardware.host_bytes].tolist(), default=None)
@@ -208,7 +208,7 @@ def largest(
     def memory(layers: int) -> MemoryModel:
         profile = profile_of(layers)
         layout = pack(profile, world_size=hardware.world_size)
-        return MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+        return MemoryModel(profile, hardware, layout, step_during_backward=step_during_backward)
 
     low, high = 0, most_layers + 1  # low fits, and high does not
     while high - low > 1:

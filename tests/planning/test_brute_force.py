@@ -131,7 +131,7 @@ def test_no_plan_is_better_where_gradients_share_regions(seed: int) -> None:
     draw = random.Random(seed)
     profile = measured(draw, seed)
     hardware = replace(random_machine(draw), device_bytes=int(draw.uniform(450, 1100)) * MIB, host_bytes=0)
-    memory = MemoryModel(profile, hardware, pack(profile, N), update_in_backward=True)
+    memory = MemoryModel(profile, hardware, pack(profile, N), step_during_backward=True)
     # Room for the states of all chunks or all but one, and hardly for their gradients or what is offloaded.
     least_bytes = memory.least_host_bytes(draw.randint(0, 1), 0)
     swapping = memory.activations((SWAP, *[CKPT_SWAP] * (len(profile.blocks) - 1)))

@@ -21,7 +21,7 @@ SLOW = replace(MACHINE, host_adam_gparams=0.064, bidirectional_gbps=2.1)
 
 
 def memory_of(profile: ModelProfile, hardware: HardwareProfile = SLOW, *, inside: bool = True) -> MemoryModel:
-    return MemoryModel(profile, hardware, pack(profile, N), update_in_backward=inside)
+    return MemoryModel(profile, hardware, pack(profile, N), step_during_backward=inside)
 
 
 def with_regions(profile: ModelProfile, n_persist: int, n_regions: int, **changes: Any) -> MemoryModel:
@@ -49,7 +49,7 @@ def odd_profile(*, within: bool = False) -> ModelProfile:
 def open_at_once(profile: ModelProfile) -> tuple[list[int], list[int]]:
     layout = pack(profile, N)
     assert [chunk.elements for chunk in layout.chunks] == [N] * 4
-    regions = GradientRegions(profile, SLOW, layout, update_in_backward=True)
+    regions = GradientRegions(profile, SLOW, layout, step_during_backward=True)
     return regions.open_on_device, regions.open_on_host
 
 

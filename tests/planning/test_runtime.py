@@ -89,7 +89,7 @@ def test_speculative_updates_hide_in_backward() -> None:
     gain = 8 * 6.0 * UPDATE_MS - (8 - 1) * MOVE_MS
     assert 0.9 * gain < steps[0] - steps[8] < 1.1 * gain
     assert all(more <= fewer + 1e-9 for fewer, more in pairwise(steps))
-    inside = model_of(profile, slow, update_in_backward=True)
+    inside = model_of(profile, slow, step_during_backward=True)
     assert steps[8] >= inside.step_ms((NONE,) * 8, placed(0, 8)) - 1e-9
 
 

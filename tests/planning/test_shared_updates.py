@@ -83,14 +83,14 @@ def test_the_gpu_may_help_unless_the_plan_says_otherwise_or_its_rate_is_unknown(
 
 def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_rest_is_shared() -> None:
     # A backward of 42 ms is over while the host makes the first update, of the chunk whose gradient arrives first.
-    timeline = slow_model(update_in_backward=True).timeline(MODES, placed(1, 6))
+    timeline = slow_model(step_during_backward=True).timeline(MODES, placed(1, 6))
     # Only the begun update is the host's without a choice. Then it makes 1, 3 and 4 while the GPU makes 2 and 5.
     assert names(timeline, HOST) == ["speculative update 6", "update 1", "update 3", "update 4"]
     assert names(timeline, STREAM) == ["update 2", "update 5"]
     in_backward = [op for op in timeline.operations if op.name.startswith("speculative update") and op.start_ms > 0]
     assert [(op.name, op.lane) for op in in_backward] == [("speculative update 6", HOST)]
     assert timeline.forward_end_ms < in_backward[0].start_ms < timeline.backward_end_ms < in_backward[0].end_ms
-    alone = slow_model(update_in_backward=True, stream=False).step_ms(MODES, placed(1, 6))
+    alone = slow_model(step_during_backward=True, stream=False).step_ms(MODES, placed(1, 6))
     assert timeline.step_ms < 0.75 * alone
 
 
