@@ -168,16 +168,6 @@ def test_attention_is_kept_where_that_gains(seed: int, gains: bool) -> None:
     assert found.step_ms <= (0.99 if gains else CLOSE) * without.step_ms
 
 
-def short_case(seed: int) -> tuple[ModelProfile, HardwareProfile]:
-    """Room in host memory for a few whole copies, and a host that has no time to spare."""
-    draw = random.Random(seed)
-    profile = measured(draw, seed, share=8)
-    hardware = replace(random_machine(draw), host_adam_gparams=draw.choice([0.3, 0.5, 1.0]), host_bytes=0)
-    memory = MemoryModel(profile, hardware, pack(profile, N))
-    copies_bytes = draw.randint(2, 5) * memory.layout.buffer_elements(0)[0] * 12
-    return profile, replace(hardware, host_bytes=memory.least_host_bytes(0, 0) + copies_bytes)
-
-
 @pytest.mark.parametrize("seed", [28, 323])
 def test_updates_of_the_weight_alone_are_made_where_they_gain(seed: int) -> None:
     profile, hardware = tight_case(seed)
@@ -185,12 +175,3 @@ def test_updates_of_the_weight_alone_are_made_where_they_gain(seed: int) -> None
     assert found.n_weight_only > 0
     memory = MemoryModel(profile, hardware, pack(profile, N))
     assert found.step_ms < 0.99 * fastest_ms(memory, lambda counts: not counts.n_weight_only)
-
-
-@pytest.mark.parametrize("seed", [35, 340])
-def test_some_are_of_the_weight_alone_where_that_beats_every_plan_of_all_or_none(seed: int) -> None:
-    profile, hardware = short_case(seed)
-    found = check_search(profile, hardware)
-    assert 0 < found.n_weight_only < found.n_speculate
-    memory = MemoryModel(profile, hardware, pack(profile, N))
-    assert found.step_ms < 0.98 * fastest_ms(memory, lambda counts: counts.n_weight_only in (0, counts.n_speculate))

@@ -9,7 +9,7 @@ import pytest
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import load, other_machines
-from protrain.planning import Plan, evaluate, explain, predict, search
+from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.answer import Job, alternatives, others_of
 from protrain.planning.plan import Counts
 from protrain.planning.ranges import Change
@@ -17,7 +17,7 @@ from protrain.planning.rates import slower_share, with_host
 from protrain.planning.timeline import DOWN, GPU, HOST, UP, Operation, Timeline, phases
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.machines import H100
-from tests.planning.models import busy_ms, equal_blocks, profile_of
+from tests.planning.models import equal_blocks, profile_of
 
 MIB = 1024**2
 N = 8 * MIB  # elements of a chunk
@@ -122,22 +122,6 @@ def test_the_critical_resource_is_the_one_that_is_slow() -> None:
     assert forward_limit(slow_link) == "uploads"
     assert forward_limit(slow_link, n_persist=6, n_buffer=0, n_swap=4, n_ckpt=0) == "offloads"
     assert forward_limit(quick) == "compute"
-
-
-def test_on_a_cpu_nothing_overlaps() -> None:
-    traced = make_profile(device="cpu")
-    rates: dict[str, Any] = {"host_adam_gparams": 1.0, "device_adam_gparams": 1.0, "flatten_gbps": 3000.0}
-    hardware = machine(8192, device_type="cpu", **rates)
-    plan = hand_made(traced, hardware)
-    timeline = predict(traced, hardware, plan).timeline
-    assert timeline.step_ms == plan.step_ms
-    compute_ms, flatten_ms = sum(segment.duration_ms for segment in traced.segments), 2 * 2 * 6 * N / 3000e6
-    assert busy_ms(timeline, GPU) == pytest.approx(compute_ms + flatten_ms)
-    assert busy_ms(timeline, HOST) == pytest.approx(6 * N / 1e6)
-    assert sum(busy_ms(timeline, lane) for lane in range(4)) == pytest.approx(plan.step_ms)
-    after = explain(plan, traced, hardware).phases[2]
-    assert after.compute_ms == 0.0
-    assert after.waits_ms["uploads"] + after.waits_ms["host optimizer"] == pytest.approx(after.length_ms)
 
 
 def test_a_knob_does_what_the_plan_with_it_does() -> None:

@@ -205,15 +205,6 @@ def test_the_parts_of_device_memory_by_hand() -> None:
     assert "NCCL and its contexts" not in on_cpu
 
 
-def test_what_nccl_takes_depends_on_the_ranks_of_a_machine_and_on_how_they_are_connected() -> None:
-    fast = replace(H100, all_gather_gbps=268.0)
-    through_host = replace(H100, all_gather_gbps=H100.h2d_gbps / 2)
-    several: dict[str, Any] = {"world_size": 16, "n_nodes": 2}
-    assert [replace(fast, world_size=n).collective_bytes // MIB for n in (1, 2, 4, 8)] == [0, 1784, 2552, 4088]
-    assert replace(fast, **several).collective_bytes == replace(fast, world_size=8).collective_bytes
-    assert replace(through_host, **several).collective_bytes == 600 * MIB
-
-
 ROOMY = replace(MACHINE, host_bytes=10**12)
 # Bytes a parameter of a whole second copy, and of one of the weight alone.
 SIZES = [("bfloat16", 12, 2), ("float16", 14, 2), ("float32", 12, 4)]
