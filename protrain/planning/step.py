@@ -99,13 +99,14 @@ class Steps:
         self._fetches = Fetches(self._visits, held, layout, memory.large_buffers)
         self._held = held
         self._gradients = gradients_by_visit(profile, hardware, layout)
-        arriving = [part.chunk for part in chain.from_iterable(self._gradients)]
-        # With several ranks: by chunk the buffer that it is sent from, and by gradient what the reduction takes.
-        self._sent = self._rotated({chunk: chunk for chunk in arriving} if layout.world_size > 1 else {})
+        # With several ranks, by chunk: its last gradient, whose reduction is that of the chunk, and the buffer that the
+        # chunk is sent from.
+        parts = chain.from_iterable(self._gradients if layout.world_size > 1 else ())
+        last = {part.chunk: part.number for part in parts}
+        self._sent = self._rotated({chunk: chunk for chunk in last})
         self._reduce_ms = {
-            index: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
-            for chunk, index in {chunk: index for index, chunk in enumerate(arriving)}.items()  # the last of each
-            if self._sent
+            number: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
+            for chunk, number in last.items()
         }
         self._lost_to_collectives = lost_to_collectives(hardware)
         for at, of_visit in enumerate(self._gradients if self._sent else ()):

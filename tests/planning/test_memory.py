@@ -217,6 +217,8 @@ def test_as_few_are_weight_only_as_host_memory_allows(dtype: str, whole: int, we
     for n_weight_only in range(6):
         room = N * ((5 - n_weight_only) * whole + n_weight_only * weight)
         assert memory.copy_bytes(2, 5, n_weight_only) == room
+        more = memory.host_bytes(placed(2, 2, 5, n_weight_only), (NONE,) * 8)
+        assert more - memory.host_bytes(placed(2, 2), (NONE,) * 8) == room
         memory.hardware = replace(ROOMY, host_bytes=memory.least_host_bytes(2, 4000) + room)
         assert memory.speculation(2, 5, 4000) == (5, n_weight_only)
         memory.hardware = replace(ROOMY, host_bytes=memory.hardware.host_bytes - 1)
