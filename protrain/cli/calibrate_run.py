@@ -27,6 +27,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
+    if args.device is None and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU to measure: give --device cpu for a simulated device")
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     kept = cached(device)
     # Unless it is the first, a trial must not spoil the plans of a full calibration.

@@ -33,9 +33,7 @@ def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str])
     for pattern in freeze:
         matching = [name for name in named if fnmatchcase(name, pattern)]
         if not matching:
-            depth = pattern.count(".") + 1
-            starts = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in named))
-            near = difflib.get_close_matches(pattern, starts, n=3) or starts[:3]
+            near = difflib.get_close_matches(pattern, named, n=3) or list(named)[:3]
             raise ValueError(f"--freeze {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
         for name in matching:
             named[name].requires_grad_(False)
@@ -70,15 +68,8 @@ def _with_adapter(loaded: LoadedModel, lora: Lora) -> Any:
         task_type="CAUSAL_LM",
         base_model_name_or_path=None if loaded.folder is None else str(loaded.folder),
     )
-    try:
-        with empty_parameters():
-            adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-        raise ValueError(
-            f"--lora: targets={lora.targets} fits no layer of the model, whose linear layers are {names}: {error}"
-        ) from None
+    with empty_parameters():
+        adapted = peft.get_peft_model(model, config)
     _refuse_other_than_linear(adapted)
     return adapted
 

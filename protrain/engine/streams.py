@@ -65,6 +65,8 @@ class _CudaMark(Mark):
 class Stream:
     """A stream of a CPU: what is put on it is done at once."""
 
+    stream: torch.cuda.Stream  # of a GPU
+
     def place(self, mark: Mark) -> None:
         """Place ``mark`` at the current end of the stream."""
 
@@ -144,12 +146,6 @@ class Streams:
 
 class CudaStreams(Streams):
     """The streams of one GPU."""
-
-    compute: _CudaStream
-    h2d: _CudaStream
-    d2h: _CudaStream
-    gather: _CudaStream
-    reduce: _CudaStream
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -114,15 +114,24 @@ _NEXT = {"rtx3090": "rtx4090", "rtx4090": "rtx5090", "rtx5090": "h100", "a10g": 
 }
 
 
-def next_card(gpu_name: str) -> str | None:
-    """The shipped profile of the next card after the one that the driver calls ``gpu_name``. None: none is known."""
-    return next((_NEXT.get(name) for card, name in _BY_GPU.items() if has_words(gpu_name, card)), None)
+def next_card(gpu_name: str, least_bytes: int = 0) -> str | None:
+    """The shipped profile of the next card after the one that the driver calls ``gpu_name``. None: none is known.
+
+    Of the cards after that it is the first with ``least_bytes``, or the last.
+    """
+    found = next((_NEXT.get(name) for card, name in _BY_GPU.items() if has_words(gpu_name, card)), None)
+    while found in _NEXT and load(found).device_bytes < least_bytes:
+        found = _NEXT[found]
+    return found
 
 
-def other_machines(hardware: HardwareProfile, *, lacks_host_bytes: int = 0) -> dict[str, HardwareProfile]:
+def other_machines(
+    hardware: HardwareProfile, *, lacks_host_bytes: int = 0, lacks_device_bytes: int = 0
+) -> dict[str, HardwareProfile]:
     """The machine of ``hardware``, one of its GPUs, with more memory, with the next card, and with twice the GPUs.
 
-    ``lacks_host_bytes`` are what each GPU's share of the host is too small by, so that nothing fits.
+    Where nothing fits, it is by ``lacks_device_bytes`` that each GPU is too small, or by ``lacks_host_bytes`` its share
+    of the host.
     """
     n_gpus = hardware.world_size // hardware.n_nodes
     whole = replace(
@@ -139,7 +148,7 @@ def other_machines(hardware: HardwareProfile, *, lacks_host_bytes: int = 0) -> d
     more_bytes = n_modules * module_bytes // n_gpus
     more = f"{format_bytes(n_modules * _MORE_RAM_BYTES)} more RAM"
     machines = {more: replace(hardware, host_bytes=hardware.host_bytes + more_bytes)}
-    name = next_card(hardware.name)
+    name = next_card(hardware.name, hardware.device_bytes + lacks_device_bytes)
     if name is not None:
         host = {field: getattr(whole, field) for field in ("host_bytes", "cpu_threads", "host_dram_gbps")}
         card = replace(load(name), **host, **whole.host_adam_scaled(1.0))

@@ -58,15 +58,10 @@ class _Steps(nn.Module):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = module
-        self.begun = False
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.begun else _unlogged(self.module):
+        with nullcontext() if has_plan(self.module) else _unlogged(self.module):
             return getattr(self.module, step)(*args, **kwargs)
-
-    def begin(self) -> None:
-        """There is a plan: steps are those of the training from now on."""
-        self.begun = True
 
 
 @contextmanager
@@ -229,7 +224,6 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             found["example_batch"] = ("training_step", self._example_batch, 0)
         with self.precision_plugin.train_step_context():
             _, self._optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
-        self._optimizer.on_attach(self._steps.begin)
         self.optimizers = [self._optimizer]
 
     training_step = _step("training_step", "train_step_context")

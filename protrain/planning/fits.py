@@ -13,7 +13,7 @@ from protrain.common.errors import PlanError
 from protrain.common.tables import format_bytes, per_gpu
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import pack
-from protrain.planning.memory import Bytes, MemoryModel
+from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import (
     BlockMode,
     Counts,
@@ -25,6 +25,7 @@ from protrain.planning.plan import (
 )
 from protrain.planning.predict import Models
 from protrain.planning.ranges import check_counts
+from protrain.planning.segments import Bytes
 from protrain.profiler.model_profile import ModelProfile
 
 

@@ -15,13 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import protrain
 from protrain.common.errors import MisuseError
 from protrain.distributed import joining
 from protrain.distributed.links import Links, Message
 from tests.distributed import out_of_step
 from tests.distributed.apart import Ending, Group
+from tests.distributed.saves import Training
+from tests.distributed.test_async_save import held
 
 GROUPS = ("the start of the process group", "control", "gathers", "reductions")  # in the order in which they start
 
@@ -156,3 +160,38 @@ def test_strangers_are_not_listened_to() -> None:
     other = Links(1, 2, store)
     other.send(["a rank"])
     assert received(links, 1) == [(1, ["a rank"])]
+
+
+def wait_and_die() -> None:
+    """End when others wait."""
+    time.sleep(1)
+    die()
+
+
+def save_end_the_group_and_die(rank: int, size: int, odd: int, folder: str) -> None:
+    """Save in the background and end the process group. Then rank ``odd`` dies before it has written its part."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    training = Training(rank, size, None)
+    training.train(range(1))
+    with held(by=rank == odd):
+        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        dist.barrier()
+        dist.destroy_process_group()
+        Path(folder, f"rank{rank}").touch()
+        if rank == odd:
+            wait_and_die()
+        path.result()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_is_killed_while_it_writes_a_save_after_the_end_of_the_group(tmp_path: Path, odd: int) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Group(2, save_end_the_group_and_die, odd, str(folder), folder=tmp_path) as group:
+        (ending,) = end_in_time(group, 2, odd).values()
+    assert ending.status == 1, ending.text
+    (error,) = ending.errors
+    assert error.startswith(f"{ERROR}async_save "), error
+    assert ("the store of all ranks" if odd == 0 else "as rank 1 has ended") in error

@@ -114,3 +114,15 @@ def test_a_compiled_block_saves_operands_of_products_only_where_computing_them_a
     undo()
     assert compiled == 8 * (32 + 1 + 128)  # x, the norm's inverse root, and the product's result
     assert compiled < eager
+
+
+def test_a_compiled_block_may_have_a_forward_of_its_own_that_is_no_method(device: torch.device) -> None:
+    blocks = [nn.Linear(4, 4).to(device) for _ in range(2)]
+    vars(blocks[1])["forward"] = doubled = lambda given: 2 * given
+    given = torch.randn(2, 4, device=device)
+    expected = [block(given) for block in blocks]
+    put_back = compile_blocks(blocks)
+    assert all(torch.equal(block(given), each) for block, each in zip(blocks, expected, strict=True))
+    put_back()
+    assert "forward" not in vars(blocks[0])
+    assert blocks[1].forward is doubled

@@ -159,16 +159,19 @@ def test_what_needs_chunks_says_that_the_model_must_be_called_first(asked: Calla
         asked(model)
 
 
-def test_what_does_not_fit_is_an_error_of_the_first_call_and_nothing_is_lost() -> None:
-    model, optimizer = wrapped()
-    before = weights(model)
+def test_what_does_not_fit_is_an_error_of_the_first_call_and_nothing_is_lost(tmp_path: Path) -> None:
+    """Neither the weights, nor the checkpoint that the first call is to read."""
+    begun, (model, optimizer) = wrapped(), wrapped()
+    torch.manual_seed(7)
+    train(*begun, batches()[:2])
+    protrain.save_checkpoint(tmp_path, *begun)
+    protrain.load_checkpoint(tmp_path, model, optimizer)
     large = torch.randint(32, (4096, 8))
     for _ in range(2):
         with pytest.raises(PlanError):
             model(large, labels=large)
-    assert same(weights(model), before)
-    torch.manual_seed(7)
-    assert train(model, optimizer, batches()) == plainly_trained()[0]
+    protrain.load_checkpoint(tmp_path, model, optimizer)
+    assert train(model, optimizer, batches()[2:]) == plainly_trained()[0][2:]
 
 
 def test_a_checkpoint_that_is_gone_by_the_first_call_stops_the_training(tmp_path: Path) -> None:
@@ -198,3 +201,14 @@ def test_the_first_call_may_be_under_autocast() -> None:
         trainer.step()
         found.append(weights(model) | {"loss": loss.detach()})
     assert same(*found)
+
+
+def test_what_was_frozen_in_wrap_cannot_be_trained_from_the_first_call_on() -> None:
+    model, optimizer = made()
+    model.blocks[1].requires_grad_(False)
+    model, trainer = protrain.wrap(model, optimizer, device="cpu", device_memory="80KiB", progress=False)
+    model.requires_grad_(True)
+    with pytest.raises(MisuseError, match=r"blocks\.1\.0\.weight was frozen when the model was wrapped, so it has no"):
+        train(model, trainer, batches())
+    model.blocks[1].requires_grad_(False)
+    assert len(train(model, trainer, batches())) == STEPS

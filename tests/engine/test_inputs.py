@@ -62,9 +62,11 @@ def test_the_caller_may_change_what_it_gave(inputs: Inputs) -> None:
     work = torch.zeros(4096, 4096, device=inputs._device)
     for _ in range(20 if work.is_cuda else 0):
         work = work @ work
-    moved = inputs.to_device((given,))[0]
-    given.fill_(-1)
-    assert torch.equal(moved.cpu(), torch.arange(100_000))
+    for _ in range(2):
+        given.copy_(torch.arange(100_000))
+        moved = inputs.to_device((given,))[0]
+        given.fill_(-1)
+        assert torch.equal(moved.cpu(), torch.arange(100_000))
 
 
 def test_what_is_there_is_not_copied() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from protrain.common.errors import MisuseError
+from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine.harness import (
     CKPT,
@@ -78,3 +80,24 @@ def test_a_step_is_carried_out_as_a_whole_or_not_at_all(spec: Spec, clipped: boo
         end()
     assert done == {False, True}
     assert Loop().run(*training, batches(2)) == Loop().run(*undisturbed, batches(2))
+
+
+def test_an_interrupt_at_the_end_of_a_backward_with_updates_inside_is_one_after_them(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Updates) -> None:
+        raise KeyboardInterrupt
+
+    training, other = (wrapped(SPECS[1], device, step_during_backward=True) for _ in range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Updates, "end_backward", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            backward(training[0])
+    with pytest.raises(MisuseError, match="before step"):
+        backward(training[0])
+    training[1].zero_grad()
+    backward(other[0])
+    other[1].step()
+    other[1].zero_grad()
+    assert_same(states(*training), states(*other))
+    assert Loop().run(*training, batches(2)) == Loop().run(*other, batches(2))

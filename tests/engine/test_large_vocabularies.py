@@ -14,9 +14,8 @@ from protrain.common.batch import loss_of
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import MemoryModel, Plan, evaluate, pack
-from protrain.planning.layout import most_held
 from protrain.planning.plan import layout_of
-from protrain.planning.schedule import Fetches
+from protrain.planning.schedule import Fetches, most_held
 from protrain.profiler.model_profile import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.profiles import shared_profile

@@ -18,7 +18,7 @@ from protrain.common.errors import MisuseError
 from protrain.engine.streams import CudaStreams
 from tests.engine.harness import CKPT, Spec, adamw, assert_same, default_loss, states, wrap_under
 from tests.engine.residual import batches, make
-from tests.engine.unharmed import MIXED, OFFLOADED, RESIDENT, Batch, Wrap, assert_unharmed, wrapper
+from tests.engine.unharmed import CPU, MIXED, OFFLOADED, RESIDENT, Batch, Wrap, assert_unharmed, wrapper
 
 Unharmed = Callable[..., None]
 
@@ -202,5 +202,21 @@ def test_backward_alone_may_be_called_on_another_stream(inside: bool) -> None:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+        results.append(states(wrapped, optimizer))
+    assert_same(results[1], results[0])
+
+
+def test_a_loss_of_float16_that_is_not_scaled_is_refused_and_leaves_nothing() -> None:
+    results = []
+    for refused in (False, True):
+        model = make()
+        wrapped, optimizer = wrap_under(OFFLOADED, model, adamw(model), batches()[0], device=CPU, dtype=torch.float16)
+        torch.manual_seed(1)
+        loss = default_loss(wrapped, batches()[1])
+        if refused:
+            with pytest.raises(MisuseError, match="float16 needs a scaled loss"):
+                loss.backward(retain_graph=True)
+        optimizer.backward(loss)
+        optimizer.step()
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])

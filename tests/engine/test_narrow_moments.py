@@ -150,3 +150,17 @@ def test_a_plan_says_what_it_was_made_for(tmp_path: Path) -> None:
     assert "moment_dtype" not in str(raised.value), "nor would it fit with them"
     with pytest.raises(ValueError, match="moment_dtype must be float32 or bfloat16, not 'int8'"):
         dataclasses.replace(plan, moment_dtype="int8")
+
+
+def test_what_fits_with_them_alone_says_so() -> None:
+    def wrap(host_memory: int | str, **options: Any) -> ProTrainOptimizer:
+        model, limits = residual.make(width=256), {"device_memory": "3MiB", "host_memory": host_memory}
+        options = {"example_batch": residual.batches(1)[0], "device": "cpu", "progress": False, **limits, **options}
+        return protrain.wrap(model, adamw(model), **options)[1]
+
+    with pytest.raises(PlanError, match="no plan fits the host") as raised:
+        wrap("1MiB")
+    less = raised.value.needed_bytes - 1
+    with pytest.raises(PlanError, match="so does moment_dtype=bfloat16"):
+        wrap(less)
+    assert wrap(less, moment_dtype="bfloat16").plan.moment_dtype == "bfloat16"

@@ -198,3 +198,11 @@ def test_a_parameter_that_comes_or_goes_is_refused(during_backward: bool) -> Non
     untouched = wrapped(step_during_backward=during_backward)
     assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
     assert_same(states(model, optimizer), states(*untouched))
+
+
+def test_the_order_in_a_group_and_new_dicts_change_nothing() -> None:
+    model, optimizer = wrapped()
+    optimizer.param_groups = [{**group, "params": group["params"][::-1]} for group in optimizer.param_groups]
+    untouched = wrapped()
+    assert Loop().run(model, optimizer, batches(3)) == Loop().run(*untouched, batches(3))
+    assert_same(states(model, optimizer), states(*untouched))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import protrain
 from protrain.common.errors import MisuseError
@@ -222,3 +222,21 @@ def test_an_option_that_is_not_known_is_refused_after_wrapping_too(inside: bool,
         Loop().run(wrapped, optimizer, batches())
         results.append(states(wrapped, optimizer))
     assert_same(results[1], results[0])
+
+
+def test_entering_full_parameters_without_memory_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, cpu = batches(3), torch.device("cpu")
+    (model, optimizer), untouched = (wrap_under(SPECS[1], m, adamw(m), data[0], device=cpu) for m in (make(), make()))
+    clone, calls = Tensor.clone, iter(range(1, 1000))
+
+    def short(tensor: Tensor, **options: Any) -> Tensor:
+        if next(calls) == 4:
+            raise MemoryError("no memory for the copy")
+        return clone(tensor, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "clone", short)
+        with pytest.raises(MemoryError, match="no memory for the copy"), protrain.full_parameters(model):
+            raise AssertionError("not reached")
+    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
+    assert_same(states(model, optimizer), states(*untouched))

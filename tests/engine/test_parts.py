@@ -130,3 +130,15 @@ def test_the_loss_scale_grows_and_halves_within_its_bounds() -> None:
     other = LossScale()
     other.load(scale.state())
     assert other.state() == scale.state()
+
+
+def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
+    worker = HostWorker(threads=1, device=torch.device("cpu"))
+    gate = threading.Event()
+    job = worker.submit(lambda: assert_true(gate.wait(20)))
+    job.when_done(fail)
+    gate.set()
+    worker.drain()
+    with pytest.raises(ArithmeticError, match="a failing job"):
+        job.wait()
+    assert worker._thread.is_alive()

@@ -15,11 +15,13 @@ from torch import nn
 
 import protrain
 from protrain import wrapping
+from protrain.cli import plan_trace
+from protrain.cli.main import main
 from protrain.common.errors import PlanError
 from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
-from protrain.profiler.trace import profile_together
+from protrain.profiler.trace import profile
 from tests.engine.harness import CKPT, Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 from tests.engine.refusing import refused
 
@@ -257,7 +259,7 @@ def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
     batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(wrapping, "cached_profile", profile_together)
+    monkeypatch.setattr(wrapping, "cached_profile", profile)
     with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
         protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
     smaller: Any = (batch[0][:2000],)
@@ -283,3 +285,39 @@ def test_the_device_is_limited_unless_the_call_says_otherwise(monkeypatch: pytes
     assert limited.device_bytes <= 3 << 20
     assert limited == _plan(device_memory="3MiB")
     assert _plan(device_memory="64MiB").n_persist > limited.n_persist
+
+
+def test_what_cannot_be_counted_either_raises_the_first_error(no_room: None) -> None:
+    class Choosing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x) * len(x[x.abs() < 1e9])
+            return x
+
+    model = Choosing()
+    refused(model, adamw(model), (torch.randn(2, 8),), "Tried to allocate 20.00 GiB", torch.OutOfMemoryError)
+
+
+def test_plans_of_the_command_too(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    profile = protrain.profile
+    devices = []
+
+    def runs_out(*_: Any, **options: Any) -> Any:
+        devices.append(str(options["device"]))
+        return _runs_out()
+
+    def counted(*args: Any, **options: Any) -> Any:
+        devices.append(str(options["device"]))
+        return profile(*args, **options)
+
+    monkeypatch.setattr(plan_trace, "cached_profile", runs_out)
+    monkeypatch.setattr(plan_trace, "profile", counted)
+    assert main(["plan", "tiny", "--device", "cpu", "--batch", "2", "--seq", "32"]) == 0
+    assert devices[:2] == ["cpu", "meta"]
+    told = capsys.readouterr()
+    assert "n_persist" in told.out
+    assert "memory is counted from shapes" in told.err

@@ -318,3 +318,38 @@ def test_a_warning_is_shown_at_the_line_of_the_script(script: Callable[[], objec
     (warned,) = [one for one in caught if words in str(one.message)]
     assert warned.filename == __file__
     assert line in linecache.getline(warned.filename, warned.lineno)
+
+
+class _Reversible(nn.Module):
+    """Blocks whose modules are called again in a backward of their own."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, block: nn.Sequential) -> Tensor:
+            ctx.block = block
+            ctx.save_for_backward(x)
+            result: Tensor = block(x)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].detach().requires_grad_()
+                ctx.block[0](x).backward(gradients[0])
+            return x.grad, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Identity()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        for block in self.blocks:
+            x = self.Again.apply(x, block)
+        return x
+
+
+def test_reversible_layers() -> None:
+    words = r"the backward of _Reversible uses a weight while the block that owns it does not run.* \(Reformer\)"
+    model = _Reversible()
+    refused(model, adamw(model), (torch.randn(2, 4),), words, ValueError)

@@ -208,11 +208,16 @@ def as_names(state: dict[str, Any]) -> None:
     state["state"] = {str(number): value for number, value in state["state"].items()}
 
 
+def of_fewer(state: dict[str, Any]) -> None:
+    del state["state"][state["param_groups"][0]["params"].pop()]
+
+
 def of_sgd(state: dict[str, Any]) -> None:
     state["state"] = {number: {"momentum_buffer": value["exp_avg"]} for number, value in state["state"].items()}
 
 
 WRONG_STATES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (of_fewer, "load a state of the same model"),
     (of_sgd, "the state of enter.weight lacks 'step' and has 'momentum_buffer': load a state of Adam"),
     (without("exp_avg_sq"), "the state of blocks.1.first.weight lacks 'exp_avg_sq' and has 'step', 'exp_avg'"),
     (as_names, "has an entry '0', which is none of the parameters in its groups"),
@@ -274,6 +279,18 @@ def test_what_is_frozen_now_has_the_weights_it_was_trained_to(device: torch.devi
     again, other = wrap_under(Spec("none", "least", (NONE,)), frozen, adamw(frozen), data[0], device=device)
     protrain.load_checkpoint(tmp_path, again, other)
     assert_same(dict(again.state_dict()), expected)
+
+
+@pytest.mark.parametrize(("sizes", "said"), [((32, 5), "has shape"), ((48, 6), "which the model does not have")])
+def test_a_save_of_another_model_is_refused(sizes: tuple[int, int], said: str, tmp_path: Path) -> None:
+    data, spec, cpu = residual.batches(1)[0], Spec("none", "least", (NONE,)), torch.device("cpu")
+    saved, model = residual.make(*sizes), residual.make()
+    protrain.save_checkpoint(tmp_path, *wrap_under(spec, saved, adamw(saved), data, device=cpu))
+    wrapped = wrap_under(spec, model, adamw(model), data, device=cpu)
+    before = states(*wrapped)
+    with pytest.raises(CheckpointError, match=said):
+        protrain.load_checkpoint(tmp_path, *wrapped)
+    assert_same(states(*wrapped), before)
 
 
 def _in_groups(*groups: str) -> tuple[nn.Module, Any]:

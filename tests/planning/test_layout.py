@@ -12,7 +12,8 @@ from protrain.planning import (
     choose_chunk_elements,
     pack,
 )
-from protrain.planning.layout import FULL_RATE_ELEMENTS, TILE_ELEMENTS, align, most_held, summed_on_device
+from protrain.planning.layout import FULL_RATE_ELEMENTS, TILE_ELEMENTS, align, summed_on_device
+from protrain.planning.schedule import most_held
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import of_units
 

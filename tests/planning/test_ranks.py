@@ -144,7 +144,7 @@ def test_a_comparison_begins_with_the_fastest_or_the_cheapest() -> None:
     lacking = replace(TWO, device_bytes=100 * MIB)
     with pytest.raises(PlanError) as caught:
         search(profile, lacking)
-    answers = {"none": Answer.refused(caught.value, lacking, profile), **answers}
+    answers = {"none": Answer.refused(caught.value, profile, lacking), **answers}
     assert list(Comparison.of(answers).machines) == ["fast", "slow", "none"]
     priced = {name: replace(each, job=Job(price={"slow": 0.001}.get(name, 9.0))) for name, each in answers.items()}
     found = Comparison.of(priced)

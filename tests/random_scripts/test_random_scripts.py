@@ -162,3 +162,16 @@ def test_a_backward_that_ranks_refuse_updates_nothing_by_what_came_before_it() -
     refused = compare(case, [(steps.backward_no_sync, _LOSS), (steps.backward, {**_LOSS, "kind": "two"})])
     assert len(refused) == 1
     assert refused[0].startswith("1 ")
+
+
+@pytest.mark.parametrize("then", [(steps.step, {}), (steps.clip, {"max_norm": 0.1}), (steps.backward, _LOSS)])
+def test_all_gradients_are_multiplied_or_none(then: Action) -> None:
+    script: list[Action] = [
+        (steps.backward, _LOSS),
+        (steps.scale_gradient, {"index": 5}),
+        then,
+        (steps.backward, _LOSS),
+        (steps.step, {}),
+    ]
+    (refused,) = compare(Case("residual", torch.float32, FEW_PLANS[1], inside=False, accumulation=2), script)
+    assert refused.startswith("2 ")

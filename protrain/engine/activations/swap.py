@@ -14,7 +14,6 @@ is used. Where backward makes a graph, they are copies.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -66,14 +65,6 @@ class OffloadedTensor:
     written_over: bool = False  # the tensor was changed before the copy to the host was done
 
 
-class _Place(enum.Enum):
-    """Where the tensors of an offload are. They go from DEVICE to HOST, and then to FETCHED and back."""
-
-    DEVICE = enum.auto()  # also while they are copied to the host
-    HOST = enum.auto()
-    FETCHED = enum.auto()  # on the host, and some of them on the device
-
-
 class Offload:
     """The tensors that one call of ``unit`` keeps in host memory between forward and backward, by storage.
 
@@ -90,7 +81,7 @@ class Offload:
         self._storages: MutableMapping[int, Storage] = weakref.WeakValueDictionary()
         self._tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
         self._empty = torch.empty(0, device=engine.memory.device)
-        self._place = _Place.DEVICE
+        self._is_offloaded = False  # on the device is no more than what was fetched
         self._offload_done = engine.streams.mark()
         self._fetch_done = engine.streams.mark()
 
@@ -122,10 +113,11 @@ class Offload:
 
     def _packed(self) -> Storage:
         """The storage of one buffer that has the content of all storages, and all tensors from now on."""
-        buffer, views = pack([storage.device for storage in self._storages.values() if storage.device is not None])
+        storages = list(self._storages.values())
+        buffer, views = pack([storage.device for storage in storages if storage.device is not None])
         self._engine.ledger.hold(buffer)
         packed = Storage(buffer.nbytes, buffer, packed=True)
-        starts = {storage: view[-1] for storage, view in zip(self._storages.values(), views, strict=True)}
+        starts = {storage: view[-1] for storage, view in zip(storages, views, strict=True)}
         for tensor in self._tensors.values():
             form, start = tensor.form, starts[tensor.storage]
             tensor.form = form._replace(offset=form.offset + start // form.dtype.itemsize)
@@ -158,12 +150,15 @@ class Offload:
             tensor.written_over = tensor.watch._version != tensor.version
         for storage in self._storages.values():
             storage.device = None
-        self._place = _Place.HOST
+        self._is_offloaded = True
 
     def fetch(self) -> None:
-        """Start to copy back to the device what is on the host alone. Nothing is done if that was done before."""
-        if self._place is not _Place.HOST:
-            return
+        """Start to copy all storages back to the device, unless some are there."""
+        if self._is_offloaded and all(storage.device is None for storage in self._storages.values()):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Start to copy back to the device what is on the host alone."""
         missing = [storage for storage in self._storages.values() if storage.device is None]
         for storage in self._storages.values():
             storage.waiting = 0
@@ -181,7 +176,6 @@ class Offload:
             with span(UP, "activations"):
                 streams.upload(memory, storage.host, after=allocated, done=self._fetch_done)
             storage.device = memory  # not before, as an error, also out of memory, must leave none without its content
-        self._place = _Place.FETCHED
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""
@@ -197,17 +191,14 @@ class Offload:
     def _for_one_user(self, storage: Storage) -> Tensor:
         """The device memory of ``storage``, for one of its users. The frame drops it with the last user."""
         if storage.device is None:
-            self._place = _Place.HOST  # others may still be on the device, as the last backward did not need them
-            self.fetch()
-        if self._place is not _Place.DEVICE:
+            self._fetch()  # others may still be on the device, as the last backward did not need them
+        if self._is_offloaded:
             self._engine.streams.compute.wait_for(self._fetch_done)
         memory = storage.device
         assert memory is not None
         storage.waiting -= 1
-        if storage.waiting == 0 and self._place is not _Place.DEVICE:
+        if storage.waiting == 0 and self._is_offloaded:
             storage.device = None  # as autograd frees saved tensors node by node
-            if all(other.device is None for other in self._storages.values()):
-                self._place = _Place.HOST
         return memory
 
 
@@ -262,8 +253,6 @@ class CheckpointSwapFrame(CheckpointFrame):
     A shared tensor that is not given to two units in a row is offloaded for each of them, which costs time and changes
     no result. Kept outputs of attention belong to this unit alone, and are offloaded with the inputs.
     """
-
-    engine: Engine
 
     def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
@@ -332,11 +321,11 @@ def _plain_tensors(tree: Any) -> list[Tensor]:
 
 
 class Swaps:
-    """The offloads of one step, in forward order: which start, which free device memory, and which are fetched."""
+    """The offloads of one step: which start, which free device memory, and which are fetched."""
 
     def __init__(self, slots: HostSlots) -> None:
         self.slots = slots
-        self._order: list[weakref.ref[Offload]] = []
+        self._last = weakref.WeakValueDictionary[int, Offload]()  # the last one of each unit, by its index
         self._under_way: Offload | None = None
         self._deferred: weakref.ref[CheckpointSwapFrame] | None = None  # a frame with deferred inputs
 
@@ -354,8 +343,7 @@ class Swaps:
 
     def started(self, offload: Offload) -> None:
         """The offload of a block is under way."""
-        self._order = [ref for ref in self._order if ref() is not None]
-        self._order.append(weakref.ref(offload))
+        self._last[offload.unit.index] = offload
         self._under_way = offload
 
     def free_offloaded(self) -> None:
@@ -371,8 +359,6 @@ class Swaps:
 
     def fetch_ahead(self, unit: Unit) -> None:
         """Fetch the tensors that ``unit``, which backward reaches next, has offloaded."""
-        for ref in reversed(self._order):
-            offload = ref()
-            if offload is not None and offload.unit is unit:
-                offload.fetch()
-                return
+        offload = self._last.get(unit.index)
+        if offload is not None:
+            offload.fetch()

@@ -244,7 +244,7 @@ class Chunk:
             adam(*self.states.part(part), gradient[part], scalars, out=new, **how)
 
     def commit(self) -> None:
-        """Take over what ``step_speculatively`` wrote. If that is the weight only, ``catch_up`` comes later."""
+        """Take over what ``step_speculatively`` wrote. If that is the weight only, the other states come later."""
         assert self.speculative is not None
         if isinstance(self.speculative, Tensor):
             self.uploaded.wait()  # it reads the weight before: from now on uploads read the speculative one
@@ -255,11 +255,6 @@ class Chunk:
         self.speculative = before
         self.current_weight = self.weight
         self.version += 1
-
-    def catch_up(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
-        """Update all states, after a commit of the weight only."""
-        self.step(pieces, gradient, scale, threads=threads)
-        self.current_weight = self.weight  # from now on the two weights have the same bits
 
     @property
     def states(self) -> AdamStates:

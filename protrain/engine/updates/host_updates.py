@@ -28,7 +28,6 @@ from protrain.planning.timeline import STREAM
 
 _NEWEST_SHARE = 0.2  # what the newest update counts in the rate: about the last five decide it
 _FORGOTTEN_SHARE = 0.05  # how far the rate goes back to the predicted one in a step without an update: half in 14 steps
-_MOST_UPDATES = 2000  # the number of updates that count for the mean
 
 
 class Rate:
@@ -40,14 +39,15 @@ class Rate:
 
     def __init__(self, gparams: float) -> None:
         self.gparams = self._predicted = gparams
-        self.updates: deque[tuple[int, float]] = deque(maxlen=_MOST_UPDATES)  # elements and seconds
+        self._elements, self._seconds = 0, 0.0  # of all updates
 
     def add(self, pieces: list[Piece], seconds: float) -> None:
         """An update of ``pieces`` took ``seconds``."""
         elements = sum(part.stop - part.start for part, _ in pieces)
         measured = elements / max(seconds, 1e-9) / 1e9
-        self.gparams += (measured - self.gparams) * (_NEWEST_SHARE if self.updates else 1.0)
-        self.updates.append((elements, seconds))
+        self.gparams += (measured - self.gparams) * (_NEWEST_SHARE if self._elements else 1.0)
+        self._elements += elements
+        self._seconds += seconds
 
     def forget(self) -> None:
         """No update was made in this step. The rate turns to the predicted one by and by.
@@ -57,10 +57,8 @@ class Rate:
         self.gparams += (self._predicted - self.gparams) * _FORGOTTEN_SHARE
 
     def mean_gparams(self) -> float:
-        """1e9 elements a second over many of the last updates; 0 if there are none."""
-        updates = self.updates.copy()  # another thread may add to it
-        seconds = sum(took for _, took in updates)
-        return sum(elements for elements, _ in updates) / seconds / 1e9 if seconds > 0 else 0.0
+        """1e9 elements a second over all updates; 0 if there are none."""
+        return self._elements / max(self._seconds, 1e-9) / 1e9
 
     def milliseconds(self, elements: int) -> float:
         """How long an update of ``elements`` takes."""
@@ -234,7 +232,8 @@ class HostUpdate:
         if self.state is UpdateState.COMMITTED:
             scale = None if self.scale is None else self.scale.on_host
             with self.host.timing(self.pieces):
-                self.chunk.catch_up(self.pieces, self.gradient, scale, threads=self.host.threads)
+                self.chunk.step(self.pieces, self.gradient, scale, threads=self.host.threads)
+            self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
             self._go_to(UpdateState.CAUGHT_UP)
 
     def _go_to(self, new: UpdateState) -> None:

@@ -79,7 +79,7 @@ AUTOGRAD = frozenset([getattr(torch.Tensor, name).__get__ for name in _AUTOGRAD.
 LAYOUT = frozenset({torch.Tensor.is_contiguous, torch.Tensor.stride, torch.Tensor.storage_offset})
 
 
-def on_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def on_itself(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
     """What ``func`` returns for its arguments as they are, whatever their classes."""
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **(kwargs or {}))

@@ -316,8 +316,7 @@ def _edge(parameter: Any) -> Any:
     """The edge in the graph that stands for ``parameter``; anything else as it is."""
     if not isinstance(parameter, ReleasedParameter):
         return parameter
-    with torch._C.DisableTorchFunctionSubclass():
-        return get_gradient_edge(parameter)
+    return on_itself(get_gradient_edge, (parameter,))
 
 
 def make_full(parameter: nn.Parameter, copy: Tensor) -> None:
