@@ -27,7 +27,6 @@ class LoadedModel:
     model: nn.Module
     folder: Path | None  # the folder of a Hugging Face model; None for a named shape, whose weights are random
     sequence: int  # the default length of a sequence
-    learning_rate: float  # the default peak
 
     @property
     def config(self) -> Any:
@@ -78,7 +77,7 @@ def read_architecture(name: str, *, layers: int | None = None) -> LoadedModel:
     shape = SHAPES[name] if layers is None else replace(SHAPES[name], layers=layers)
     with empty_parameters():
         model = transformers.AutoModelForCausalLM.from_config(shape_config(shape))
-    return LoadedModel(model=model, folder=None, sequence=shape.sequence, learning_rate=shape.learning_rate)
+    return LoadedModel(model=model, folder=None, sequence=shape.sequence)
 
 
 def fit_positions(loaded: LoadedModel, sequence: int) -> None:
@@ -125,7 +124,7 @@ def _from_folder(folder: Path, transformers: Any) -> LoadedModel:
         said = _why_not(config, error, transformers)
         raise ValueError(f"{folder} is no causal language model that transformers can load: {said}") from error
     _refuse_untrainable(folder, config, model)
-    loaded = LoadedModel(model=model, folder=folder, sequence=1024, learning_rate=3e-5)
+    loaded = LoadedModel(model=model, folder=folder, sequence=1024)
     positions = loaded.sequence if loaded.positions is None else loaded.positions
     if positions < 2:  # each token is learnt from the tokens before it
         raise ValueError(f"{folder}: by its config.json the model has {positions} positions, and training needs 2")

@@ -14,8 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-SCRATCH_LEARNING_RATE = 3e-4  # the default peak for random weights
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
@@ -31,7 +29,6 @@ class Shape:
     positions: int
     tied: bool = False  # whether input and output embedding are one parameter
     sequence: int = 1024  # the default of the command line, as in the paper
-    learning_rate: float = SCRATCH_LEARNING_RATE  # the default of the command line
 
 
 _gpt2 = partial(Shape, family="gpt2", vocabulary=50257, positions=1024, tied=True)
@@ -41,7 +38,7 @@ _llama3 = partial(Shape, family="llama", kv_heads=8, vocabulary=128256, position
 _qwen25 = partial(Shape, family="qwen2", vocabulary=152064, positions=32768)
 
 SHAPES: dict[str, Shape] = {
-    # tokens are bytes; its loss falls visibly within two minutes on two CPU cores
+    # tokens are bytes
     "tiny": Shape(
         family="llama",
         hidden=192,
@@ -52,7 +49,6 @@ SHAPES: dict[str, Shape] = {
         positions=1024,
         tied=True,
         sequence=256,
-        learning_rate=3e-3,
     ),
     "gpt2": _gpt2(hidden=768, layers=12, heads=12),
     "gpt2-10b": _gpt2(hidden=4096, layers=48, heads=32),

@@ -72,7 +72,7 @@ _RAM_GIB = {
     "h100": {1: 128, 2: 256, 4: 512, 8: 1740},
     "h200": {1: 128, 2: 256, 4: 512, 8: 2048},
     "b200": {1: 256, 2: 512, 4: 1024, 8: 2048},
-    "mi300x": {1: 224, 2: 448, 4: 896, 8: 1792},
+    "mi300x": {1: 231, 2: 462, 4: 925, 8: 1850},
 }
 # By number of GPUs, the hosts of machines with H100s or H200s as they are rented. The names are those of the profile's
 # fields. One GPU comes with an eighth of a server, as h100 and h200 have it. AdamW is measured on two H200s
