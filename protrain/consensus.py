@@ -10,17 +10,18 @@ import torch
 from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.joining import nodes_of
 from protrain.distributed.ranks import Ranks
+from protrain.hardware.calibration.activities import on_device, product
+from protrain.hardware.calibration.contention import LEAST_UNITS, Group, groups_of, rates_together, shares_of
 from protrain.hardware.calibration.ranks import Collectives, most_contended
-from protrain.hardware.calibration.timing import batch_s
-from protrain.hardware.profile import Contention, HardwareProfile
+from protrain.hardware.profile import HardwareProfile
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import COMPILED, LASTED, MISSING, Together
 
 _MEASURED_BYTES = 64 * 1024**2  # of a tensor that is gathered and exchanged to see how fast that is
 _MEASURED_S = 0.02
-_WIDTH = 4096  # rows and columns of the matrices that are multiplied beside collectives
-_TOGETHER_S = 0.02  # of products beside collectives, and of collectives beside products
+_WIDTH, _PRODUCTS = 4096, 4  # rows and columns of matrices that are multiplied beside collectives, so often in a unit
+_TOGETHER_S = 0.05  # of products and collectives, alone and beside each other
 _COLLECTIVES = "the timing of collectives"
 
 
@@ -37,7 +38,8 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     if device.type == "cuda" and not all(
         ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
     ):
-        share = _with_collectives(ranks, share, device)
+        with torch.random.fork_rng([device]):  # what is multiplied and sent is random
+            share = _with_collectives(ranks, share, device)
     every = ranks.all_values(share, "the machine of all ranks")
     return replace(
         every[0],
@@ -56,45 +58,24 @@ def _least(rates_gbps: list[float | None]) -> float | None:
 def _with_collectives(ranks: Ranks, own: HardwareProfile, device: torch.device) -> HardwareProfile:
     """``own`` with the rates of collectives on this rank, and with the shares that they and matrix products keep.
 
-    The shares are the least of all ranks.
+    They are measured as calibration measures them. The shares are the least of all ranks.
     """
     collectives = Collectives(ranks, device, _MEASURED_BYTES)
     gbps = collectives.gbps(_MEASURED_BYTES, budget_s=_MEASURED_S)
-    matrix = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
-    product, side = torch.empty_like(matrix), torch.cuda.Stream(device)
-
-    def multiply() -> None:
-        torch.mm(matrix, matrix, out=product)
-
-    multiply()  # which loads the kernel
-    product_s = max(ranks.all_values(batch_s(multiply, device, 20), _COLLECTIVES))
-
-    def kept(run: Callable[[], None], count: int, other: Callable[[], None], others: int) -> float:
-        """The share of its rate that ``count`` times ``run`` keeps beside ``other``, which takes longer."""
+    activities = {
+        "collective": on_device(collectives.both, 1.0, device),
+        "matmul": on_device(product(device, _WIDTH), 1.0, device, times=_PRODUCTS),
+    }
+    counts = {"collective": max(LEAST_UNITS, collectives.units_in(_TOGETHER_S))}
+    runs: dict[Group, list[dict[str, list[float]]]] = {}
+    for group in groups_of([*activities]):
         ranks.all_values(None, _COLLECTIVES)  # so that all start together
-        alone_s = batch_s(run, device, count)
-        ranks.all_values(None, _COLLECTIVES)
-        with torch.cuda.stream(side):
-            for _ in range(others):
-                other()
-        beside_s = batch_s(run, device, count)
-        torch.cuda.synchronize(device)
-        return min(1.0, alone_s / beside_s)
-
-    n_products, n_collectives = int(_TOGETHER_S / product_s) + 1, collectives.units_in(_TOGETHER_S)
-    shares = (
-        kept(multiply, n_products, collectives.both, 2 * n_collectives),
-        kept(collectives.both, n_collectives, multiply, 4 * n_products),
-    )
-    own_group = Contention(activities=("matmul", "collective"), shares=shares)
-    return replace(
-        own,
-        **gbps,
-        contention=(
-            *(group for group in own.contention if "collective" not in group.activities),
-            *most_contended(ranks.all_values([own_group], _COLLECTIVES)),
-        ),
-    )
+        together = {name: activities[name] for name in group}
+        runs[group] = [rates_together(together, duration_s=_TOGETHER_S, counts=counts)]
+    torch.cuda.synchronize(device)  # the last units use memory that is freed here
+    shares = most_contended(ranks.all_values(shares_of(runs), _COLLECTIVES))
+    others = (group for group in own.contention if "collective" not in group.activities)
+    return replace(own, **gbps, contention=(*others, *shares))
 
 
 class ProfilingTogether(Together):

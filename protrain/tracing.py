@@ -17,6 +17,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +79,11 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     measured = _measured(found["traceEvents"], on_gpu=on_gpu)
     inside = optimizer.step_during_backward
     predicted = predict(engine.profile, optimizer.hardware, optimizer.plan, step_during_backward=inside).timeline
-    begin_us = _last_forward_us(measured)
+    begin_us, advice = _last_forward_us(measured), optimizer.report().advice
     found["traceEvents"] = [
         *(found["traceEvents"] if kernels else ()),
         *_titles(_MEASURED, "measured", lanes_of(optimizer.plan.world_size)),
-        *_titles(_PREDICTED, "predicted", lanes_of(optimizer.plan.world_size)),
+        *_titles(_PREDICTED, ": ".join(filter(None, ("predicted", advice))), lanes_of(optimizer.plan.world_size)),
         *measured,
         *(
             _span(_PREDICTED, op.lane, op.name, begin_us + op.start_ms * 1e3, (op.end_ms - op.start_ms) * 1e3)
@@ -110,13 +111,9 @@ def _measured(events: list[dict[str, Any]], *, on_gpu: bool) -> list[dict[str, A
 
 def _last_forward_us(spans: list[dict[str, Any]]) -> float:
     """When the last forward began. It is 0 if there was none."""
-    begin_us, before = 0.0, ""
-    for span in spans:
-        if span["tid"] == GPU:
-            if span["name"].startswith("forward") and not before.startswith("forward"):
-                begin_us = span["ts"]
-            before = span["name"]
-    return begin_us
+    units = [(span["ts"], span["name"].startswith("forward")) for span in spans if span["tid"] == GPU]
+    begins_us = [ts for (_, before), (ts, is_forward) in pairwise([(0.0, False), *units]) if is_forward > before]
+    return begins_us[-1] if begins_us else 0.0
 
 
 def _span(process: int, lane: int, name: str, start_us: float, lasts_us: float) -> dict[str, Any]:

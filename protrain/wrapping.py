@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -178,7 +178,6 @@ def wrap(
             use_expandable_segments()
         managed = {name: parameter for name, parameter in model.named_parameters() if is_managed(parameter)}
         wrapped = ProTrainOptimizer(optimizer, managed, ranks=ranks, step_during_backward=step_during_backward)
-        required = {parameter: parameter.requires_grad for parameter in managed.values()}
 
     def begin(batch: Any) -> None:
         if any(isinstance(parameter, PresentParameter) for parameter in managed.values()):
@@ -189,8 +188,7 @@ def wrap(
         with (
             ranks.reporting("protrain.wrap"),
             first_alone_warns(ranks),
-            wrapped.given_back(),
-            _requiring(required),
+            wrapped.first_call.begins(),
             heard(progress and ranks.rank == 0),
         ):
             refuse_gradients(model, before="the first call of the model")
@@ -200,10 +198,12 @@ def wrap(
     if example_batch is not None:
         begin(example_batch)
     else:
-        _at_first_call(model, begin)
+        _plan_at_first_call(model, begin)
     retire(optimizer)
     generate_together(model, ranks)
-    _extend(model, wrapped, torch.zeros((), dtype=options.dtype, device=target))
+    refuse_moves(model, torch.zeros((), dtype=options.dtype, device=target))
+    # Accelerate's mark of a prepared model. It would put autocast and DistributedDataParallel around another one.
+    vars(model).update(no_sync=wrapped.no_sync, zero_grad=wrapped.zero_grad, _is_accelerate_prepared=True)
     return model, wrapped
 
 
@@ -216,15 +216,7 @@ def _begin_training(
     *,
     ranks: Ranks,
 ) -> None:
-    """Profile ``model`` on ``batch``, plan, and give ``wrapped`` an engine.
-
-    Args:
-        model: whose forwards are changed as ``options`` say, and then by the engine.
-        optimizer: that the user made, with the groups of parameters.
-        wrapped: the optimizer that ``wrap`` returns.
-        batch: what the plan is made for.
-        options: how to train.
-        ranks: that train together.
+    """Profile ``model`` on ``batch``, plan for that as ``options`` say, and give ``wrapped`` an engine.
 
     Raises:
         PlanError: no plan fits the memory. It is raised before any memory is taken.
@@ -353,7 +345,7 @@ def _plan(options: TrainingOptions, profile: ModelProfile, hardware: HardwarePro
 def change_forwards(
     model: nn.Module, batch: Any, *, compile: bool, chunked_loss: bool | None, on_meta: bool = False
 ) -> Callable[[], None]:
-    """Change ``model`` for training.
+    """Change ``model`` for training. Returns a function that undoes it.
 
     Args:
         model: that is trained.
@@ -361,9 +353,6 @@ def change_forwards(
         compile: the forward of each block.
         chunked_loss: compute the loss piece by piece. None means yes where that is known to be the same loss.
         on_meta: change it only for a trace on the meta device.
-
-    Returns:
-        A function that undoes it.
 
     Raises:
         ValueError: as ``protrain.forward.chunked_loss.chunk_loss``. After any exception, nothing is changed.
@@ -379,7 +368,7 @@ def change_forwards(
         return changes.pop_all().close
 
 
-def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
+def _plan_at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
     """Let the first call of ``model`` call ``begin`` with its arguments as a batch. If that raises, the next call does.
 
     Raises:
@@ -407,41 +396,3 @@ def _at_first_call(model: nn.Module, begin: Callable[[Any], None]) -> None:
 
     waiting = {"_call_impl": call, "__deepcopy__": refuse_copy}
     vars(model).update(waiting)
-
-
-@contextmanager
-def _requiring(required: Mapping[nn.Parameter, bool]) -> Iterator[None]:
-    """A context in which parameters require gradients as they did when the model was wrapped.
-
-    A parameter that a script freezes for the first steps has states by this, and can be trained later. One that was
-    frozen then, and is to be trained now, is an error of the forward that follows.
-    """
-    now = {parameter: parameter.requires_grad for parameter in required}
-    for parameter, requires in required.items():
-        parameter.requires_grad = requires
-    try:
-        yield
-    finally:
-        for parameter, requires in now.items():
-            parameter.requires_grad = requires
-
-
-def _extend(model: nn.Module, optimizer: ProTrainOptimizer, sample: torch.Tensor) -> None:
-    """Give the wrapped model DDP's ``no_sync``, a ``zero_grad`` that knows the chunks, and a refusal to be moved.
-
-    It also gets the mark by which ``accelerator.prepare`` leaves a model as it is. Accelerate would put autocast and
-    DistributedDataParallel around it, and both precision and processes are ProTrain's business.
-    """
-
-    @contextmanager
-    def no_sync() -> Iterator[None]:
-        """Make backwards inside only accumulate gradients. The last backward() of a step goes outside."""
-        with optimizer.accumulating():
-            yield
-
-    @wraps(model.zero_grad)
-    def zero_grad(set_to_none: bool = True) -> None:
-        optimizer.zero_grad(set_to_none)
-
-    vars(model).update(no_sync=no_sync, zero_grad=zero_grad, _is_accelerate_prepared=True)
-    refuse_moves(model, sample)

@@ -23,6 +23,7 @@ class PlainOptimizer:
         self.model = model
         self.ranks = Ranks(None)
         self.inner = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        self.groups = self
 
     def trains(self, model: nn.Module) -> bool:
         return model is self.model
@@ -64,7 +65,7 @@ class PlainOptimizer:
             "parameters": [self.parameter_names()],
         }
 
-    def check_scalar_state(self, state: dict[str, Any]) -> None:
+    def check_state(self, state: dict[str, Any]) -> None:
         if len(state["param_groups"]) != len(self.inner.param_groups):
             raise ValueError(f"the state has {len(state['param_groups'])} groups")
 

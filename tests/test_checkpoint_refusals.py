@@ -144,7 +144,7 @@ def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         load_checkpoint(tmp_path / "nowhere", model, optimizer)
     (tmp_path / "run" / "checkpoints" / "00001-step-4").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=f"run holds no checkpoint; give {tmp_path}/run/checkpoints, which holds"):
+    with pytest.raises(CheckpointError, match="run holds no checkpoint; give the folder"):
         load_checkpoint(tmp_path / "run", model, optimizer)
     with pytest.raises(CheckpointError, match="holds no checkpoint; give the folder that save_checkpoint wrote to"):
         load_checkpoint(tmp_path, model, optimizer)

@@ -54,8 +54,9 @@ ALLOWED = {
 PLANNER = tuple(
     f"protrain.planning.{module}"
     for line in (
-        ("layout", "schedule", "sharing", "plan", "timeline", "rates", "contention", "gradient_regions", "memory"),
-        ("step", "simulate", "predict", "ranges", "fits", "search", "answer", "sweeps"),
+        ("layout", "schedule", "sharing", "plan", "timeline", "rates", "contention", "gradient_regions"),
+        ("segments", "memory", "planned_step", "step", "simulate", "predict", "ranges", "fits", "search"),
+        ("answer", "sweeps"),
     )
     for module in line
 )

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from bench.kernels.peers import close, same_bits
 from bench.kernels.recorder import Recorder
-from bench.kernels.room import need_host_bytes
 from bench.kernels.rows import OURS
+from protrain.common.tables import format_bytes
 from protrain.engine.states.arena import Arena
+from protrain.hardware.memory import available_host_bytes
 from protrain_kernels import adam_reference, adam_scalars, split
 
 LR, BETA1, BETA2, EPS, WEIGHT_DECAY, STEP = 1e-4, 0.9, 0.95, 1e-8, 0.1, 10
@@ -22,6 +23,7 @@ BYTES = {torch.bfloat16: 26, torch.float16: 28, torch.float32: 28}  # read and w
 NARROW_BYTES = 8  # that moments in bf16 save of them
 FLOPS = 15  # a parameter, square root and quotient counted as one each
 _SLICE = 1 << 20  # elements that are compared at the start, in the middle and at the end
+_HOST_SHARE = 0.8  # of the free host memory; a step of plain torch needs some beside the states
 
 
 @dataclass
@@ -76,7 +78,7 @@ class States:
 
     def on_host(self, arena: Arena) -> States:
         """Copies in memory of ``arena``. MemoryError where the host has too little for them."""
-        need_host_bytes(sum(tensor.nbytes for tensor in self.tensors if tensor is not None))
+        _need_host_bytes(sum(tensor.nbytes for tensor in self.tensors if tensor is not None))
         return self._each(lambda tensor: arena.take(tensor.numel(), tensor.dtype).copy_(tensor))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> States:
@@ -226,3 +228,10 @@ class OptimizerStep:
         if self._casts:
             assert self._states.master is not None
             self._states.weight.copy_(self._states.master)
+
+
+def _need_host_bytes(needed_bytes: int) -> None:
+    """MemoryError unless ``needed_bytes`` of host memory are free. The system would end the process, not raise it."""
+    free_bytes = available_host_bytes()
+    if needed_bytes > _HOST_SHARE * free_bytes:
+        raise MemoryError(f"{format_bytes(needed_bytes)} of host memory, of which {format_bytes(free_bytes)} are free")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +12,8 @@ import pytest
 import torch
 
 from bench.clock import device_timer
-from bench.kernels.machine import this_machine
 from bench.kernels.roofs import Roofs
-from bench.kernels.rows import OURS, Row
+from bench.kernels.rows import OURS, Row, this_machine
 from bench.kernels.timing import ColdCache, best_threads, host_timer
 
 ON_HOST = pytest.mark.benchmark(timer=host_timer, disable_gc=True)  # of tests that the host's clock times
@@ -124,7 +122,7 @@ class Recorder:
     ) -> dict[str, Any]:
         run()  # compiles
         torch.cuda.synchronize()
-        extra = host_extra_bytes(run) if on_host else _device_extra_bytes(run)
+        extra = None if on_host else _device_extra_bytes(run)
         host_s = None if on_host else _host_seconds(run)
         if host_s is not None and self._cold is not None:
             self._cold.cover(2 * host_s)
@@ -218,19 +216,3 @@ def _device_extra_bytes(run: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats()
     run()
     return torch.cuda.max_memory_allocated() - before
-
-
-def host_extra_bytes(run: Callable[[], object]) -> int | None:
-    """Resident bytes that ``run`` takes at its peak, to the page; None where the system doesn't say."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # restarts VmHWM, the peak
-        before = _resident("VmRSS")
-        run()
-        return max(0, _resident("VmHWM") - before)
-    except (OSError, StopIteration):
-        return None
-
-
-def _resident(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])

@@ -1,10 +1,8 @@
-"""Results as people and programs read them: a table and JSON."""
+"""Results as people read them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from bench.kernels.rows import Row
 from protrain.common.tables import aligned, format_bytes
@@ -56,12 +54,6 @@ def summary(rows: Sequence[Row]) -> str:
         figures = f"{timed} timed on {machine.gpu} (driver {machine.driver})"
     versions = f"torch {machine.torch}, triton {machine.triton}, commit {machine.commit}"
     return f"{verdicts}; {figures}\n{versions}; {machine.cpu}"
-
-
-def write_results(rows: Sequence[Row], path: Path) -> None:
-    """All rows to ``path`` as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps([row.flat() for row in rows], indent=1) + "\n")
 
 
 def _times(row: Row) -> str:

@@ -18,43 +18,37 @@ from protrain_kernels import adam
 from protrain_kernels.adam import launch_adam
 
 PEERS = (EAGER, COMPILED, "torch.optim fused AdamW", "DeepSpeed FusedAdam", "torchao AdamW")
+# What a chunk holds: the type of its weights and of its moments.
+HELD = {
+    "split master": (torch.bfloat16, torch.float32),
+    "fp32 master": (torch.float16, torch.float32),
+    "split master, bf16 moments": (torch.bfloat16, torch.bfloat16),
+}
+WITH_PEERS = ("split master", "fp32 master")
 
 
-@pytest.mark.parametrize("implementation", [OURS, *PEERS])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["split-master", "fp32-master"])
+@pytest.mark.parametrize(
+    ("held", "implementation"),
+    [*((held, OURS) for held in HELD), *((held, peer) for held in WITH_PEERS for peer in PEERS)],
+)
 @pytest.mark.parametrize("shape", MODELS)
-def test_adam(recorder: Recorder, shape: str, dtype: torch.dtype, implementation: str) -> None:
+def test_adam(recorder: Recorder, shape: str, held: str, implementation: str) -> None:
+    dtype, moment_dtype = HELD[held]
     elements = chunk_elements(shape, whole=recorder.timed)
-    states = States.random(elements, dtype, recorder.device, split_master=implementation == OURS)
+    ours = implementation == OURS
+    states = States.random(elements, dtype, recorder.device, split_master=ours, moment_dtype=moment_dtype)
     run, version = _implementation(recorder, states, implementation)
     adam_states.measure(
         recorder,
         states,
         run,
-        operator="adam, split master" if dtype == torch.bfloat16 else "adam, fp32 master",
+        operator=f"adam, {held}",
         shape=f"{shape} block",
         dtype=str(dtype).removeprefix("torch."),
         implementation=implementation,
         version=version,
         roof=DEVICE,
-        bytes_each=BYTES[dtype],
-    )
-
-
-@pytest.mark.parametrize("shape", MODELS)
-def test_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
-    elements = chunk_elements(shape, whole=recorder.timed)
-    states = States.random(elements, torch.bfloat16, recorder.device, split_master=True, moment_dtype=torch.bfloat16)
-    run, _ = _implementation(recorder, states, OURS)
-    adam_states.measure(
-        recorder,
-        states,
-        run,
-        operator="adam, split master, bf16 moments",
-        shape=f"{shape} block",
-        implementation=OURS,
-        roof=DEVICE,
-        bytes_each=BYTES[torch.bfloat16] - NARROW_BYTES,
+        bytes_each=BYTES[dtype] - (NARROW_BYTES if moment_dtype == torch.bfloat16 else 0),
     )
 
 

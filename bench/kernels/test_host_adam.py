@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,57 +25,40 @@ SHAPES = ("gpt2-10b", "llama2-13b", "mistral-7b")
 FUSED = "torch.optim fused AdamW"
 FUSED_FP32 = "torch.optim fused AdamW, fp32 without casts"
 DEEPSPEED = "DeepSpeed CPUAdam"
-_ON_HOST: dict[str, Any] = {"roof": DRAM, "on_host": True, "tune_threads": True}
+MOMENTS = {torch.float32: "host adam", torch.bfloat16: "host adam, bf16 moments"}
 
 
-@pytest.mark.parametrize("implementation", [OURS, EAGER, COMPILED, FUSED, FUSED_FP32, DEEPSPEED])
+@pytest.mark.parametrize(
+    ("moment_dtype", "implementation"),
+    [
+        *((moment_dtype, OURS) for moment_dtype in MOMENTS),
+        *((torch.float32, peer) for peer in (EAGER, COMPILED, FUSED, FUSED_FP32, DEEPSPEED)),
+    ],
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_host_adam(recorder: Recorder, shape: str, implementation: str) -> None:
+def test_host_adam(recorder: Recorder, shape: str, moment_dtype: torch.dtype, implementation: str) -> None:
     if implementation == COMPILED and shape != SHAPES[0]:
         pytest.skip("torch.compile for the host takes a minute and is compared at one shape")
-    elements = chunk_elements(shape, whole=recorder.timed)
-    states, fp32_grad = _host_states(recorder, elements, split_master=implementation == OURS)
+    elements, ours = chunk_elements(shape, whole=recorder.timed), implementation == OURS
+    arena = Arena(torch.device("cpu"))  # mapped as the engine does
+    # Drawn on the GPU where there is one: the host takes long to draw billions.
+    drawn = States.random(elements, torch.bfloat16, recorder.device, split_master=ours, moment_dtype=moment_dtype)
+    states, fp32_grad = drawn.on_host(arena), arena.take(0 if ours else elements, torch.float32)
     run, version = _implementation(recorder, states, fp32_grad, implementation)
     adam_states.measure(
         recorder,
         states,
         run,
-        operator="host adam",
+        operator=MOMENTS[moment_dtype],
         shape=f"{shape} block",
         implementation=implementation,
         version=version,
+        bytes_each=BYTES[torch.bfloat16] - (NARROW_BYTES if moment_dtype == torch.bfloat16 else 0),
         writes_weight=implementation != FUSED_FP32,
-        **_ON_HOST,
+        roof=DRAM,
+        on_host=True,
+        tune_threads=True,
     )
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_host_adam_with_bf16_moments(recorder: Recorder, shape: str) -> None:
-    elements = chunk_elements(shape, whole=recorder.timed)
-    states, fp32_grad = _host_states(recorder, elements, split_master=True, moment_dtype=torch.bfloat16)
-    run, _ = _implementation(recorder, states, fp32_grad, OURS)
-    adam_states.measure(
-        recorder,
-        states,
-        run,
-        operator="host adam, bf16 moments",
-        shape=f"{shape} block",
-        implementation=OURS,
-        bytes_each=BYTES[torch.bfloat16] - NARROW_BYTES,
-        **_ON_HOST,
-    )
-
-
-def _host_states(
-    recorder: Recorder, elements: int, *, split_master: bool, moment_dtype: torch.dtype = torch.float32
-) -> tuple[States, Tensor]:
-    """States of ``elements`` parameters in host memory mapped as the engine does, and room for an fp32 gradient."""
-    arena = Arena(torch.device("cpu"))
-    # Drawn on the GPU where there is one: the host takes long to draw billions.
-    drawn = States.random(
-        elements, torch.bfloat16, recorder.device, split_master=split_master, moment_dtype=moment_dtype
-    )
-    return drawn.on_host(arena), arena.take(0 if split_master else elements, torch.float32)
 
 
 def _implementation(

@@ -1,4 +1,4 @@
-"""A block's saved activations: into one buffer, and to the host and back.
+"""A block's saved activations into one buffer, in GPU memory.
 
 Bytes count each storage once, for every implementation: views of one storage have to move once.
 """
@@ -15,26 +15,20 @@ from torch import Tensor
 
 from bench.kernels.peers import installed
 from bench.kernels.recorder import Recorder
-from bench.kernels.roofs import DEVICE, PCIE
-from bench.kernels.room import need_host_bytes
+from bench.kernels.roofs import DEVICE
 from bench.kernels.rows import EAGER, OURS
 from protrain.cli.shapes import SHAPES as SHAPES_OF_MODELS
 from protrain.cli.shapes import shape_config
 from protrain.common.parameters import same_bytes
-from protrain.common.tables import format_bytes
-from protrain.engine.states.arena import Arena
 from protrain_kernels import pack, unpack
 
 SHAPES = ("gpt2-10b", "llama2-13b")
 FOREACH = "torch._foreach_copy_"
-SAVE_ON_CPU = "save_on_cpu"
-SAVE_ON_CPU_PINNED = "save_on_cpu, pinned"
 
 
 @pytest.mark.parametrize("implementation", [OURS, EAGER, FOREACH])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pack(recorder: Recorder, shape: str, implementation: str) -> None:
-    """On the device alone."""
     tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
     run: Callable[[], object] = partial(pack, tensors) if implementation == OURS else _copies(tensors, implementation)
 
@@ -52,29 +46,6 @@ def test_pack(recorder: Recorder, shape: str, implementation: str) -> None:
         bytes_moved=2 * pack(tensors).buffer.nbytes,
         run=run,
         check=check,
-    )
-
-
-@pytest.mark.parametrize("implementation", [OURS, EAGER, SAVE_ON_CPU, SAVE_ON_CPU_PINNED])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_offload(recorder: Recorder, shape: str, implementation: str) -> None:
-    """To pinned host memory and back, one direction after the other."""
-    tensors = saved_activations(shape, recorder.device, whole=recorder.timed)
-    arena = Arena(recorder.device)
-    packed_bytes = pack(tensors).buffer.nbytes
-    need_host_bytes(sum(tensor.nbytes for tensor in tensors))
-    run = _round_trip(tensors, arena, implementation)
-
-    recorder.measure(
-        operator="activations to the host and back",
-        shape=f"{shape} block's activations",
-        dtype="mixed",
-        implementation=implementation,
-        roof=PCIE,
-        bytes_moved=2 * packed_bytes,
-        run=run,
-        check=lambda: _expect_same(run(), tensors, layouts=implementation == OURS),
-        note=_note(tensors, packed_bytes) if implementation == OURS else "",
     )
 
 
@@ -112,43 +83,6 @@ def saved_activations(name: str, device: torch.device, *, whole: bool) -> list[T
     return saved
 
 
-def _round_trip(tensors: list[Tensor], arena: Arena, name: str) -> Callable[[], list[Tensor]]:
-    if name == OURS:
-        away = arena.take(pack(tensors).buffer.nbytes, torch.uint8)
-
-        def ours() -> list[Tensor]:
-            packed = pack(tensors)
-            away.copy_(packed.buffer, non_blocking=True)
-            return unpack(packed._replace(buffer=torch.empty_like(packed.buffer).copy_(away, non_blocking=True)))
-
-        return ours
-    if name == EAGER:  # the best that one can write: memory pinned before, one copy a tensor
-        hosts = [_host_like(tensor, arena) for tensor in tensors]
-        backs = [torch.empty_like(tensor) for tensor in tensors]
-
-        def eager() -> list[Tensor]:
-            for tensor, host in zip(tensors, hosts, strict=True):
-                host.copy_(tensor, non_blocking=True)
-            for back, host in zip(backs, hosts, strict=True):
-                back.copy_(host, non_blocking=True)
-            return backs
-
-        return eager
-    hooks = torch.autograd.graph.save_on_cpu(pin_memory=name == SAVE_ON_CPU_PINNED)
-
-    def save_on_cpu() -> list[Tensor]:
-        packed = [hooks.pack_hook(tensor) for tensor in tensors]
-        return [hooks.unpack_hook(item) for item in packed]
-
-    return save_on_cpu
-
-
-def _host_like(tensor: Tensor, arena: Arena) -> Tensor:
-    if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)  # there is nothing to pin
-    return arena.take(tensor.numel(), tensor.dtype).view(tensor.shape)
-
-
 def _copies(tensors: list[Tensor], name: str) -> Callable[[], list[Tensor]]:
     """Every tensor copied into memory of its own: what packing comes to without a kernel for it."""
     targets = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
@@ -172,8 +106,3 @@ def _expect_same(found: list[Tensor], wanted: list[Tensor], *, layouts: bool) ->
         assert same_bytes(one, other.to(one.device)), f"tensor {index}: its bytes differ"
         assert not layouts or one.stride() == other.stride(), f"tensor {index}: stride {one.stride()}"
     return "bytes and strides equal" if layouts else "bytes equal"
-
-
-def _note(tensors: list[Tensor], packed_bytes: int) -> str:
-    whole = format_bytes(sum(tensor.nbytes for tensor in tensors))
-    return f"{len(tensors)} tensors, {whole} as autograd sees them, {format_bytes(packed_bytes)} packed"

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from statistics import median
 
 import torch
 
-from bench.clock import device_timer
+from bench.clock import device_timer, durations_ms
 from protrain.hardware.calibration.activities import thread_counts
 
 _FLUSHED_BYTES = 512 * 1024**2  # ten times the L2 cache of an H100, and twice the largest of the cards here
 _MOST_FLUSHES = 100  # some 20 ms
+_FLUSHES_TIMED = 22
 
 
 def host_timer() -> float:
@@ -32,7 +34,11 @@ class ColdCache:
         self._other = torch.zeros(_FLUSHED_BYTES // 4, dtype=torch.int32, device=device)
         self._sum = torch.zeros((), dtype=torch.int32, device=device)
         self._times = 1
-        self._seconds = median_seconds(self, setup=None)
+        moments = [device_timer()]
+        for _ in range(_FLUSHES_TIMED):
+            self()
+            moments.append(device_timer())
+        self._seconds = median(durations_ms(moments)[2:]) / 1e3  # two warm up
 
     def cover(self, host_s: float) -> None:
         """From now on keep the device busy for ``host_s``, up to a limit."""
@@ -41,20 +47,6 @@ class ColdCache:
     def __call__(self) -> None:
         for _ in range(self._times):
             torch.amax(self._other, dim=0, out=self._sum)
-
-
-def median_seconds(run: Callable[[], object], *, setup: Callable[[], object] | None, rounds: int = 20) -> float:
-    """The median of ``rounds`` timed runs on the device, after two that warm up."""
-    durations = []
-    for round_ in range(rounds + 2):
-        if setup is not None:
-            setup()
-        start = device_timer()
-        run()
-        seconds = device_timer() - start
-        if round_ >= 2:
-            durations.append(seconds)
-    return float(sorted(durations)[rounds // 2])
 
 
 def best_threads(run: Callable[[], object]) -> int:

@@ -15,6 +15,7 @@ import shlex
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,12 @@ from bench.train.ranks import run_ranks
 from protrain.cli.options import writable_folder
 from protrain.cli.summary import device_name, versions
 
-_TABLES = {"accuracy": accuracy.table, "accumulated": accuracy.table, "regret": accuracy.regret_table}
-FILES = {kind: "planner.json" if kind == "accuracy" else f"planner-{kind}.json" for kind in _TABLES}
+# The cases of each kind of comparison, and the table of their results.
+_KINDS: dict[str, tuple[tuple[Case, ...], Callable[[Sequence[CaseResult]], str]]] = {
+    "accuracy": (CASES, accuracy.table),
+    "accumulated": (ACCUMULATED, accuracy.table),
+    "regret": (REGRET, accuracy.regret_table),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--read: {error}")
     else:
         results, failed = _measure(args, f"python -m bench.planner {shlex.join(arguments)}")
-    print(_TABLES[args.kind](results.cases))
+    print(_KINDS[args.kind][1](results.cases))
     for failure in failed:
         print(failure, file=sys.stderr)
     return 1 if failed else 0
@@ -55,16 +60,16 @@ def main(argv: list[str] | None = None) -> int:
 
 def _file(args: argparse.Namespace) -> str:
     """The name of the record, which tells on how many GPUs it was made."""
-    name = Path(FILES[args.kind])
+    kind = "" if args.kind == "accuracy" else f"-{args.kind}"
     gpus = "" if args.gpus == 1 else f"-{args.gpus}gpus"
-    return f"{name.stem}{gpus}{name.suffix}"
+    return f"planner{kind}{gpus}.json"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="bench.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kind", choices=tuple(FILES), default="accuracy", help="(default: accuracy)")
+    parser.add_argument("--kind", choices=tuple(_KINDS), default="accuracy", help="(default: accuracy)")
     parser.add_argument("--out", type=writable_folder, help="folder for the measurements")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="measure nothing: judge what lies in FOLDER")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of this machine, that train together")
@@ -124,14 +129,9 @@ def _run(case: Case, folder: Path, args: argparse.Namespace, until: float) -> tu
 
 
 def _chosen(args: argparse.Namespace, device: torch.device) -> list[Case]:
-    every: dict[str, list[Case]] = {
-        "accuracy": list(CASES),
-        "accumulated": list(ACCUMULATED),
-        "regret": list(REGRET),
-    }
     chosen = []
     small = [replace(case, accumulation=2) for case in SMOKE] if args.kind == "accumulated" else SMOKE
-    for case in small if device.type == "cpu" else every[args.kind]:
+    for case in small if device.type == "cpu" else _KINDS[args.kind][0]:
         part = args.part == "both" or (args.part == "held-out") is case.held_out
         if part and re.search(args.only, case.name):
             chosen.append(case if args.host_memory is None else case.with_host_memory(args.host_memory))

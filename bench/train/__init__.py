@@ -9,6 +9,8 @@ trainers     ProTrain, the compute-only floor, resident weights
 fsdp2        FSDP2
 peers        DeepSpeed, torchao
 llmq         LLM.Q
+clients      clients of ProTrain, which train by their own loops
+peaks        the memory that a worker may take and takes
 worker       one contestant in a process of its own, or one of its ranks
 ranks        several GPUs: the processes' environments, and what their outcomes make together
 launch       starts workers; what ends one (no memory, no time) becomes a row

@@ -13,63 +13,76 @@ class Kind:
     """A way to train."""
 
     title: str
-    variants: tuple[str, ...]  # those of VARIANTS that a name may carry
-    package: str = ""  # that must be installed
+    variants: tuple[str, ...]  # that a name may carry; N stands for a number
+    packages: tuple[str, ...] = ()  # that must be installed
     needs_gpu: bool = False
     several_gpus: bool = False  # whether it runs with more than one here
+    is_client: bool = False  # whether it is a client of ProTrain, with its own loop
+    sequences: int = 1  # of a row of the batch that pass through the trained model
 
 
-# What only one system has, as tables say it.
-_LLMQ = {
+def _client(title: str, *packages: str, sequences: int = 1) -> Kind:
+    return Kind(
+        title=title, variants=("plain",), packages=packages, several_gpus=True, is_client=True, sequences=sequences
+    )
+
+
+# What LLM.Q alone has, as tables say it.
+OWN = {
     "normsrecomputed": "norms and SwiGLU recomputed",
     "offloadedvariances": "second moments offloaded",
     "offloadedmoments": "moments offloaded",
-    "offloadedmasters": "masters offloaded",
-    "zerocopied": "read in place",
 }
-OWN = {"summed": "gradients summed on the GPU", "superoffload": "SuperOffload", **_LLMQ}
 _FSDP2 = ("gathered", "prefetched", "prefetchedN", "resident", "residentN", "checkpointedN")
-# N stands for a number.
-VARIANTS = ("eager", "kept", "unclipped", "narrow", *_FSDP2, *OWN)
 KINDS = {
     "protrain": Kind(title="ProTrain", variants=("eager", "unclipped", "narrow"), several_gpus=True),
     "floor": Kind(title="forward and backward alone", variants=("eager", "unclipped"), several_gpus=True),
     "resident": Kind(title="resident weights, fused AdamW", variants=("eager", "kept", "unclipped")),
     "fsdp2": Kind(
         title="FSDP2, CPU offload",
-        variants=("eager", "kept", "unclipped", *_FSDP2, "summed"),
+        variants=("eager", "kept", "unclipped", *_FSDP2),
         several_gpus=True,
     ),
     # Their hooks on modules inside a block are Python that a graph cannot hold, so they are never compiled.
     "zero3": Kind(
         title="DeepSpeed ZeRO-3, optimizer offload",
-        variants=("kept", "unclipped", "superoffload"),
-        package="deepspeed",
+        variants=("kept", "unclipped"),
+        packages=("deepspeed",),
         needs_gpu=True,
         several_gpus=True,
     ),
     "zero3params": Kind(
         title="DeepSpeed ZeRO-3, parameter offload",
         variants=("kept", "unclipped"),
-        package="deepspeed",
+        packages=("deepspeed",),
         needs_gpu=True,
         several_gpus=True,
     ),
     "zero2": Kind(
         title="DeepSpeed ZeRO-2, optimizer offload",
         variants=("eager", "kept", "unclipped"),
-        package="deepspeed",
+        packages=("deepspeed",),
         needs_gpu=True,
         several_gpus=True,
     ),
     # Gradients leave for the host one by one inside backward, before a norm is known, so nothing is clipped.
-    "torchao": Kind(title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), package="torchao", needs_gpu=True),
+    "torchao": Kind(
+        title="torchao CPUOffloadOptimizer", variants=("eager", "kept"), packages=("torchao",), needs_gpu=True
+    ),
     "llmq": Kind(
         title="LLM.Q",
-        variants=("kept", "unclipped", "narrow", *_LLMQ),
-        package="pyllmq",
+        variants=("kept", "unclipped", "narrow", *OWN),
+        packages=("pyllmq",),
         needs_gpu=True,
     ),
+    "loop": _client("a loop"),
+    "accelerate": _client("Accelerate", "accelerate"),
+    "fabric": _client("Fabric", "lightning"),
+    "lightning": _client("Lightning's Trainer", "lightning"),
+    "trainer": _client("transformers' Trainer", "accelerate"),
+    "sft": _client("TRL's SFTTrainer", "trl", "datasets"),
+    "dpo": _client("TRL's DPOTrainer", "trl", "datasets", sequences=2),
+    "sentences": _client("SentenceTransformerTrainer", "sentence_transformers", "datasets", sequences=2),
 }
 WITH_LORA = ("protrain", "floor", "resident")  # the kinds that also train an adapter
 WITH_FLOAT8 = (*WITH_LORA, "fsdp2")  # the kinds whose layers also multiply in float8
@@ -95,6 +108,12 @@ class Contestant(Record):
     resident: int = 0  # blocks that stay on the GPU with all their states, where the rest is offloaded
     checkpointed: int = 0  # how many of the first blocks are checkpointed; 0: all or none, as ``checkpoint`` says
     own: tuple[str, ...] = ()  # of OWN
+    plain: bool = False  # a client without ProTrain
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether ProTrain trains."""
+        return self.kind == "protrain" or (KINDS[self.kind].is_client and not self.plain)
 
     @property
     def name(self) -> str:
@@ -111,6 +130,7 @@ class Contestant(Record):
             f"-resident{self.resident}" if self.resident else "",
             f"-checkpointed{self.checkpointed}" if self.checkpointed else "",
             *(f"-{mark}" for mark in self.own),
+            "-plain" if self.plain else "",
         )
         return self.kind + "".join(marks)
 
@@ -120,6 +140,8 @@ class Contestant(Record):
         kind = KINDS[self.kind]
         if self.planned_by is not None:
             return f"{kind.title} (as {self.planned_by.name})"
+        if kind.is_client:
+            return f"{kind.title} ({'plain' if self.plain else 'on ProTrain'})"
         parts = ["C++" if self.kind == "llmq" else "compiled" if self.compile else "eager"]
         if "kept" in kind.variants and not self.checkpoint:
             parts.append("nothing checkpointed")
@@ -173,8 +195,8 @@ def parse(text: str) -> Contestant:
     return Contestant(
         kind=name,
         compile="eager" in kind.variants and "eager" not in numbers,
-        checkpoint="kept" not in numbers,
-        clip="unclipped" in kind.variants and "unclipped" not in numbers,
+        checkpoint=not (kind.is_client or "kept" in numbers),
+        clip=kind.is_client or ("unclipped" in kind.variants and "unclipped" not in numbers),
         narrow="narrow" in numbers,
         gathered="gathered" in numbers,
         prefetched="prefetched" in numbers,
@@ -183,6 +205,7 @@ def parse(text: str) -> Contestant:
         resident=numbers.get("resident", 0),
         checkpointed=numbers.get("checkpointed", 0),
         own=tuple(mark for mark in OWN if mark in numbers),
+        plain="plain" in numbers,
     )
 
 

@@ -31,15 +31,14 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     task, contestant = job.task, job.contestant
-    on_gpu, several, summed = device.type == "cuda", task.gpus > 1, "summed" in contestant.own
+    on_gpu, several = device.type == "cuda", task.gpus > 1
     start_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")  # norms of offloaded gradients are reduced on the CPU
     options: dict[str, Any] = {"mesh": init_device_mesh(device.type, (task.gpus,))}
     if on_gpu:
         if not contestant.everything_resident:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=True)
-        # As torchtitan. Nothing is reduced in a world of one, so bf16 until the cast to fp32 loses no bit there, unless
-        # it is there that gradients are added up.
-        reduced = torch.float32 if several or summed else None
+        # As torchtitan. Nothing is reduced in a world of one, so bf16 until the cast to fp32 loses no bit there.
+        reduced = torch.float32 if several else None
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     model = build_model(task)
     replace_loss(model, task)
@@ -55,7 +54,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
         fill(block, device=device, dtype=torch.float32)
         fully_shard(block, **own)
     fill(model, device=device, dtype=torch.float32)
-    sharded = fully_shard(model, **options)
+    fully_shard(model, **options)
     if contestant.prefetched:
         _prefetch_neighbours(blocks, contestant.ahead)
     optimizers = [  # one for each kind of device: fused kernels are of one
@@ -66,7 +65,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
 
     def step(ids: Tensor) -> tuple[Tensor, Tensor | None]:
         # It returns when the gradients have reached the host.
-        loss = backward(model, ids, task, sharded.set_requires_gradient_sync) if summed else backward(model, ids, task)
+        loss = backward(model, ids, task)
         norm: Any = None
         if contestant.clip:
             begin = time.perf_counter()
@@ -88,7 +87,7 @@ def fsdp2_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
             "fully_shard": "every block, then the rest; parameters float32",
             "reshard_after_forward": not contestant.gathered,
             "prefetch": f"{contestant.ahead} blocks ahead" if contestant.prefetched else "torch's own",
-            "gradients_of_batches_summed": "on the GPU, in float32" if summed else "where they are updated",
+            "gradients_of_batches_summed": "where they are updated",
             "blocks_not_offloaded": len(blocks) if contestant.everything_resident else contestant.resident,
             "norm": f"{norm}, then torch.nn.utils.clip_grads_with_norm_",
             "offload_policy": repr(options.get("offload_policy")),

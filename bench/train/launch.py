@@ -140,8 +140,9 @@ def _cannot(contestant: Contestant, folder: Path, *, gpus: int) -> str:
         return f"skipped: {contestant.kind} runs on one GPU here, not on {gpus}"
     if kind.needs_gpu and not torch.cuda.is_available():
         return "skipped: it needs a GPU"
-    if kind.package and find_spec(kind.package) is None:
-        return f"skipped: {kind.package} is not installed (pip install {kind.package})"
+    absent = [package for package in kind.packages if find_spec(package) is None]
+    if absent:
+        return f"skipped: {absent[0]} is not installed (pip install {absent[0].replace('_', '-')})"
     planner = contestant.planned_by
     if planner is not None and Outcome.load(folder / f"{planner.name}.json").plan is None:
         return f"skipped: {planner.name} has no plan to follow"

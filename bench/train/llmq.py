@@ -101,10 +101,9 @@ def llmq_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
 def options_of(contestant: Contestant, *, tokens: int) -> dict[str, Any]:
     """LLM.Q's options for ``contestant``, with so many ``tokens`` in a batch.
 
-    Masters in bf16 are the weights that compute, unless those are sharded: sharded, the masters can be on the host, and
-    a block's weights are fetched when it computes.
+    Masters in bf16 are the weights that compute.
     """
-    moments, masters = "offloadedmoments" in contestant.own, "offloadedmasters" in contestant.own
+    moments = "offloadedmoments" in contestant.own
     norms, whole = "normsrecomputed" in contestant.own, contestant.checkpoint
     blocks = whole and not norms
     moment_type = "bf16" if contestant.narrow else "fp32"
@@ -113,8 +112,6 @@ def options_of(contestant: Contestant, *, tokens: int) -> dict[str, Any]:
         **dict.fromkeys(("recompute_ffn", "recompute_qkv", "recompute_att", "recompute_block"), blocks),
         "offload_opt_m": moments,
         "offload_opt_v": moments or "offloadedvariances" in contestant.own,
-        **dict.fromkeys(("offload_master", "shard_weights"), masters),
-        "use_zero_copy": "zerocopied" in contestant.own,
         "use_cuda_graphs": True,
         "momentum_type": moment_type,
         "variance_type": moment_type,

@@ -57,11 +57,7 @@ def torchao_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
 
 
 def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
-    """ZeRO with DeepSpeed's own CPU Adam on fp32 masters, bf16 weights, and sums of gradients in bf16.
-
-    SuperOffload updates in backward, in a process of its own, where nothing is clipped. With clipping it updates after
-    backward as ZeRO-3 does.
-    """
+    """ZeRO with DeepSpeed's own CPU Adam on fp32 masters, bf16 weights, and sums of gradients in bf16."""
     task, contestant = job.task, job.contestant
     deepspeed = importlib.import_module("deepspeed")
     start_group("cpu:gloo,cuda:nccl")  # the loop compares times on the CPU
@@ -73,9 +69,6 @@ def deepspeed_trainer(job: Job, device: torch.device, example: Tensor) -> Traine
     }
     if contestant.kind == "zero3params":
         zero["offload_param"] = {"device": "cpu", "pin_memory": True}
-    if "superoffload" in contestant.own:  # as in the examples of DeepSpeed
-        zero["offload_optimizer"] |= {"super_offload": True, "ratio": 0.9, "cpuadam_cores_perc": 0.9}
-        zero |= {"overlap_comm": False, "sub_group_size": 400_000_000, "reduce_bucket_size": 400_000_000}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": task.batch,
         "gradient_accumulation_steps": task.accumulation,

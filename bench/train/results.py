@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from bench.train.contestants import Contestant
+from bench.train.contestants import KINDS, Contestant
 from bench.train.task import Task
 from protrain.common.records import Record
 from protrain.common.tables import aligned
@@ -103,12 +103,19 @@ class Comparison(Record):
         }
 
     def own_rows(self) -> list[Outcome]:
-        """ProTrain's rows that ran."""
+        """ProTrain's rows that ran, without those of its clients."""
         return [one for one in self.outcomes if one.contestant.kind == "protrain" and not one.error]
+
+    def gain(self, outcome: Outcome) -> float | None:
+        """How many steps of a client on ProTrain go into one of the plain client; None where those did not both run."""
+        plain = replace(outcome.contestant, plain=True)
+        ran = [one for one in self.outcomes if one.contestant == plain and one is not outcome and not one.error]
+        return ran[0].median_ms / outcome.median_ms if ran else None
 
     def tokens_per_s(self, outcome: Outcome) -> float:
         """Of the median step, on all GPUs together."""
-        return self.task.tokens_per_step / outcome.median_ms * 1e3
+        sequences = KINDS[outcome.contestant.kind].sequences
+        return sequences * self.task.tokens_per_step / outcome.median_ms * 1e3
 
     def tflops(self, outcome: Outcome) -> float:
         """Of one GPU: what the model needs, without recomputation and attention scores.
@@ -124,6 +131,7 @@ class Comparison(Record):
     def table(self) -> str:
         """The comparison for people; one line per contestant, and a reason where there are no figures."""
         own, several = self.own_rows(), self.task.gpus > 1
+        has_clients = any(KINDS[one.contestant.kind].is_client for one in self.outcomes)
         head = [
             "",
             "ms/step (p20 to p80)",
@@ -135,14 +143,18 @@ class Comparison(Record):
             "first step after, s",
             "clipped",
             "last loss of rank 0" if several else "last loss",
+            *(["plain/ProTrain"] if has_clients else []),
         ]
         rows = [[*head, *(f"{one.contestant.name} is faster" for one in own)]]
-        failed = []
+        plans, failed = [], []
         for outcome in self.outcomes:
             if outcome.error:
                 failed.append(f"{outcome.contestant.name}: {outcome.failure}")
                 continue
             ratios = [self.speedups(one).get(outcome.contestant.name) for one in own]
+            gain = self.gain(outcome)
+            if outcome.plan is not None:
+                plans.append(f"{outcome.contestant.name}: {outcome.plan}")
             rows.append(
                 [
                     outcome.contestant.title,
@@ -153,14 +165,13 @@ class Comparison(Record):
                     f"{outcome.device_allocated_bytes / GIB:.1f} ({outcome.device_reserved_bytes / GIB:.1f})",
                     f"{max(outcome.host_used_bytes, outcome.host_resident_bytes) / GIB:.1f}",
                     f"{outcome.first_step_s:.1f}" if outcome.first_step_s else "-",
-                    f"{outcome.clipped_steps}/{len(outcome.step_ms)}"
-                    if outcome.contestant.clip and outcome.contestant.kind != "floor"
-                    else "-",
+                    f"{outcome.clipped_steps}/{len(outcome.step_ms)}" if outcome.gradient_norms else "-",
                     f"{outcome.last_loss:.4f}" if outcome.contestant.kind != "floor" else "-",  # it trains nothing
+                    *(["" if gain is None else f"{gain:.3f}"] if has_clients else []),
                     *("" if ratio is None else f"{ratio:.2f} times" for ratio in ratios),
                 ]
             )
-        return "\n".join([self.headline(), "", aligned(rows), *([""] if failed else []), *failed])
+        return "\n".join([self.headline(), "", aligned(rows), "", *plans, *failed]).rstrip()
 
     def headline(self) -> str:
         """What was trained, and where."""

@@ -158,14 +158,10 @@ def floor_trainer(job: Job, device: torch.device, example: Tensor) -> Trainer:
     )
 
 
-def backward(model: nn.Module, ids: Tensor, task: Task, last: Callable[[bool], None] = lambda is_last: None) -> Tensor:
-    """The forwards and backwards of a step. Returns the mean of their losses.
-
-    ``last`` is told before each of them whether it is the last of the step.
-    """
+def backward(model: nn.Module, ids: Tensor, task: Task) -> Tensor:
+    """The forwards and backwards of a step. Returns the mean of their losses."""
     losses = []
-    for index, batch in enumerate(ids.split(task.batch), start=1):
-        last(index == task.accumulation)
+    for batch in ids.split(task.batch):
         loss = model(input_ids=batch, labels=batch).loss / task.accumulation
         loss.backward()
         losses.append(loss.detach())

@@ -9,36 +9,36 @@ and writes what it knows to a file of its own.
 from __future__ import annotations
 
 import argparse
+import atexit
 import faulthandler
 import math
 import os
-import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from bench.train.clients.timed import run_client
+from bench.train.contestants import KINDS
 from bench.train.fsdp2 import fsdp2_trainer
 from bench.train.llmq import llmq_trainer
+from bench.train.peaks import finish, forbid_more, peaks, pinned_by_torch
 from bench.train.peers import deepspeed_trainer, torchao_trainer
 from bench.train.ranks import any_rank, file_of
 from bench.train.results import UNFINISHED, Outcome
 from bench.train.task import Job
 from bench.train.trainers import Trainer, floor_trainer, protrain_trainer, resident_trainer
 from protrain.cli.summary import device_name
-from protrain.common.tables import parse_memory
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import local_rank
 from protrain.forward.compilation import graphs_compiled
 from protrain.hardware.allocator import use_expandable_segments
 
 _KEEP_EVERY_S = 5.0
-
-_Job = TypeVar("_Job", bound=Job)
 
 BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
     "protrain": protrain_trainer,
@@ -54,23 +54,23 @@ BUILDERS: dict[str, Callable[[Job, torch.device, Tensor], Trainer]] = {
 
 
 def main() -> int:
-    """Run the contestant and return its exit status. What stops it is its outcome."""
-    return work(Job, run)
-
-
-def work(kind: type[_Job], measure: Callable[[_Job, torch.device, Path], Outcome]) -> int:
-    """Do the job that the command line names, of a ``kind``, by ``measure``, and return the exit status."""
+    """Do the job that the command line names, and return the exit status. What stops it is its outcome."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("job", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()
-    job = kind.load(args.job)
+    job = Job.load(args.job)
     out = file_of(args.out, local_rank())
     device = own_device()
     # The stacks in its log say where a worker stood that did not end in time.
     faulthandler.dump_traceback_later(max(1.0, job.until - time.time()))
     try:
-        outcome = measure(job, device, out)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            forbid_more(job.task.device_memory, device)
+            use_expandable_segments()  # ProTrain sets it; the others gain by it too
+        torch.manual_seed(0)
+        outcome = (run_client if KINDS[job.contestant.kind].is_client else run)(job, device, out)
     except Exception as error:  # whatever a system says when it cannot do the task is a result
         message = next((line for line in str(error).splitlines() if line.strip()), "")
         text = f"{type(error).__name__}: {message}"[:500]
@@ -85,11 +85,6 @@ def work(kind: type[_Job], measure: Callable[[_Job, torch.device, Path], Outcome
 
 def run(job: Job, device: torch.device, out: Path) -> Outcome:
     """Build the contestant, warm up, and time its steps. What is known by then goes to ``out`` on the way."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        forbid_more(job.task.device_memory, device)
-        use_expandable_segments()  # ProTrain sets it; the others gain by it too
-    torch.manual_seed(0)
     batches = torch.load(job.tokens)[:, local_rank()].to(device)
     start = time.perf_counter()
     trainer = BUILDERS[job.contestant.kind](job, device, batches[0, : job.task.batch])
@@ -120,7 +115,7 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
         gradient_norms=tuple(norms),
         clipped_steps=sum(norm > job.task.clip_norm for norm in norms[job.task.warm_up :]),
         **peaks(device, beside_torch=trainer.device_bytes()),
-        host_pinned_bytes=trainer.pinned_bytes() + _pinned_by_torch(device),
+        host_pinned_bytes=trainer.pinned_bytes() + pinned_by_torch(device),
         config={
             **trainer.config,
             **trainer.said_afterwards(),
@@ -130,29 +125,6 @@ def run(job: Job, device: torch.device, out: Path) -> Outcome:
             "allocator": "expandable_segments:True",
         },
     )
-
-
-def forbid_more(device_memory: str | None, device: torch.device) -> None:
-    """Let the allocator have ``device_memory`` ("24GiB") of a GPU, cached blocks included; None or a CPU: all of it."""
-    if device_memory is not None and device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        limit_bytes = parse_memory(device_memory, name="device_memory")
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), torch.cuda.current_device())
-
-
-def peaks(device: torch.device, beside_torch: int = 0) -> dict[str, Any]:
-    """The most memory of this process: of the device since its statistics were reset, of the host since it began.
-
-    ``beside_torch`` are bytes of the device that the contestant has from an allocator of its own.
-    """
-    on_gpu = device.type == "cuda"
-    free, total = torch.cuda.mem_get_info(device) if on_gpu else (0, 0)
-    return {
-        "device_allocated_bytes": torch.cuda.max_memory_allocated(device) + beside_torch if on_gpu else 0,
-        "device_reserved_bytes": torch.cuda.max_memory_reserved(device) + beside_torch if on_gpu else 0,
-        "device_other_bytes": total - free - torch.cuda.memory_reserved(device) - beside_torch if on_gpu else 0,
-        "host_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
 
 
 def train(
@@ -198,17 +170,10 @@ def train(
     return step_ms, losses, norms, first_ended
 
 
-def finish(device: torch.device) -> None:
-    """Wait for the compute stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _pinned_by_torch(device: torch.device) -> int:
-    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)) if device.type == "cuda" else 0
-
-
 if __name__ == "__main__":
     status = main()
-    if status:
-        os._exit(status)  # the end of Python would wait for operations that other ranks take part in no more
+    if status == 0:
+        atexit._run_exitfuncs()  # tells the other ranks that this one has ended and did not die
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # the end of Python could wait for threads of libraries, and for ranks that have failed

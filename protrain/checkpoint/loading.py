@@ -87,7 +87,7 @@ def load_checkpoint(
         buffers = match_saved(save, model, base_weights(model, manifest.get("base")))
         scalars = decode(manifest["scalars"])
         try:
-            optimizer.check_scalar_state(scalars)
+            optimizer.groups.check_state(scalars)
         except ValueError as error:
             raise CheckpointError(f"{save} is of another optimizer: {error}") from None
         check_parameters(save, files, optimizer)

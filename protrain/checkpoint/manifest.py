@@ -41,9 +41,7 @@ def find_save(folder: Path) -> Path:
     saves = list_saves(folder)
     if not saves:
         what = "holds no checkpoint" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
-        inner = next((path for path in sorted(folder.glob("*")) if list_saves(path)), None)  # as in a run's folder
-        place = "the folder that save_checkpoint wrote to" if inner is None else f"{inner}, which holds some"
-        raise CheckpointError(f"{folder} {what}; give {place}")
+        raise CheckpointError(f"{folder} {what}; give the folder that save_checkpoint wrote to")
     return saves[-1]
 
 
@@ -164,26 +162,27 @@ def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> A
     raise ValueError(f"{what} holds a {type(value).__name__}; a checkpoint keeps {kinds}")
 
 
-def decode(value: Any, tensors: dict[str, Tensor] | None = None) -> Any:
+def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
     """What ``encode`` was given. ``tensors`` are those that it filled."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
-    if isinstance(value, dict):
-        if "__tuple__" in value:
-            return tuple(decode(item, tensors) for item in value["__tuple__"])
-        if "__bytes__" in value:
-            return base64.b64decode(value["__bytes__"])
-        if "__tensor__" in value:
-            assert tensors is not None
-            return tensors[value["__tensor__"]]
-        if "__scalar__" in value:
-            number, dtype = value["__scalar__"]
-            return torch.tensor(number, dtype=getattr(torch, dtype))
-        for kind, make in (("__counter__", Counter), ("__dict__", dict)):
-            if kind in value:
-                return make({decode(key, tensors): decode(item, tensors) for key, item in value[kind]})
-        return {key: decode(item, tensors) for key, item in value.items()}
-    return value
+    if not isinstance(value, dict):
+        return value
+    found = {key: decode(item, tensors) for key, item in value.items()}
+    mark = next(iter(found), "")  # the only key of a marked value
+    if mark == "__tensor__":
+        assert tensors is not None
+        return tensors[found[mark]]
+    return _MARKED[mark](found[mark]) if mark in _MARKED else found
+
+
+_MARKED: dict[str, Callable[[Any], Any]] = {
+    "__tuple__": tuple,
+    "__bytes__": base64.b64decode,
+    "__scalar__": lambda found: torch.tensor(found[0], dtype=getattr(torch, found[1])),
+    "__counter__": lambda pairs: Counter(dict(pairs)),
+    "__dict__": dict,
+}
 
 
 def random_state() -> dict[str, Any]:

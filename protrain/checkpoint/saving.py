@@ -223,9 +223,13 @@ def _begin(
                 save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
                 save.manifest |= {} if base is None else {"base": base.to_dict()}
-                save.serial = new_save(root, save.unlock)
+                save.serial = _new_save(root, save.unlock)
                 others = {BUFFERS: unmanaged_tensors(model, base_weights(model, base))}
-                save.manifest["files"] = write_others(save.scratch, others | ({MODULES: tensors} if tensors else {}))
+                others |= {MODULES: tensors} if tensors else {}
+                save.manifest["files"] = {
+                    name: {**write_tensors(save.scratch / name, found), "parameters": []}
+                    for name, found in others.items()
+                }
         save.serial = ranks.of_first(save.serial)
         with raised_on_all(ranks):
             if not first and not save.scratch.is_dir():
@@ -304,7 +308,7 @@ def _manifest(
     }
 
 
-def new_save(root: Path, unlock: ExitStack) -> int:
+def _new_save(root: Path, unlock: ExitStack) -> int:
     """Remove what killed saves have left in ``root``, and make the hidden folder of a new one. Returns its number.
 
     Until ``unlock`` is closed, no other process can do so there. It would take this save for what a killed one has
@@ -330,11 +334,6 @@ def new_save(root: Path, unlock: ExitStack) -> int:
     return serial
 
 
-def write_others(scratch: Path, others: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
-    """Write the files of ``others``, tensors of no parameters. Returns the entries of the files in the manifest."""
-    return {name: {**write_tensors(scratch / name, tensors), "parameters": []} for name, tensors in others.items()}
-
-
 def _delete_all_but(saves: list[Path], keep: int) -> None:
     for old in saves[:-keep]:
         # It is renamed first, because a half-deleted save must never look like a save.
@@ -345,12 +344,8 @@ def _delete_all_but(saves: list[Path], keep: int) -> None:
 
 def check_wrapped(model: nn.Module, optimizer: Any) -> None:
     """Raise a ValueError unless ``optimizer`` is the one that protrain.wrap returned with ``model``."""
-    if not hasattr(optimizer, "scalar_state"):
-        raise ValueError(
-            f"optimizer must be the one that protrain.wrap returned, not a plain {type(optimizer).__name__}"
-        )
-    if not optimizer.trains(model):
-        raise ValueError("optimizer is of another model: pass the two that protrain.wrap returned together")
+    if not hasattr(optimizer, "trains") or not optimizer.trains(model):
+        raise ValueError("model and optimizer must be the two that protrain.wrap returned together")
 
 
 def has_plan(model: nn.Module) -> bool:

@@ -9,7 +9,6 @@ import torch
 import protrain
 from protrain.cli.launch import start_ranks, together
 from protrain.cli.options import emit
-from protrain.common.cache import keeps_measurements
 from protrain.common.progress import note, stage
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
@@ -27,6 +26,8 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _calibrate(args: argparse.Namespace, *, speaks: bool) -> None:
+    if args.device is None and not torch.cuda.is_available():
+        raise ValueError("this machine has no GPU to measure: give --device cpu for a simulated device")
     device, seconds = own_device(args.device), args.seconds or FULL_SECONDS
     kept = cached(device)
     # Unless it is the first, a trial must not spoil the plans of a full calibration.
@@ -50,7 +51,5 @@ _NOT_REPLACED = (
 def _kept(hardware: HardwareProfile, device: torch.device) -> str:
     path = Machine.of(device).path
     if cached(device) != hardware:
-        if not keeps_measurements():
-            return "the profile was not kept, as PROTRAIN_CACHE=0 says"
-        return f"the profile was not kept: {path} cannot be written; PROTRAIN_CACHE names the folder"
+        return f"the profile was not kept: PROTRAIN_CACHE is 0, or {path} cannot be written"
     return f"kept in {path}, for plans and runs with --device {device.type} alone"

@@ -13,7 +13,6 @@ from torch import nn
 
 from protrain.cli.options import need
 from protrain.cli.shapes import SHAPES, shape_config
-from protrain.common.errors import PlanError
 from protrain.engine.states.empty import empty_parameters
 from protrain.profiler.blocks import find_blocks
 
@@ -98,26 +97,6 @@ def fit_positions(loaded: LoadedModel, sequence: int) -> None:
     if loaded.folder is not None or rotary.get("rope_type") != "default":
         raise ValueError(f"--sequence {sequence} is longer than the {positions} positions of the model")
     config.max_position_embeddings = sequence
-
-
-def refuse_huge_batch(
-    model: Any, *, batch: int, sequence: int, dtype: torch.dtype, device_type: str, device_bytes: int
-) -> None:
-    """Raise a PlanError if the device cannot even hold what the embedding makes of one batch, as every plan must.
-
-    This check takes neither memory nor time, and so comes before a batch of that size is made. ``model`` is one of
-    transformers.
-    """
-    token_bytes = getattr(model.get_input_embeddings(), "embedding_dim", 1) * dtype.itemsize
-    if batch * sequence * token_bytes > device_bytes:
-        raise PlanError(
-            where="GPU" if device_type == "cuda" else "device",
-            needed_bytes=batch * sequence * token_bytes,
-            available_bytes=device_bytes,
-            largest_part=f"the embeddings of a batch of {batch:,} x {sequence:,} tokens, to which more would come",
-            remedy=f"Give a smaller --batch or --sequence: more than {device_bytes // token_bytes:,} tokens in a batch "
-            "fit under no plan.",
-        )
 
 
 def _folder_of(name: str) -> Path:

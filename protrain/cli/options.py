@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +30,6 @@ _ARGUMENTS = {
     )
 } | {"weights": "--model"}  # a model's folder holds the weights
 _WITH_VALUE = re.compile(rf"(?<![\w/.-])({'|'.join(_ARGUMENTS)})=('[^']*'|\"[^\"]*\"|[^\s,;:)]*)")
-_NEGATIVE_SIZE = re.compile(r"-\d+(\.\d+)?[A-Za-z]+")
 _ALONE = re.compile(rf"(?<![\w/.-])({'|'.join(name for name in _ARGUMENTS if '_' in name)})(?![\w=.(])")
 
 
@@ -81,7 +80,6 @@ class Parser(argparse.ArgumentParser):
             if not word or (word.startswith("--") and word.endswith("=")):
                 said = shlex.join(args[max(0, at - 1) : at + 1] if not word else [word])
                 self.error(f"{said}: nothing is given, as by a shell variable that is not set")
-        args = None if args is None else _with_negative_sizes(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
@@ -103,17 +101,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line on standard error and exit with 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def _with_negative_sizes(words: Sequence[str]) -> list[str]:
-    """``words`` with sizes like -8GiB joined to their option, which argparse would take for options of their own."""
-    joined: list[str] = []
-    for word in words:
-        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and _NEGATIVE_SIZE.fullmatch(word):
-            joined[-1] += f"={word}"
-        else:
-            joined.append(word)
-    return joined
 
 
 def whole(least: int, most: float = math.inf) -> Callable[[str], int]:

@@ -32,7 +32,6 @@ from protrain.profiler.kept_profiles import counted_profile, kept_answer
 from protrain.profiler.model_profile import ModelProfile
 
 _LOW, _HIGH = 2, 16  # the batches that are counted from which the others follow
-_ANY_BYTES = 2**62  # of a device on which they are not to run
 _ASKED = ("batch", "accumulation", "step_tokens", "moment_dtype", "tokens", "price", "step_during_backward")
 
 
@@ -66,20 +65,20 @@ class _Asked:
         self.inside: bool = args.step_during_backward
         self._elsewhere = bool(args.hardware or args.compare)
 
-    def counted(self, step: ProfiledStep, show: Callable[[str], None], *, device_bytes: int = 0) -> ModelProfile:
-        """The profile of ``step``, counted. A batch that takes more than ``device_bytes`` of any device is refused."""
+    def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
+        """The profile of ``step`` from the shapes of its tensors."""
 
         def count() -> ModelProfile:
             with importing():
                 from protrain.cli import plan_trace
 
-            return plan_trace.counted(step, device_bytes=device_bytes or self.hardware.device_bytes, show=show)
+            return plan_trace.counted(step, show=show)
 
         return replace(counted_profile(step.description(), count), moment_dtype=self.args.moment_dtype)
 
-    def profile(self, step: ProfiledStep, accumulation: int, show: Callable[[str], None]) -> ModelProfile:
+    def profile(self, batch: Batch, show: Callable[[str], None]) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-        profile = None
+        step, profile = replace(self.step, batch=batch.batch), None
         if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
             with importing():
                 from protrain.cli import plan_trace
@@ -88,18 +87,16 @@ class _Asked:
             if profile is None:
                 note(COUNTED)
         profile = profile or self.counted(step, show)
-        return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
+        return replace(profile, accumulation=batch.accumulation, moment_dtype=self.args.moment_dtype)
 
     def batches(self, show: Callable[[str], None]) -> tuple[Batch, ...]:
-        """The batches by which a step can have --step-tokens, the fastest first; none if --batch says which.
+        """The batch of --batch, or those by which a step can have --step-tokens, the fastest first.
 
-        A simulated device has none either: a step of so many tokens would take a CPU hours.
+        A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         """
         if self.args.batch is not None or self.hardware.device_type == "cpu":
-            return ()
-        low, high = (
-            self.counted(replace(self.step, batch=batch), show, device_bytes=_ANY_BYTES) for batch in (_LOW, _HIGH)
-        )
+            return (Batch(batch=self.step.batch, accumulation=self.args.accumulation or 1),)
+        low, high = (self.counted(replace(self.step, batch=batch), show) for batch in (_LOW, _HIGH))
         n_sequences = self.args.step_tokens * _LOW // (low.tokens * self.hardware.world_size)
         return fastest_batches(
             lambda batch: at_batch(low, high, (batch - _LOW) / (_HIGH - _LOW)),
@@ -107,12 +104,6 @@ class _Asked:
             n_sequences=max(1, n_sequences),
             step_during_backward=self.inside,
         )
-
-    def chosen(self, batches: tuple[Batch, ...]) -> tuple[ProfiledStep, int]:
-        """The step with the fastest of ``batches`` or the batch that was given, and its accumulation."""
-        if batches:
-            return replace(self.step, batch=batches[0].batch), batches[0].accumulation
-        return self.step, self.args.accumulation or 1
 
     def kept(self, what: str, make: Callable[[], Answer]) -> Answer:
         """What ``make`` answers. It is kept for a machine that is elsewhere, as the free memory of this one changes."""
@@ -124,44 +115,50 @@ class _Asked:
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:
-    """Whether the model fits, how fast it is, and what limits it."""
-    profile, batches = None, tuple[Batch, ...]()
+    """Whether the model fits, how fast it is, and what limits it.
+
+    How fast batches are is known from two of them, so the fastest may turn out not to fit. Then the next is taken.
+    """
+    with stage("profiling the model") as show:
+        batches = asked.batches(show)
+    answer = _answer_with(asked, batches[0])
+    while not answer.fits and len(batches) > 1:
+        batches = batches[1:]
+        answer = _answer_with(asked, batches[0])
+    return replace(answer, batches=batches, job=Job(tokens=asked.args.tokens, price=price))
+
+
+def _answer_with(asked: _Asked, batch: Batch) -> Answer:
+    with stage("profiling the model") as show:
+        profile = asked.profile(batch, show)
     try:
-        with stage("profiling the model") as show:
-            batches = asked.batches(show)
-            profile = asked.profile(*asked.chosen(batches), show)
         with stage("planning"):
             plan = search(profile, asked.hardware, step_during_backward=asked.inside)
-            answer = explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
+            return explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
     except PlanError as error:
-        answer = Answer.refused(error, asked.hardware, profile)
-    return replace(answer, batches=batches, job=Job(tokens=asked.args.tokens, price=price))
+        return Answer.refused(error, profile, asked.hardware)
 
 
 def _plan(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
     answer = asked.kept("plan", partial(_answer, asked, _prices(args, 1)[0]))
-    if answer.model is None:  # even the batch does not fit, and there is no profile
-        if args.json:
-            print_result(answer.to_json())
-        raise ValueError(answer.verdict)
     with stage("profiling the model") as show:
-        profile = asked.profile(*asked.chosen(answer.batches), show)
+        profile = asked.profile(answer.batches[0], show)
     fits = "fits on" if answer.fits else "does not fit"
     title = _title(args, profile, hardware.world_size)
-    lines = [wrapped(f"{fits} {answer.machine}\n{title}", indent="  ")]
+    sections = [wrapped(f"{fits} {answer.machine}\n{title}", indent="  ") + f"\n{summary_text(answer)}"]
     if answer.plan is not None:
         timeline = predict(profile, hardware, answer.plan, step_during_backward=asked.inside).timeline
         if args.picture is not None:
             drawn = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
             draw_timeline(timeline, drawn, args.picture)
-        lines += [f"{summary_text(answer)}\n", f"ONE STEP\n{timeline_text(timeline)}"]
+        sections += [f"ONE STEP\n{timeline_text(timeline)}"]
     if not args.json:  # before it is known what would be better, which takes longer
-        print_result("\n".join(lines))
+        print_result("\n\n".join(sections))
     answer = asked.kept("instead", partial(_with_alternatives, asked, answer, profile))
     print_result(answer.to_json() if args.json else _more_text(args, hardware, answer))
     if answer.plan is None:
-        raise ValueError(answer.verdict)
+        raise ValueError(f"{answer.verdict} {answer.nearest()}")
     write_record(answer.plan, args)
 
 
@@ -178,9 +175,14 @@ def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answ
 
 def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:
     with stage("looking for what would be better") as show:
-        lacks_bytes = answer.lacks_bytes if answer.lacks == "host memory" else 0
-        machines = other_machines(asked.hardware, lacks_host_bytes=lacks_bytes)
-        cases = _other_trainings(asked, answer, profile, show) | others_of(profile, asked.hardware, machines)
+        on_host = answer.lacks == "host memory"
+        machines = other_machines(
+            asked.hardware,
+            lacks_host_bytes=answer.lacks_bytes if on_host else 0,
+            lacks_device_bytes=0 if on_host else answer.lacks_bytes,
+        )
+        here = others_of(profile, asked.hardware, {}) | _other_trainings(asked, answer, profile, show)
+        cases = here | others_of(profile, asked.hardware, machines)  # the nearest first
         return replace(answer, alternatives=alternatives(cases, step_during_backward=asked.inside))
 
 
@@ -188,10 +190,10 @@ def _other_trainings(
     asked: _Asked, answer: Answer, profile: ModelProfile, show: Callable[[str], None]
 ) -> dict[str, Case]:
     """LoRA and QLoRA, unless all states are on the device anyway, and another batch if this one was given."""
-    step, _ = asked.chosen(answer.batches)
+    step = replace(asked.step, batch=answer.batches[0].batch)
     others = {}
     if asked.args.batch is not None:
-        batch = 2 * step.batch if answer.fits else step.batch // 2
+        batch = 2 * step.batch if answer.fits else answer.fitting_batch or step.batch // 2
         others[f"--batch {batch}"] = replace(step, batch=batch)
     if answer.plan is None or answer.plan.n_persist < answer.plan.n_chunks:
         adapter = step.lora or "r=16"
@@ -209,7 +211,7 @@ def _other_trainings(
 def _frontier(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
     with stage("profiling the model") as show:
-        profile = asked.profile(*asked.chosen(asked.batches(show)), show)
+        profile = asked.profile(asked.batches(show)[0], show)
     with stage("planning under every limit"):
         found = frontier(profile, hardware, step_during_backward=asked.inside)
     if args.picture is not None:

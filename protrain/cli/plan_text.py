@@ -15,14 +15,16 @@ from protrain.planning.timeline import Timeline
 
 _LEAST_COLUMNS = 20
 _SHADES = " ░▒▓█"
-_PLAIN_SHADES = " .:+#"
 _SHOWN_BATCHES = 4
 _PHASES = ("forward", "backward", "after")
 
 
 def summary_text(answer: Answer) -> str:
-    """What a reader who stops after ten lines should know of a model that fits."""
-    plan, slower, n_gpus = answer.fitting, answer.on_slower_host(), answer.machine.gpus
+    """What a reader who stops after ten lines should know."""
+    n_gpus = answer.machine.gpus
+    if answer.plan is None:
+        return aligned([["lacks", f"{format_bytes(answer.lacks_bytes)} of {per_gpu(answer.lacks, n_gpus)}"]])
+    plan, slower = answer.plan, answer.on_slower_host()
     device = "GPU" if answer.machine.device_type == "cuda" else "device"
     basis = "estimated from counted operations, not measured" if answer.estimated else "predicted"
     used = [format_bytes(size) for size in (plan.device_bytes, plan.host_bytes)]
@@ -43,12 +45,10 @@ def summary_text(answer: Answer) -> str:
 
 
 def _batches(answer: Answer) -> str:
-    """The batch that is the fastest, and the speed of those next to it; "" where the batch was given."""
-    if not answer.batches:
-        return ""
+    """The batch, and if it is the fastest of several the speed of those next to it."""
     best, *others = answer.batches[:_SHOWN_BATCHES]
     speeds = [f"{_batch(other)} {other.tokens_per_s:,.0f} tokens/s" for other in others]
-    return f"{_batch(best)} is the fastest{'; ' * bool(speeds)}{', '.join(speeds)}"
+    return f"{_batch(best)} is the fastest; {', '.join(speeds)}" if speeds else _batch(best)
 
 
 def _batch(batch: Batch) -> str:
@@ -56,23 +56,15 @@ def _batch(batch: Batch) -> str:
     return f"{batch.batch} {sequences} x {batch.accumulation}"
 
 
-def timeline_text(timeline: Timeline, *, plain: bool | None = None) -> str:
-    """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 80.
-
-    Args:
-        timeline: one step.
-        plain: ASCII alone; default: when standard output cannot show block characters.
-    """
-    if plain is None:
-        plain = not _shows_blocks()
-    shades = _PLAIN_SHADES if plain else _SHADES
+def timeline_text(timeline: Timeline) -> str:
+    """Ruler, lanes with the share of the step that each works, and the phases; as wide as the terminal, at most 80."""
     width = max(map(len, timeline.lanes.values()))
     screen = shutil.get_terminal_size().columns if sys.stdout is not None and sys.stdout.isatty() else WIDTH
     columns = max(_LEAST_COLUMNS, min(WIDTH, screen) - width - len("    100%"))
     lines = [f"{'':<{width}}  {'0':<{columns // 2}}{format_ms(timeline.step_ms):>{columns - columns // 2}}"]
     for lane, name in timeline.lanes.items():
         shares = busy_shares(timeline, lane, columns)
-        cells = "".join(shades[min(len(shades) - 1, int(share * (len(shades) - 1) + 0.75))] for share in shares)
+        cells = "".join(_SHADES[min(len(_SHADES) - 1, int(share * (len(_SHADES) - 1) + 0.75))] for share in shares)
         lines.append(f"{name:<{width}}  {cells}  {sum(shares) / columns:4.0%}")
     lines.append(f"{'':<{width}}  {_phase_line(timeline, columns)}")
     return "\n".join(lines)
@@ -100,11 +92,3 @@ def _phase_line(timeline: Timeline, columns: int) -> str:
         room = stop - len(line)
         line += f"|{name}"[:room].ljust(room) if room > len(name) else "|"[:room].ljust(room)
     return line.rstrip()
-
-
-def _shows_blocks() -> bool:
-    try:
-        _SHADES.encode(getattr(sys.stdout, "encoding", None) or "ascii")
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -5,6 +5,8 @@ Only this part of planning needs torch and transformers, whose imports take long
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.cli.models import LoadedModel, fit_positions, read_architecture, refuse_huge_batch
+from protrain.cli.models import LoadedModel, fit_positions, read_architecture
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
 from protrain.cli.trained import adamw, choose_trained, shape_in_4bit
@@ -31,71 +33,68 @@ def measured(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], Non
 
     Measuring takes at most ``device_bytes``.
     """
-    model, example, how = _prepared(step, _architecture(step), device_bytes=device_bytes, on_meta=False)
+    loaded, device = _architecture(step), torch.device(step.device_type)
+    if step.batch * (step.sequence or loaded.sequence) * _token_bytes(loaded, step) > device_bytes:
+        return None  # before what no plan can hold is made
+    model, example, how = _prepared(step, loaded, on_meta=False)
     try:
-        device = torch.device(step.device_type)
         return cached_profile(model, example, device=device, device_bytes=device_bytes, show=show, **how)
     except torch.OutOfMemoryError:
         return None
 
 
-def counted(step: ProfiledStep, *, device_bytes: int, show: Callable[[str], None] | None = None) -> ModelProfile:
+def _token_bytes(loaded: LoadedModel, step: ProfiledStep) -> int:
+    """What the embedding of a token takes."""
+    model: Any = loaded.model
+    return int(getattr(model.get_input_embeddings(), "embedding_dim", 1)) * DTYPES[step.dtype].itemsize
+
+
+def counted(step: ProfiledStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:
     """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here.
 
-    The device has at most ``device_bytes``. Of a named shape a few blocks are traced.
+    Of a named shape a few blocks are traced.
     """
     n_blocks = step.layers or (SHAPES[step.model].layers if step.model in SHAPES else 0)
     if step.model not in SHAPES or n_blocks <= TRACED_BLOCKS or step.freeze:  # which may tell blocks apart
-        return _traced(step, device_bytes, show)[1]
-    few, buffer_bytes = _few_blocks(replace(step, layers=TRACED_BLOCKS), device_bytes)
+        return _traced(step, show)[1]
+    few, buffer_bytes = _few_blocks(replace(step, layers=TRACED_BLOCKS))
     return with_blocks(few, n_blocks, buffer_bytes=buffer_bytes)
 
 
 @cache
-def _few_blocks(step: ProfiledStep, device_bytes: int) -> tuple[ModelProfile, int]:
+def _few_blocks(step: ProfiledStep) -> tuple[ModelProfile, int]:
     """The profile of ``step``, and the bytes of buffers and quantised weights that its last block has for itself."""
-    model, found = _traced(step, device_bytes, None)
+    model, found = _traced(step, None)
     *_, before, last = (storages_in(unmanaged_memory(model.get_submodule(block.name))) for block in found.blocks)
     return found, sum(size for storage, size in last.items() if storage not in before)
 
 
-def _traced(
-    step: ProfiledStep, device_bytes: int, show: Callable[[str], None] | None
-) -> tuple[nn.Module, ModelProfile]:
+def _traced(step: ProfiledStep, show: Callable[[str], None] | None) -> tuple[nn.Module, ModelProfile]:
     with torch.device("meta"):  # nothing is computed, so there is no need for a record of how values are made
         loaded = _architecture(step)
     if step.compile:
         torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
-    model, example, how = _prepared(step, loaded, device_bytes=device_bytes, on_meta=True)
+    model, example, how = _prepared(step, loaded, on_meta=True)
     return model, profile(model, example, device="meta", show=show, **how)
 
 
 def _architecture(step: ProfiledStep) -> LoadedModel:
     loaded = read_architecture(step.model, layers=step.layers)
-    if step.load_in_4bit:
-        shape_in_4bit(loaded.model)
-    return choose_trained(loaded, step.lora, step.freeze)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels, and none of them runs here
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # as peft reads what transformers is to lose
+        if step.load_in_4bit:
+            shape_in_4bit(loaded.model)
+        return choose_trained(loaded, step.lora, step.freeze)
 
 
 def _prepared(
-    step: ProfiledStep, loaded: LoadedModel, *, device_bytes: int, on_meta: bool
+    step: ProfiledStep, loaded: LoadedModel, *, on_meta: bool
 ) -> tuple[nn.Module, dict[str, Any], dict[str, Any]]:
-    """The model with the forwards that it trains with, the arguments of one call, and options of a profile.
-
-    Raises:
-        PlanError: ``device_bytes`` are too few for the batch under any plan.
-    """
+    """The model with the forwards that it trains with, the arguments of one call, and options of a profile."""
     sequence = step.sequence or loaded.sequence
     fit_positions(loaded, sequence)
-    refuse_huge_batch(
-        loaded.model,
-        batch=step.batch,
-        sequence=sequence,
-        dtype=DTYPES[step.dtype],
-        device_type=step.device_type,
-        device_bytes=device_bytes,
-    )
-    ids = torch.zeros(step.batch, sequence, dtype=torch.long, device="cpu")
+    ids = torch.zeros(1, 1, dtype=torch.long, device="cpu").expand(step.batch, sequence)
     example = {"input_ids": ids, "labels": ids}
     if step.packing:  # two examples a sequence
         half = sequence // 2

@@ -33,9 +33,7 @@ def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str])
     for pattern in freeze:
         matching = [name for name in named if fnmatchcase(name, pattern)]
         if not matching:
-            depth = pattern.count(".") + 1
-            starts = list(dict.fromkeys(".".join(name.split(".")[:depth]) for name in named))
-            near = difflib.get_close_matches(pattern, starts, n=3) or starts[:3]
+            near = difflib.get_close_matches(pattern, named, n=3) or list(named)[:3]
             raise ValueError(f"--freeze {pattern!r} matches no parameter; there are {', '.join(near)}, ...")
         for name in matching:
             named[name].requires_grad_(False)
@@ -70,15 +68,8 @@ def _with_adapter(loaded: LoadedModel, lora: Lora) -> Any:
         task_type="CAUSAL_LM",
         base_model_name_or_path=None if loaded.folder is None else str(loaded.folder),
     )
-    try:
-        with empty_parameters():
-            adapted = peft.get_peft_model(model, config)
-    except ValueError as error:
-        layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-        names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-        raise ValueError(
-            f"--lora: targets={lora.targets} fits no layer of the model, whose linear layers are {names}: {error}"
-        ) from None
+    with empty_parameters():
+        adapted = peft.get_peft_model(model, config)
     _refuse_other_than_linear(adapted)
     return adapted
 
@@ -101,11 +92,19 @@ def shape_in_4bit(model: Any) -> None:
     Raises:
         ValueError: bitsandbytes or accelerate is not installed.
     """
-    config = _config(torch.bfloat16)
+    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
+        need(package, "--load-in-4bit", extra="qlora")
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
+    from transformers import BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model, device_map={"": "meta"})
     quantizer.postprocess_model(model)
@@ -117,14 +116,3 @@ def shape_in_4bit(model: Any) -> None:
             layer.weight = Params4bit(
                 numbers, quant_type="nf4", compress_statistics=True, quant_state=state, module=layer, bnb_quantized=True
             )
-
-
-def _config(dtype: torch.dtype) -> Any:
-    """What transformers is to do, with layers that compute in ``dtype``."""
-    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
-        need(package, "--load-in-4bit", extra="qlora")
-    import transformers
-
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )

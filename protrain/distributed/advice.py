@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-import zlib
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from protrain.common.errors import warn_user
+from protrain.common.parameters import fingerprint, is_plain
 from protrain.common.tables import format_bytes
 from protrain.common.trees import named_tensors
 from protrain.distributed.ranks import Ranks
@@ -110,7 +110,9 @@ def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) 
         handle.remove()
         drops = module.training and any(map(_drops, module.modules()))
         state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        own = _checksum((args, kwargs)), state.numpy().tobytes() if drops else None
+        # Tensors of other kinds, such as sparse ones, are not compared.
+        found = [(name, fingerprint(part)) for name, part in named_tensors((args, kwargs)) if is_plain(part)]
+        own = found or None, state.numpy().tobytes() if drops else None
         batches, states = zip(*ranks.all_values(own, "the first forward of the training"), strict=True)
         if ranks.rank == 0:
             _warn(batches, states)
@@ -118,7 +120,7 @@ def compare_first_batches(model: nn.Module, ranks: Ranks, device: torch.device) 
     handle = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
 
 
-def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
+def _warn(batches: Sequence[object], states: Sequence[object]) -> None:
     for values, what in (
         (
             batches,
@@ -136,16 +138,6 @@ def _warn(batches: Sequence[Hashable], states: Sequence[Hashable]) -> None:
             if value is not None and value in values[:other]:
                 warn_user(f"ranks {values.index(value)} and {other} {what}")
                 break
-
-
-def _checksum(batch: Any) -> int | None:
-    """A hash of all dense tensors in ``batch``. None: there are none."""
-    found: int | None = None
-    for name, tensor in named_tensors(batch):
-        if tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
-            found = zlib.crc32(f"{name} {tuple(tensor.shape)}".encode(), found or 0)
-            found = zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, found)
-    return found
 
 
 def _drops(module: nn.Module) -> bool:

@@ -107,7 +107,7 @@ class Engine:
         self.all_read = False  # whether every rank reads the same parameters now
         self._frozen = [member for member in managed.members if not member.parameter.requires_grad]
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
-        # How many begins and ends of units and steps are under way. One that an interrupt cuts short stays counted.
+        # How many units and ends of steps are under way. One whose begin or end is cut short stays counted.
         self.unfinished = 0
         self._process = os.getpid()
         self._ranks = memory.ranks

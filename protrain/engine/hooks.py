@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from protrain.common import batch as batches
-from protrain.common.errors import MisuseError, warn_user
+from protrain.common.errors import MisuseError
 from protrain.distributed.joining import announced_processes, refuse_others
 from protrain.engine.engine import Engine
 from protrain.engine.inputs import PlannedBatch
@@ -26,7 +26,6 @@ from protrain.engine.units import Unit
 from protrain.engine.weights.handle import Handle
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.compilation import CompiledForward
-from protrain.planning.plan import BlockMode
 from protrain.planning.timeline import GPU
 from protrain.profiler.blocks import checkpointing_switches, switch_off_checkpointing
 
@@ -42,7 +41,10 @@ def install(engine: Engine) -> None:
         member.edits = member.parameter._version
         engine.bindings.release(member)
     for unit in engine.units:
-        _replace_forward(unit.module, _unit_forward(engine, unit))
+        original = unit.module.forward
+        if isinstance(original, CompiledForward):
+            original = _with_plain_parameters(list(unit.module.parameters()), original)
+        _replace_forward(unit.module, functools.partial(engine.visits.run, unit, original, False))
     root = _Root(engine)
     _replace_forward(engine.model, root.forward)
     for unit in engine.units:
@@ -91,35 +93,19 @@ def _refuse_tracing() -> None:
         )
 
 
-def _unit_forward(engine: Engine, unit: Unit) -> Callable[..., Any]:
-    original = unit.module.forward
-    if isinstance(original, CompiledForward):
-        original = _with_plain_parameters(list(unit.module.parameters()), original)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        _refuse_tracing()
-        with span(GPU, f"forward {unit.label}"):
-            return engine.visits.run(unit, original, args, kwargs, around=False)
-
-    return run
-
-
 def _unit_call(engine: Engine, unit: Unit) -> Callable[..., Any]:
-    """The ``__call__`` of a unit's module: if it has hooks, its parameters are on the device for these, too."""
+    """The ``__call__`` of a unit's module, with the parameters on the device for hooks and for a forward of the user.
+
+    All tensors that a forward saves which replaced the engine's stay on the device.
+    """
     module, forward, original = unit.module, unit.module.forward, unit.module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        replaced = module.forward is not forward
-        if not (module._forward_pre_hooks or module._forward_hooks or replaced):
+        _refuse_tracing()
+        with span(GPU, f"forward {unit.label}"):
+            if module._forward_pre_hooks or module._forward_hooks or module.forward is not forward:
+                return engine.visits.run(unit, original, True, *args, **kwargs)
             return original(*args, **kwargs)
-        before = unit.calls
-        output = engine.visits.run(unit, original, args, kwargs, around=True)
-        if replaced and unit.calls == before and unit.mode is not BlockMode.NONE and torch.is_grad_enabled():
-            warn_user(
-                f"the forward of {unit.label} was replaced after protrain.wrap, so all tensors that it saves stay on "
-                "the device, and the plan has no memory for them: replace it before protrain.wrap"
-            )
-        return output
 
     return call
 

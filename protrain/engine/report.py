@@ -16,8 +16,9 @@ from protrain.engine.updates.host_updates import UpdateState
 from protrain.engine.weights.views import SimulatedLedger
 
 _TIMED_STEPS = 200
+_SETTLED_STEPS = 10  # by which blocks are compiled and caches are warm
+_FAR_OFF = 0.2  # a step that differs by more of its predicted time was planned for another machine
 _SLOW_HOST = 0.86  # times the predicted rate: a host that is slower than plans are made for
-_LATE_STEP = 1.05  # times the predicted time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +52,6 @@ class Report(Record):
                 f"{format_ms(self.step_ms)} in the median, {predicted} "
                 f"(measured {format_change(self.step_ms, self.predicted_step_ms)})"
             )
-        redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
-        on_host = "none"
-        if self.host_gparams:
-            on_host = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
-            if self.predicted_host_gparams:
-                on_host += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
-            slow = self.host_gparams < _SLOW_HOST * self.predicted_host_gparams
-            if slow and self.step_ms > _LATE_STEP * self.predicted_step_ms:
-                on_host += "; `protrain calibrate`, while the machine is as busy as now, for plans that leave it less"
         between = []
         if self.received_bytes or self.sent_bytes:
             received, sent = format_bytes(self.received_bytes), format_bytes(self.sent_bytes)
@@ -78,10 +70,39 @@ class Report(Record):
             ),
             ("chunk uploads", f"{self.fetches:,}, {format_bytes(self.uploaded_bytes)} from host memory"),
             *between,
+            *(self._updates() if self.host_gparams or self.predicted_host_gparams else ()),
+            *([("what to do", self.advice)] if self.advice else ()),
+        ]
+
+    def _updates(self) -> list[tuple[str, str]]:
+        """Rows on a host that has updates to make."""
+        redone = f", {self.redone_updates:,} of them done again" if self.redone_updates else ""
+        rate = f"{self.host_gparams:.2f} G param/s, predicted {self.predicted_host_gparams:.2f}"
+        if self.host_gparams and self.predicted_host_gparams:
+            rate += f" (measured {format_change(self.host_gparams, self.predicted_host_gparams)})"
+        return [
             ("speculative updates", f"{self.speculative_updates:,}{redone}"),
             ("streamed updates", f"{self.streamed_updates:,}"),
-            ("AdamW on the host", on_host),
+            ("AdamW on the host", rate if self.host_gparams else "none yet"),
         ]
+
+    @property
+    def advice(self) -> str:
+        """What to do about steps that take over 20% more or less time than predicted; "" while there is no need."""
+        change = self.step_ms / self.predicted_step_ms - 1 if self.predicted_step_ms else 0.0
+        if self.steps < _SETTLED_STEPS or abs(change) <= _FAR_OFF:
+            return ""
+        if change < 0:
+            return "run `protrain calibrate` and wrap again, as a plan for this machine's true rates may be faster"
+        if self.host_gparams < _SLOW_HOST * self.predicted_host_gparams:
+            return (
+                "the host is slower than its calibration says: end what else loads it or its memory, or run `protrain "
+                "calibrate` while it is as busy as now and wrap again"
+            )
+        return (
+            "the host is as fast as its calibration says, so look for what else takes time: a slow data loader, a busy "
+            "GPU or link, calls that wait for the GPU; if there is none, run `protrain calibrate` and wrap again"
+        )
 
     def __str__(self) -> str:
         return self.table()

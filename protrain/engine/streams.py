@@ -65,6 +65,8 @@ class _CudaMark(Mark):
 class Stream:
     """A stream of a CPU: what is put on it is done at once."""
 
+    stream: torch.cuda.Stream  # of a GPU
+
     def place(self, mark: Mark) -> None:
         """Place ``mark`` at the current end of the stream."""
 
@@ -145,12 +147,6 @@ class Streams:
 class CudaStreams(Streams):
     """The streams of one GPU."""
 
-    compute: _CudaStream
-    h2d: _CudaStream
-    d2h: _CudaStream
-    gather: _CudaStream
-    reduce: _CudaStream
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.compute = _CudaStream(torch.cuda.current_stream(device))
@@ -163,10 +159,9 @@ class CudaStreams(Streams):
 
     @override
     def record_streams(self, memory: Tensor) -> Tensor:
-        for stream in (self.h2d, self.d2h, self.gather, self.reduce):
-            memory.record_stream(stream.stream)
-        for streamed in (self.streamed, self.streamed_h2d, self.streamed_d2h):
-            memory.record_stream(streamed)
+        of_steps = self.h2d.stream, self.d2h.stream, self.gather.stream, self.reduce.stream
+        for stream in (*of_steps, self.streamed, self.streamed_h2d, self.streamed_d2h):
+            memory.record_stream(stream)
         return memory
 
     @override

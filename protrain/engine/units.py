@@ -32,7 +32,6 @@ class Unit:
     chunks: list[Chunk]  # the chunks that it needs on the device
     members: list[Member]  # its parameters in those
     modules: BlockModules  # the module and all modules inside it
-    calls: int = 0  # of its forward, so far
     # The chunks that lie in another buffer from time to time, each with its members.
     moving: list[tuple[Chunk, list[Member]]] = field(init=False)
 

@@ -72,9 +72,7 @@ class Visits:
 
     # -- running units -------------------------------------------------------------------------------------------------
 
-    def run(
-        self, unit: Unit, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, around: bool
-    ) -> Any:
+    def run(self, unit: Unit, function: Callable[..., Any], around: bool, /, *args: Any, **kwargs: Any) -> Any:
         """Call ``function`` with the parameters of ``unit`` on the device.
 
         It is the forward of the unit, or with ``around`` what is around that: hooks of the user, which may use the
@@ -86,12 +84,10 @@ class Visits:
         engine.reset()
         self._enter_forward(unit)
         if not around:
-            unit.calls += 1
             args, kwargs = copy_escaping_weights((args, kwargs), buffers, own=unit)
         engine.unfinished += 1
         bindings.bind(unit, self.schedule)
         self.prefetch()
-        engine.unfinished -= 1
         running = self.running
         try:
             self.running = running + 1
@@ -105,7 +101,6 @@ class Visits:
             output = copy_escaping_weights(output, buffers)
         finally:
             self.running = running
-            engine.unfinished += 1
             bindings.unbind(unit)
             engine.unfinished -= 1
         if torch.is_grad_enabled():

@@ -1,8 +1,7 @@
 """What torch.autocast does to operators on a device at this moment, and the same for meta tensors.
 
 torch's own autocast has no rules for the meta device, and leaves its tensors as they are. They are cast here as those
-of a GPU are, so that a step is counted as it will run. The compiler would trace a function mode around every operator.
-So the functions in its graph are replaced by some that cast.
+of a GPU are, so that a step is counted as it will run.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from protrain.common.trees import map_leaves, tensors_in
@@ -85,40 +83,16 @@ class AutocastOnMeta(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, with its arguments cast if autocast is on."""
-        return _run(func, *args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        rule = _RULES.get(getattr(func, "__name__", "").removeprefix("linalg_"))
+        own_type = autocast_dtype("meta") if rule else None
+        if rule and own_type:
+            wanted = _wanted(rule, own_type, (args, kwargs))
+            args, kwargs = map_leaves(lambda leaf: leaf.to(wanted) if _is_cast(leaf) else leaf, (args, kwargs))
+        return func(*args, **kwargs)
 
 
-def cast_in_graph(graph: GraphModule) -> None:
-    """Let the functions in ``graph`` cast meta tensors if autocast is on when they run."""
-    for node in graph.graph.nodes:
-        method = node.op == "call_method"
-        func = getattr(Tensor, str(node.target), None) if method else node.target
-        if (method or node.op == "call_function") and _rule(func):
-            node.op, node.target = "call_function", _casting(func)
-    graph.recompile()
-
-
-def _casting(func: Any) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:  # no functools.partial, as functions in a graph have names
-        return _run(func, *args, **kwargs)
-
-    return run
-
-
-def _run(func: Any, /, *args: Any, **kwargs: Any) -> Any:
-    rule = _rule(func)
-    own_type = autocast_dtype("meta") if rule else None
-    if own_type is not None:
-        wanted = _wanted(rule, own_type, (args, kwargs))
-        args, kwargs = map_leaves(lambda leaf: leaf.to(wanted) if _is_cast(leaf) else leaf, (args, kwargs))
-    return func(*args, **kwargs)
-
-
-def _rule(func: Any) -> str | None:
-    return _RULES.get(getattr(func, "__name__", "").removeprefix("linalg_"))
-
-
-def _wanted(rule: str | None, own_type: torch.dtype, given: Any) -> torch.dtype:
+def _wanted(rule: str, own_type: torch.dtype, given: Any) -> torch.dtype:
     if rule == "own":
         return own_type
     types = {tensor.dtype for tensor in tensors_in(given) if _is_cast(tensor)}

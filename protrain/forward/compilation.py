@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.forward.autocast import cast_in_graph
+from protrain.forward.autocast import AutocastOnMeta
 
 # The modules of torch.compile take longer to import than the rest of torch, so functions import them when they compile.
 # A model whose profile is cached never needs them.
@@ -118,8 +118,8 @@ def graphs_alone() -> Any:
     )
 
     def run(graph: Any, inputs: Any) -> Any:
-        cast_in_graph(graph)
-        return split(graph, inputs)
+        with AutocastOnMeta():  # here, as the compiler would have traced the mode around every operator
+            return split(graph, inputs)
 
     return _saving_little(run)
 

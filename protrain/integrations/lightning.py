@@ -58,15 +58,10 @@ class _Steps(nn.Module):
     def __init__(self, module: LightningModule) -> None:
         super().__init__()
         self.module = module
-        self.begun = False
 
     def forward(self, step: str, *args: Any, **kwargs: Any) -> Any:
-        with nullcontext() if self.begun else _unlogged(self.module):
+        with nullcontext() if has_plan(self.module) else _unlogged(self.module):
             return getattr(self.module, step)(*args, **kwargs)
-
-    def begin(self) -> None:
-        """There is a plan: steps are those of the training from now on."""
-        self.begun = True
 
 
 @contextmanager
@@ -212,10 +207,9 @@ class ProTrainStrategy(_Processes, DDPStrategy):
                 "gradient_clip_algorithm='value' changes each gradient where it lies, and ProTrain keeps gradients in "
                 "chunks: use gradient_clip_algorithm='norm'"
             )
-        for callback in trainer.callbacks:
-            for kind in type(callback).__mro__:
-                if kind.__name__ in _CALLBACKS:
-                    raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}")
+        for kind, callback in ((kind.__name__, each) for each in trainer.callbacks for kind in type(each).__mro__):
+            if kind in _CALLBACKS:
+                raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind]}")
         found: dict[str, Any] = {
             "device": self.root_device,
             "dtype": _dtype_of(self.precision_plugin.precision),
@@ -229,7 +223,6 @@ class ProTrainStrategy(_Processes, DDPStrategy):
             found["example_batch"] = ("training_step", self._example_batch, 0)
         with self.precision_plugin.train_step_context():
             _, self._optimizer = wrap(self._steps, self.optimizers[0], **(found | self._wrap_arguments))
-        self._optimizer.on_attach(self._steps.begin)
         self.optimizers = [self._optimizer]
 
     training_step = _step("training_step", "train_step_context")

@@ -1,4 +1,4 @@
-"""A row as long as any of a dataset, of which the batch is made that is planned, and completions as long as any.
+"""The batch that is planned: of a row as long as any of a dataset, and completions as long as any.
 
 Collators pad a batch to its longest row, so that the first batch of a training says little about later ones.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
@@ -24,10 +24,9 @@ from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.report import Report, StepClock, make_report
 from protrain.engine.states import parameter_state
 from protrain.engine.states.groups import Groups, check_options
-from protrain.engine.weights.parameter import Awaited, awaited_error
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
-from protrain.optim.torch_state import StatesInChunks, match_state
+from protrain.optim.states import FirstCall, StatesInChunks, match_state
 from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
 from protrain.planning.plan import Plan
 
@@ -73,8 +72,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._trained = {name: p for name, p in parameters.items() if p.requires_grad and id(p) in held}
         self._clock = StepClock()
         self._running: Engine | None = None  # None: the model was not called yet
-        self._on_attach: list[Callable[[], None]] = []
-        self._awaited: Awaited | None = None  # what is loaded by one of these
+        self.first_call = FirstCall(parameters)
         for name, parameter in self._trained.items():
             parameter_state.check_state(name, parameter.shape, optimizer.state.get(parameter, {}))
 
@@ -85,34 +83,19 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         self._by_name = {member.name: member for member in engine.members}
         try:
             states = self._wrapped.state
-            self._import({name: states[p] for name, p in self._trained.items() if p in states})
-            for action in self._on_attach:
-                action()
+            self.import_parts((name, None, states[p]) for name, p in self._trained.items() if p in states)
+            self.first_call.carry_out()
         except BaseException:  # such as a checkpoint that is gone: no step() may train what was not loaded
             self._running = None
             raise
-        self._on_attach.clear()
         self._wrapped.state = StatesInChunks()
 
     def on_attach(self, action: Callable[[], None], *, loads: nn.Module | None = None) -> None:
-        """Do ``action``, which needs the engine: now, or when there is one.
-
-        If it loads all states of the model ``loads``, nobody may use these until then.
-        """
+        """Do ``action``, which needs the engine: now, or when there is one. ``loads`` is that of ``FirstCall.add``."""
         if self._running is not None:
             action()
-            return
-        if loads is not None and self._awaited is None:
-            self._awaited = Awaited(loads, self._parameters)
-        self._on_attach.append(action)
-
-    def given_back(self) -> AbstractContextManager[None]:
-        """A context in which parameters whose values are to be loaded are ordinary ones, for the first call."""
-        return nullcontext() if self._awaited is None else self._awaited.given_back()
-
-    def _refuse_awaited(self, what: str) -> None:
-        if self._running is None and self._awaited is not None:
-            raise awaited_error(what)
+        else:
+            self.first_call.add(action, loads=loads)
 
     # -- the training step ---------------------------------------------------------------------------------------------
 
@@ -177,8 +160,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._clock.tick(updated=True)
 
     @contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Make backwards inside only accumulate gradients (``model.no_sync()``)."""
+    def no_sync(self) -> Iterator[None]:
+        """Make backwards inside only accumulate gradients. The last backward() of a step goes outside."""
         before, self.groups.no_sync = self.groups.no_sync, True
         try:
             yield
@@ -240,13 +223,11 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
         With several ranks all of them must call it.
         """
-        kept = self.ranks.rank == 0
-        state = self._state_dict("the optimizer's full_state_dict()", kept=kept)
-        return state if kept else {}
+        return self._state_dict("the optimizer's full_state_dict()", kept=self.ranks.rank == 0)
 
     def _state_dict(self, what: str, *, kept: bool) -> dict[str, Any]:
-        """The state of the optimizer. If it is not ``kept``, that is without the states of parameters."""
-        self._refuse_awaited(what)
+        """The state of the optimizer, empty if it is not ``kept``, as this rank only takes part in the collectives."""
+        self.first_call.refuse_awaited(what)
         self.groups.check_members()
         self.ranks.meet(what)
         self._collect = partial(self._states, kept=kept)
@@ -256,7 +237,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             self._collect = None
         if self._loss_scale is not None:
             result["loss_scale"] = self._loss_scale.state()
-        return result
+        return result if kept else {}
 
     def _states(self, *, kept: bool) -> Mapping[Tensor, Mapping[str, Any]]:
         """The states by parameter. If they are not ``kept``, this rank only takes part in the collectives."""
@@ -286,7 +267,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if self._running is not None:
             self._running.bindings.refuse_inside_full_parameters("the optimizer's load_state_dict()")
             self._running.refuse_write("the optimizer's load_state_dict()")
-        self._refuse_awaited("the optimizer's load_state_dict()")
+        self.first_call.refuse_awaited("the optimizer's load_state_dict()")
         self.groups.check_members()
         self.ranks.meet("the optimizer's load_state_dict()")
         state_dict = state_dict.copy()
@@ -300,7 +281,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if self._running is None:
             self._wrapped.state = defaultdict(dict, {self._trained[name]: state for name, state in found.items()})
         else:
-            self._import(found)
+            self.import_parts((name, None, state) for name, state in found.items())
         self.on_attach(partial(self._load_loss_scale, state_dict.get("loss_scale")))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -326,14 +307,6 @@ class ProTrainOptimizer(torch.optim.Optimizer):
             optimizer.state = StatesInChunks()
         self._wrapped = optimizer
 
-    def _import(self, found: Mapping[str, Mapping[str, Any]]) -> None:
-        engine = self._engine
-        with engine.quiet():
-            members = [self._by_name[name] for name in found]
-            for member in members:
-                parameter_state.import_part(member, found[member.name])
-            engine.weights_changed([member.chunk for member in members])
-
     def _load_loss_scale(self, state: dict[str, Any] | None) -> None:
         if self._loss_scale is not None and state is not None:
             self._loss_scale.load(state)
@@ -347,13 +320,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         loss_scale = self._engine.loss_scale
         return {**self.groups.state(), "loss_scale": None if loss_scale is None else loss_scale.state()}
 
-    def check_scalar_state(self, state: dict[str, Any]) -> None:
-        """Raise a ValueError if ``load_scalar_state`` could not set ``state``."""
-        self.groups.check_state(state)
-
     def load_scalar_state(self, state: dict[str, Any]) -> None:
-        """Set what ``scalar_state`` returned."""
-        self.check_scalar_state(state)
+        """Set what ``scalar_state`` returned, which ``groups.check_state`` has accepted."""
         for group, saved in zip(self.param_groups, state["param_groups"], strict=True):
             group.update({key: tuple(value) if key == "betas" else value for key, value in saved.items()})
         self.on_attach(partial(self._load_loss_scale, state.get("loss_scale")))
@@ -390,10 +358,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         return parameter_state.own_elements(self._by_name[name])
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
-        """Raise a ValueError if ``import_parts`` could not set ``tensors``.
-
-        Their shapes are enough to check.
-        """
+        """Raise a ValueError if ``import_parts`` could not set ``tensors``, of which only the shapes count."""
         parameter = self._parameters.get(name)
         if parameter is None:
             raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
@@ -401,8 +366,8 @@ class ProTrainOptimizer(torch.optim.Optimizer):
         if name not in self._trained and not {"weight", "master"} & set(tensors):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 
-    def import_parts(self, parts: Iterable[tuple[str, slice, Mapping[str, Tensor]]]) -> None:
-        """Set elements of parameters to tensors, as those of a ``Part``. ``parts`` has the names of the parameters too.
+    def import_parts(self, parts: Iterable[tuple[str, slice | None, Mapping[str, Any]]]) -> None:
+        """Set elements of parameters, or all of one, to tensors as those of a ``Part``. ``parts`` begin with the names.
 
         With several ranks every one of them must be given at least once what it has of each parameter, though that be
         no elements, so that it learns of the step and drops the weights that it has gathered before.

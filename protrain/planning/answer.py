@@ -66,7 +66,7 @@ class Batch(Record):
 
     batch: int
     accumulation: int
-    tokens_per_s: float  # on all GPUs together; 0 if it does not fit
+    tokens_per_s: float = 0.0  # on all GPUs together; 0 if it does not fit, or is the one that was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +129,11 @@ class Answer(Record):
     verdict: str  # one sentence
     lacks: str = ""  # the memory that is too small, if nothing fits
     lacks_bytes: int = 0  # how much of it each GPU, or its share of the host, would need beyond what there is
-    model: str | None = None  # its class; it and the next three are None where the batch alone is too large
-    parameters: int | None = None
-    trained_parameters: int | None = None
-    tokens_per_step: int | None = None  # on all GPUs together
+    fitting_batch: int = 0  # a smaller one that seems to fit; 0: none is known
+    model: str  # its class
+    parameters: int
+    trained_parameters: int
+    tokens_per_step: int  # on all GPUs together
     machine: Machine
     plan: Plan | None = None  # with new predictions for this profile and machine
     tokens_per_s: float | None = None  # on all GPUs together
@@ -141,27 +142,25 @@ class Answer(Record):
     host_bytes: dict[str, int] = field(default_factory=dict)
     estimated: bool = False  # whether times are estimated from counted operations
     updates_in_backward: bool = False
-    slower_share: float = 1.0  # of the host's calibrated rate, which plans are made for
+    slower_share: float = 1.0  # of the host's calibrated rate, which plans are made for; 1 if it updates nothing
     large_buffers: int = 0  # beside the plan's n_buffer, for chunks of large parameters
     phases: tuple[Phase, ...] = ()  # of the step's last batch
     changes: tuple[Change, ...] = ()
     job: Job = Job()
-    batches: tuple[Batch, ...] = ()  # the fastest first, if the batch was not given
-    alternatives: tuple[Alternative, ...] = ()
+    batches: tuple[Batch, ...] = ()  # the one that was asked for, or those that were tried, the fastest first
+    alternatives: tuple[Alternative, ...] = ()  # the nearest first
 
     @classmethod
-    def refused(cls, why: PlanError, hardware: HardwareProfile, profile: ModelProfile | None = None) -> Self:
-        """The answer where no plan fits, or where even the batch does not and there is no profile."""
-        machine, about = Machine.of(hardware), _model(profile, hardware)
-        if profile is not None:  # a remedy in bytes is none that can be bought
-            why = replace(why, remedy="")
+    def refused(cls, why: PlanError, profile: ModelProfile, hardware: HardwareProfile) -> Self:
+        """The answer where no plan fits."""
         return cls(
             fits=False,
-            verdict=str(why).strip(),
+            verdict=str(replace(why, remedy="")).strip(),  # which is in bytes, and none that can be bought
             lacks=f"{why.where} memory",
             lacks_bytes=why.needed_bytes - why.available_bytes,
-            machine=machine,
-            **about,
+            fitting_batch=why.fitting_batch,
+            machine=Machine.of(hardware),
+            **_model(profile, hardware),
         )
 
     def __str__(self) -> str:
@@ -204,7 +203,7 @@ class Answer(Record):
 
     def on_slower_host(self) -> str:
         """The step time on the slower host that plans are made for, as text; "" if no host is slower or has work."""
-        if not self._host_is_slower or self.fitting.n_persist == self.fitting.n_chunks:
+        if not self._host_is_slower:
             return ""
         slower, calibrated = format_ms(self.slower_ms), format_ms(self.fitting.step_ms)
         time = "the same" if slower == calibrated else slower
@@ -282,6 +281,14 @@ class Answer(Record):
         is_faster = 1 - change.step_ms / self.fitting.step_ms >= _SHOWN
         return "saves nothing on the slower host that plans are made for" if is_faster else ""
 
+    def nearest(self) -> str:
+        """The alternative that would fit, as a sentence."""
+        fitting = ((other.what, other.plan) for other in self.alternatives if other.plan is not None)
+        what, plan = next(fitting, ("", None))
+        if plan is None:
+            return "Nothing that was tried instead fits."
+        return f"The nearest that fits: {what}, {plan.tokens_per_s:,.0f} tokens/s."
+
     def alternatives_table(self) -> str:
         """What would fit or be faster, each with its speed; "" if nothing else was tried."""
         rows = [["instead", "tokens/s", str(self.job), ""]]
@@ -310,7 +317,8 @@ def explain(
     plan = check(plan, profile, hardware, step_during_backward=step_during_backward)
     models = Models.of(plan, profile, hardware, step_during_backward=step_during_backward)
     modes, counts = plan.block_modes, plan.counts
-    machine, parts = Machine.of(hardware), phases(models.runtime.timeline(modes, counts))
+    machine, timeline = Machine.of(hardware), models.runtime.timeline(modes, counts)
+    parts, host_works = phases(timeline), any(operation.lane == HOST for operation in timeline.operations)
     return Answer(
         fits=True,
         verdict=f"fits on {machine}",
@@ -328,17 +336,15 @@ def explain(
         host_bytes={"all": plan.host_bytes, **models.memory.host_parts(counts, modes)},
         estimated=profile.device != hardware.device_type,
         updates_in_backward=step_during_backward,
-        slower_share=slower_share(hardware),
+        slower_share=slower_share(hardware) if host_works else 1.0,
         large_buffers=models.memory.large_buffers[plan.n_persist],
         phases=parts,
         changes=tuple(changes_of(plan, profile, models)),
     )
 
 
-def _model(profile: ModelProfile | None, hardware: HardwareProfile) -> dict[str, Any]:
+def _model(profile: ModelProfile, hardware: HardwareProfile) -> dict[str, Any]:
     """The fields of an answer on the model."""
-    if profile is None:
-        return {}
     return {
         "model": profile.model,
         "parameters": profile.n_parameters,

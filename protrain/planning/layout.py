@@ -33,7 +33,6 @@ and the weight of a persistent chunk needs no buffer.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -310,15 +309,12 @@ def _choose(profile: ModelProfile, *, large: int) -> int:
             part = align(-(-size * numerator // denominator))
             candidates.update((part, part + small))
     candidates.update(align(lower + (upper - lower) * step // _GRID_STEPS) for step in range(_GRID_STEPS + 1))
-    # The least waste: every chunk but the last is full. No packing needs fewer chunks.
-    least = [(elements * -(-total // elements) - total, elements) for elements in candidates]
-    best = (float("inf"), 0)
-    for waste, elements in sorted(pair for pair in least if lower <= pair[1] <= upper):
-        if (waste, elements) > best:
-            break
-        _, used, *_ = _place(groups, len(profile.parameters), elements)
-        best = min(best, (elements * len(used) - sum(used), elements))
-    return best[1]
+
+    def wasted(elements: int) -> tuple[int, int]:
+        _, used, _ = _place(groups, len(profile.parameters), elements)
+        return elements * len(used) - sum(used), elements
+
+    return min((elements for elements in candidates if lower <= elements <= upper), key=wasted)
 
 
 class _Group(NamedTuple):
@@ -381,34 +377,6 @@ def _place(
             places[index] = (chunk, used[chunk])
             used[chunk] += size
     return places, used, trainable
-
-
-def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
-    """By n_persist: the most chunks in buffers that are held at one time, usual ones and large ones.
-
-    A unit holds its own chunks, and those of the units that enclose it are held as well. For a unit that the trace did
-    not call, these are all units whose module contains its module. Several ranks hold those of all units that enclose
-    any during the whole backward.
-    """
-    called = set(profile.calls)
-    in_backward = profile.enclosing if layout.world_size > 1 else ()
-    held_sets = set()
-    for index, unit in enumerate(profile.units):
-        active = (index, *unit.within)
-        if index not in called:
-            modules = [other.name for other in profile.units]
-            active = tuple(at for at, name in enumerate(modules) if not name or f"{unit.name}.".startswith(f"{name}."))
-        held_sets.add(layout.held_by((*active, *in_backward)))
-    usual, large = (
-        [[chunk for chunk in held if layout.is_large(layout.chunks[chunk]) is kind] for held in held_sets]
-        for kind in (False, True)
-    )
-
-    def most(kind: list[list[int]], first: int) -> int:
-        return max((len(held) - bisect_left(held, first) for held in kind), default=0)
-
-    firsts = map(layout.first_buffered, range(len(layout.chunks) + 1))
-    return [(most(usual, first), most(large, first)) for first in firsts]
 
 
 def updated_chunks(profile: ModelProfile, layout: Layout) -> list[int]:

@@ -15,9 +15,10 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.planning.layout import Layout
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import Counts, Modes, Plan, block_modes, fingerprint, layout_of
+from protrain.planning.planned_step import PlannedStep
 from protrain.planning.rates import slower_share, with_host
 from protrain.planning.simulate import serial, simulate, timeline
-from protrain.planning.step import PlannedStep, Steps
+from protrain.planning.step import Steps
 from protrain.planning.timeline import Timeline
 from protrain.profiler.model_profile import ModelProfile
 
@@ -115,7 +116,7 @@ class Models:
             self.profile,
             hardware,
             layout,
-            update_in_backward=step_during_backward,
+            step_during_backward=step_during_backward,
             pack_swaps=pack_swaps,
             stream=stream,
         )

@@ -81,19 +81,14 @@ def compute_times(profile: ModelProfile, hardware: HardwareProfile) -> ComputeTi
 
 
 def _measured(profile: ModelProfile) -> ComputeTimes:
-    gaps = {"forward": [0.0] * (len(profile.blocks) + 1), "backward": [0.0] * (len(profile.blocks) + 1)}
-    calls = [segment for segment in profile.segments if segment.block is not None]
-    if not calls:
-        for segment in profile.segments:
-            gaps[segment.phase][0] += segment.duration_ms
-    for phase in gaps if calls else ():
+    gaps = {phase: [0.0] * (len(profile.blocks) + 1) for phase in ("forward", "backward")}
+    for phase, gap_ms in gaps.items():
         # A gap's place is that of the block that follows it in forward. In backward that block runs before the gap.
         segments = [segment for segment in profile.segments if segment.phase == phase]
-        ordered = segments if phase == "forward" else segments[::-1]
         place = len(profile.blocks)
-        for segment in reversed(ordered):
+        for segment in reversed(segments) if phase == "forward" else segments:
             if segment.block is None:
-                gaps[phase][place] += segment.duration_ms
+                gap_ms[place] += segment.duration_ms
             else:
                 place = segment.block
     return ComputeTimes(

@@ -15,6 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 
 from protrain.planning.layout import Layout
+from protrain.profiler.model_profile import ModelProfile
 
 FAR = 1 << 60
 EMPTY = -1  # the content of a buffer that no chunk is in
@@ -99,6 +100,34 @@ class Schedule:
             needed = dict.fromkeys(chunk for unit in later for chunk in self._unit_chunks[unit])
             found = self._upcoming[self.position] = tuple(chunk for chunk in needed if chunk not in now)
         return found
+
+
+def most_held(profile: ModelProfile, layout: Layout) -> list[tuple[int, int]]:
+    """By n_persist: the most chunks in buffers that are held at one time, usual ones and large ones.
+
+    A unit holds its own chunks, and those of the units that enclose it are held as well. For a unit that the trace did
+    not call, these are all units whose module contains its module. Several ranks hold those of all units that enclose
+    any during the whole backward.
+    """
+    called = set(profile.calls)
+    in_backward = profile.enclosing if layout.world_size > 1 else ()
+    held_sets = set()
+    for index, unit in enumerate(profile.units):
+        active = (index, *unit.within)
+        if index not in called:
+            modules = [other.name for other in profile.units]
+            active = tuple(at for at, name in enumerate(modules) if not name or f"{unit.name}.".startswith(f"{name}."))
+        held_sets.add(layout.held_by((*active, *in_backward)))
+    usual, large = (
+        [[chunk for chunk in held if layout.is_large(layout.chunks[chunk]) is kind] for held in held_sets]
+        for kind in (False, True)
+    )
+
+    def most(kind: list[list[int]], first: int) -> int:
+        return max((len(held) - bisect_left(held, first) for held in kind), default=0)
+
+    firsts = map(layout.first_buffered, range(len(layout.chunks) + 1))
+    return [(most(usual, first), most(large, first)) for first in firsts]
 
 
 # One upload, issued when a visit begins: the chunk, and the chunk whose buffer it takes (-1: an empty buffer). It is a
@@ -204,7 +233,6 @@ class _Pool:
 
     def _take(self, chunk: int, victim: int) -> Fetch:
         present = self.present[self._is_large[chunk]]
-        if victim >= 0:
-            del present[victim]
+        present.pop(victim, None)
         present[chunk] = None
         return chunk, victim

@@ -38,10 +38,10 @@ import numpy as np
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.fits import nothing_fits
 from protrain.planning.layout import pack
-from protrain.planning.memory import Bytes
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
 from protrain.planning.ranges import neighbours, within
+from protrain.planning.segments import Bytes
 from protrain.profiler.model_profile import ModelProfile
 
 # Shares of a step that a mechanism must save: see [Note: what a plan is judged by].

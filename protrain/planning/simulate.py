@@ -47,10 +47,10 @@ from typing import NamedTuple
 
 from protrain.planning.contention import Times, slowdowns
 from protrain.planning.layout import STAGING_BUFFERS
+from protrain.planning.planned_step import Gradient, PlannedStep, Updates, Visit
 from protrain.planning.schedule import Fetch
 from protrain.planning.sharing import Waiting, next_for_gpu
-from protrain.planning.step import Gradient, PlannedStep, Updates, Visit
-from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, STREAM, UP, Operation, Timeline
+from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, LANES, REDUCE, UP, Operation, Timeline
 
 
 class Choices(NamedTuple):
@@ -58,6 +58,42 @@ class Choices(NamedTuple):
 
     n_in_time: int  # updates inside backward that begin before backward is over
     by_gpu: tuple[int, ...]  # the chunks in host memory that the GPU updates, in its order
+
+
+class Lane:
+    """A resource that does one operation after the other, in the order of issue. Moments are in milliseconds."""
+
+    __slots__ = ("_factors", "ends", "free", "names", "starts")
+
+    def __init__(self, factors: Iterator[float]) -> None:
+        self._factors = factors  # on the duration of one operation after the other
+        self.starts: list[float] = []
+        self.ends: list[float] = []
+        self.names: list[str] = []  # only a NamedLane has them
+        self.free = 0.0  # when it has done all operations so far
+
+    def do(self, earliest: float, duration: float, kind: str, what: object) -> float:
+        """Do one operation of this ``kind`` on ``what``, from ``earliest`` on. Returns its end."""
+        start = self.free if self.free > earliest else earliest
+        self.free = end = start + duration * next(self._factors)
+        self.starts.append(start)
+        self.ends.append(end)
+        return end
+
+    def wait(self, until: float) -> None:
+        """Do nothing before ``until``."""
+        self.free = max(self.free, until)
+
+
+class NamedLane(Lane):
+    """A lane that names its operations, for timelines. The search has no use for names, which take a tenth of a run."""
+
+    __slots__ = ()
+
+    def do(self, earliest: float, duration: float, kind: str, what: object) -> float:
+        """Do one operation, and keep its name."""
+        self.names.append(f"{kind} {what}")
+        return super().do(earliest, duration, kind, what)
 
 
 class Run:
@@ -68,17 +104,20 @@ class Run:
         factors: by lane, the factor on the duration of one operation after the other, in the order of the full-rate run
             that they were made from. None: this is a full-rate run.
         choices: those of that run.
+        lane: the type of its lanes.
     """
 
     def __init__(
-        self, step: PlannedStep, factors: list[list[float]] | None = None, choices: Choices | None = None
+        self,
+        step: PlannedStep,
+        factors: list[list[float]] | None = None,
+        choices: Choices | None = None,
+        lane: type[Lane] = Lane,
     ) -> None:
         self.step = step
-        self._factors = [repeat(1.0)] * len(LANES) if factors is None else list(map(iter, factors))
+        self.lanes = [lane(repeat(1.0) if factors is None else iter(factors[at])) for at in range(len(LANES))]
+        self._gpu, self._up, self._down, self._host, self._streamed, self._gathers, self._reductions = self.lanes
         self.choices = choices  # the first updates make them, if there are none
-        self.starts: list[list[float]] = [[] for _ in LANES]  # by lane: when its operations start, and when they end
-        self.ends: list[list[float]] = [[] for _ in LANES]
-        self.free = [0.0] * len(LANES)  # by lane: when it has done all operations so far
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
         self._all_updated = 0.0  # when all weights are, deferred updates of states aside
@@ -97,41 +136,32 @@ class Run:
         self._visits = list(zip(step.visits, step.work, step.fetches, step.gathers, strict=True))
         self.backward()
         self.update()
-        self.begin_ms = self.free[GPU]
-        self.first = [len(of_lane) for of_lane in self.starts]  # by lane: its first operation of the step
+        self.begin_ms = self._gpu.free
+        self.first = [len(each.starts) for each in self.lanes]  # by lane: its first operation of the step
         self.forward()
-        self.forward_end_ms = self.free[GPU]
+        self.forward_end_ms = self._gpu.free
         self.backward()
-        self.backward_end_ms = self.free[GPU]
+        self.backward_end_ms = self._gpu.free
         self.update()
         # Updates that the next step does not wait for would pile up if the host had more to do than a step is long.
-        self.step_ms = max(self.free[GPU] - self.begin_ms, self.busy_ms(HOST))
+        self.step_ms = max(self._gpu.free - self.begin_ms, self.busy_ms(HOST))
 
     def busy_ms(self, lane: int) -> float:
         """How long ``lane`` is busy in the step."""
         first = self.first[lane]
-        return sum(map(sub, self.ends[lane][first:], self.starts[lane][first:]))
-
-    def _do(self, lane: int, earliest: float, duration: float, kind: str, what: object) -> float:
-        """Run one operation on ``lane``, from ``earliest`` on. Returns its end. Its name is for ``NamedRun``."""
-        free = self.free[lane]
-        start = free if free > earliest else earliest
-        end = self.free[lane] = start + duration * next(self._factors[lane])
-        self.starts[lane].append(start)
-        self.ends[lane].append(end)
-        return end
+        return sum(map(sub, self.lanes[lane].ends[first:], self.lanes[lane].starts[first:]))
 
     def _fetch(self, fetches: Iterable[Fetch]) -> None:
         """Upload weights, each as soon as it is updated and its buffer is given up."""
         for chunk, victim in fetches:
             there = max(self._updated[chunk], self._released[victim])
-            self._loaded[chunk] = self._do(UP, there, self.step.upload_ms[chunk], "weights", chunk)
+            self._loaded[chunk] = self._up.do(there, self.step.upload_ms[chunk], "weights", chunk)
 
     def _updated_first(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
         """Fetches at the begin of forward, as they go: no updated chunk waits for one that is not updated yet."""
         updated, left = self._updated, list(fetches)
         while left:
-            free = self.free[UP]
+            free = self._up.free
             first = next((fetch for fetch in left if updated[fetch[0]] <= free), None)  # the nearest use comes first
             if first is None:
                 first = min(left, key=lambda fetch: updated[fetch[0]])
@@ -143,82 +173,81 @@ class Run:
         for chunk, victim in fetches:
             # A chunk that is not uploaded was loaded by the gather before, in the same lane.
             there = max(self._updated[chunk], self._released[victim], self._loaded[chunk])
-            self._loaded[chunk] = self._do(GATHER, there, self.step.gather_ms[chunk], "gather", chunk)
+            self._loaded[chunk] = self._gathers.do(there, self.step.gather_ms[chunk], "gather", chunk)
 
-    def _compute(self, visit: Visit, earliest: float, compute_ms: float, phase: str) -> float:
-        """Compute a visit once its chunks are in buffers, which it gives up. Returns its end."""
+    def _compute(self, visit: Visit, earliest: float, compute_ms: float, phase: str) -> None:
+        """Compute a visit once its chunks are in buffers, which it gives up."""
         for chunk in visit.chunks:
             if self._loaded[chunk] > earliest:
                 earliest = self._loaded[chunk]
-        end = self._do(GPU, earliest, compute_ms, phase, visit.name)
+        end = self._gpu.do(earliest, compute_ms, phase, visit.name)
         for chunk in visit.chunks:
             self._released[chunk] = end
-        return end
 
     def forward(self) -> None:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
-        free = self.free
         if self.step.fetches_sums:
-            free[GPU] = max(free[GPU], free[DOWN])  # see [Note: looking at the loss]
+            self._gpu.wait(self._down.free)  # see [Note: looking at the loss]
         for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
-            late = len(fetches) > 1 and self._all_updated > free[UP]
+            late = len(fetches) > 1 and self._all_updated > self._up.free
             self._fetch(self._updated_first(fetches) if late else fetches)
             self._gather(gathers)
-            end = self._compute(visit, 0.0, compute_ms, "forward")
+            self._compute(visit, 0.0, compute_ms, "forward")
             # The device memory of the last swapped block is given up here, and the GPU waits for its copy first.
-            free[GPU] = max(end, self._last_swap_out)
+            self._gpu.wait(self._last_swap_out)
             if swap_ms:
-                self._last_swap_out = self._do(DOWN, free[GPU], swap_ms, "activations", visit.name)
+                self._last_swap_out = self._down.do(self._gpu.free, swap_ms, "activations", visit.name)
                 self._swapped_out[visit.unit] = self._last_swap_out
 
     def backward(self) -> None:
         """The GPU computes and flattens beside fetches and offloads, and updates that gradients wait for are made."""
-        step, free = self.step, self.free
-        free[GPU] = max(free[GPU], self._last_swap_out)
+        step = self.step
+        self._gpu.wait(self._last_swap_out)
         for visit, (compute_ms, swap_ms, swap_in), fetches, gathers in self._visits[step.n_forward :]:
             self._fetch(fetches)
             self._gather(gathers)
             for unit in swap_in:
                 # Device memory is allocated when the visit begins.
-                there = max(free[GPU], self._swapped_out[unit])
-                self._back[unit] = self._do(UP, there, step.swap_in_ms[unit], "activations", unit)
+                there = max(self._gpu.free, self._swapped_out[unit])
+                self._back[unit] = self._up.do(there, step.swap_in_ms[unit], "activations", unit)
             self._compute(visit, self._back[visit.unit] if swap_ms else 0.0, compute_ms, "backward")
             for gradient in visit.gradients:
                 self._take(gradient)
-        free[GPU] = max(free[GPU], free[REDUCE])
+        self._gpu.wait(self._reductions.free)
 
     def _take(self, gradient: Gradient) -> None:
         """Flatten a gradient, reduce it if ranks do, and offload it if its chunk is in host memory."""
-        free, chunk, staging = self.free, gradient.chunk, gradient.staging
+        chunk, staging = gradient.chunk, gradient.staging
         sent, sum_up_ms = gradient.sent, gradient.sum_up_ms
         room = self._drained[staging] if sent < 0 else self._sent[sent]
-        gpu = self._do(GPU, room, gradient.flatten_ms, "flatten", chunk)
+        gpu = self._gpu.do(room, gradient.flatten_ms, "flatten", chunk)
         ready = self._deferred[chunk]
         if gradient.number in self.step.awaited_updates:  # see [Note: waiting for regions]
             awaited, update_ms = self.step.awaited_updates[gradient.number]
-            ready = self._do(HOST, self.offloaded[awaited], update_ms, "speculative update", awaited)
+            ready = self._host.do(self.offloaded[awaited], update_ms, "speculative update", awaited)
         there = None  # when it can be offloaded
         if sent < 0:
             gpu = there = max(gpu, ready)
             if sum_up_ms is not None:  # in parts, each of which goes down while the next one comes up
-                sum_there = self._do(UP, max(gpu, self.offloaded[chunk]), sum_up_ms, "sum", chunk)
+                sum_there = self._up.do(max(gpu, self.offloaded[chunk]), sum_up_ms, "sum", chunk)
                 there = max(gpu, sum_there - gradient.offload_ms)
         elif gradient.reduce_ms:  # see [Note: collectives]
             there = max(gpu, self._drained[staging])
             if sum_up_ms is not None:
-                there = self._do(UP, max(there, self.offloaded[chunk]), sum_up_ms, "sum", chunk)
-            reduced = self._sent[sent] = self._do(REDUCE, there, gradient.reduce_ms, "reduce", chunk)
+                there = self._up.do(max(there, self.offloaded[chunk]), sum_up_ms, "sum", chunk)
+            reduced = self._sent[sent] = self._reductions.do(there, gradient.reduce_ms, "reduce", chunk)
             there = max(reduced, ready)
         if there is not None and staging >= 0:
-            offloaded = self._do(DOWN, there, gradient.offload_ms, "gradients", chunk)
+            offloaded = self._down.do(there, gradient.offload_ms, "gradients", chunk)
             self._drained[staging] = self.offloaded[chunk] = offloaded
-            free[GPU], free[UP] = max(gpu, ready), max(free[UP], ready)  # until then the engine issues nothing
+            self._gpu.wait(ready)  # until then the engine issues nothing
+            self._up.wait(ready)
 
     def update(self) -> None:
         """Make all updates that no gradient waited for. The first time, choose when and where they are made."""
-        over, step = self.free[GPU], self.step  # backward is over, and the norm is known
+        over, step = self._gpu.free, self.step  # backward is over, and the norm is known
         if self.choices is None:
-            n_in_time = step.host.in_time(self.free[HOST], self.offloaded, over)
+            n_in_time = step.host.in_time(self._host.free, self.offloaded, over)
         else:
             n_in_time = self.choices.n_in_time
         updates, updated, offloaded = step.host.ordered(n_in_time), self._updated, self.offloaded
@@ -227,35 +256,23 @@ class Run:
         n_whole = step.host.n_in_backward - step.host.n_weight_only
         for at, (chunk, duration) in enumerate(in_backward):
             kind = "speculative update" if at < n_whole else "speculative weight"
-            self._do(HOST, offloaded[chunk], duration, kind, chunk)
-        settled = max(over, self.free[HOST])
+            self._host.do(offloaded[chunk], duration, kind, chunk)
+        settled = max(over, self._host.free)
         for chunk, _ in (*in_backward, *step.awaited_updates.values()):
             updated[chunk] = settled
         if self.choices is None:
-            self.choices = Choices(n_in_time, _updated_by_gpu(step, after, self.free[HOST] - over))
+            self.choices = Choices(n_in_time, _updated_by_gpu(step, after, self._host.free - over))
         by_gpu = self.choices.by_gpu
         by_host = [(chunk, ms) for chunk, ms in after if chunk not in by_gpu]
         streamed = [(chunk, step.streamed_ms[chunk]) for chunk in by_gpu]
-        for lane, of_lane in ((HOST, by_host), (STREAM, streamed)):
+        for lane, of_lane in ((self._host, by_host), (self._streamed, streamed)):
             for chunk, duration in of_lane:
-                updated[chunk] = self._do(lane, max(over, offloaded[chunk]), duration, "update", chunk)
-        self._all_updated = max(over, self.free[HOST], self.free[STREAM])
+                updated[chunk] = lane.do(max(over, offloaded[chunk]), duration, "update", chunk)
+        self._all_updated = max(over, self._host.free, self._streamed.free)
         for chunk, duration in step.host.deferred(n_in_time):
-            self._deferred[chunk] = self._do(HOST, over, duration, "deferred update", chunk)
+            self._deferred[chunk] = self._host.do(over, duration, "deferred update", chunk)
         for chunk, duration in step.device_update_ms:
-            updated[chunk] = self._do(GPU, 0.0, duration, "update", chunk)
-
-
-class NamedRun(Run):
-    """A run that also names its operations. The search does without the names, which take a tenth of its time."""
-
-    def __init__(self, step: PlannedStep, factors: list[list[float]], choices: Choices | None) -> None:
-        self.names: list[list[str]] = [[] for _ in LANES]  # by lane, in the order of its operations
-        super().__init__(step, factors, choices)
-
-    def _do(self, lane: int, earliest: float, duration: float, kind: str, what: object) -> float:
-        self.names[lane].append(f"{kind} {what}")
-        return super()._do(lane, earliest, duration, kind, what)
+            updated[chunk] = self._gpu.do(0.0, duration, "update", chunk)
 
 
 def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) -> tuple[int, ...]:
@@ -292,25 +309,21 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     return tuple(found)
 
 
-def _at_full_rate(step: PlannedStep, rates: Times) -> tuple[list[list[float]], Choices | None]:
-    """The factors and choices of a run with contention, by the shares of their ``rates`` that lanes keep."""
-    run = Run(step)
-    return slowdowns(rates, run.starts, run.ends), run.choices
-
-
-def simulate(step: PlannedStep, rates: Times) -> Run:
+def simulate(step: PlannedStep, rates: Times, lane: type[Lane] = Lane) -> Run:
     """The run of ``step`` with contention, by the shares of their ``rates`` that lanes keep beside others."""
-    return Run(step, *_at_full_rate(step, rates))
+    full_rate = Run(step)
+    starts, ends = [each.starts for each in full_rate.lanes], [each.ends for each in full_rate.lanes]
+    return Run(step, slowdowns(rates, starts, ends), full_rate.choices, lane)
 
 
 def timeline(step: PlannedStep, rates: Times) -> Timeline:
     """Every operation of ``step`` with contention."""
-    run = NamedRun(step, *_at_full_rate(step, rates))
+    run = simulate(step, rates, NamedLane)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=name, start_ms=start - begin, end_ms=end - begin)
-        for lane in range(len(LANES))
-        for name, start, end in zip(run.names[lane], run.starts[lane], run.ends[lane], strict=True)
+        for lane, done in enumerate(run.lanes)
+        for name, start, end in zip(done.names, done.starts, done.ends, strict=True)
         if end > start and end > begin
     ]
     return Timeline(
@@ -324,7 +337,7 @@ def timeline(step: PlannedStep, rates: Times) -> Timeline:
 def serial(step: PlannedStep) -> Timeline:
     """The timeline of a step on a CPU: all of its forward, then all of its backward, its copies and its updates."""
     run = Run(step)
-    gpu = [end - start for start, end in zip(run.starts[GPU], run.ends[GPU], strict=True)][run.first[GPU] :]
+    gpu = list(map(sub, run.lanes[GPU].ends, run.lanes[GPU].starts))[run.first[GPU] :]
     forward, update = step.n_forward, len(gpu) - len(step.device_update_ms)  # where they end, and begin
     stages = {
         "forward": sum(gpu[:forward]),

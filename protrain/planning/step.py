@@ -3,14 +3,6 @@
 From the memory model of a profile, a machine and a layout ``Steps`` makes the ``PlannedStep`` of any plan.
 ``protrain.planning.simulate`` works out when all of it happens.
 
-[Note: weight-only updates] A speculative update that computes only the weight takes a share of the time of a whole
-update. The chunk's optimizer states are updated later ("deferred"), when the host has finished every update that the
-next forward waits for, in execution order. They must be updated before the chunk's next gradient arrives: the engine
-issues nothing until then, as in [Note: waiting for regions]. The last speculative chunk in execution order has the
-first gradient, so that gradient waits for all deferred updates. Deferred updates therefore never delay the next
-speculative updates, whose gradients arrive later still. A speculative update that does not begin before backward ends
-is made as one whole update, and none of it is deferred.
-
 [Note: several batches] A step of several batches is as many forwards and backwards, and updates follow the last of
 them. In all of them the device adds gradients to sums. A sum in host memory comes to the device for that and goes back.
 One on the device goes to host memory in the last backward. A forward and backward before the last is predicted as a
@@ -21,16 +13,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain, cycle
-from typing import NamedTuple
 
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning.contention import OTHERS, lost_to_collectives, rates
 from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
+from protrain.planning.planned_step import AwaitedUpdate, Gradient, PlannedStep, UpdateQueue, Visit, Work
 from protrain.planning.rates import (
     CALIBRATED_DTYPE,
     GradientPart,
@@ -50,120 +41,6 @@ from protrain.planning.rates import (
 from protrain.planning.schedule import Fetch, Fetches
 from protrain.planning.sharing import Sharing
 from protrain.planning.timeline import HOST, STREAM, UP
-
-Updates = Sequence[tuple[int, float]]  # (chunk, ms)
-
-
-class UpdateQueue(NamedTuple):
-    """The updates of chunks in host memory.
-
-    Updates inside backward are the speculative updates, or all updates with ``step_during_backward``. Such an update
-    follows its gradient, unless backward ends before the update begins: then it is one of the updates after backward.
-    """
-
-    updates: Updates  # in execution order
-    n_in_backward: int  # the first of them are updates inside backward
-    n_weight_only: int = 0  # the first of n_in_backward compute only the weight
-    weight_share: float = 1.0  # the time of an update of the weight alone, as a share of a whole update's
-
-    def ordered(self, in_time: int) -> Updates:
-        """All updates in the order in which they are made: as gradients arrive, then as the next forward needs them.
-
-        ``in_time`` is how many updates inside backward begin before backward ends. Those are the ones whose gradients
-        arrive first.
-        """
-        first = self.n_in_backward - in_time
-        return [*self._in_backward()[:in_time], *self.updates[:first], *self.updates[self.n_in_backward :]]
-
-    def deferred(self, in_time: int) -> Updates:
-        """The updates of optimizer states that are left when ``in_time`` updates inside backward began in time."""
-        return self.updates[self.n_in_backward - in_time : self.n_weight_only][::-1]
-
-    def in_time(self, free: float, offloaded: Sequence[float], over: float) -> int:
-        """How many updates inside backward begin before backward is ``over``.
-
-        The lane is ``free`` from then on. ``offloaded`` says by chunk when its gradient is in host memory.
-        """
-        for count, (chunk, duration) in enumerate(self._in_backward()):
-            start = free if free > offloaded[chunk] else offloaded[chunk]
-            if start >= over:
-                return count
-            free = start + duration
-        return self.n_in_backward
-
-    def _in_backward(self) -> Updates:
-        """The updates inside backward, in the order in which their gradients arrive."""
-        weights, share = self.n_weight_only, self.weight_share
-        whole = self.updates[weights : self.n_in_backward][::-1]
-        return [*whole, *((chunk, duration * share) for chunk, duration in self.updates[:weights][::-1])]
-
-
-# The simulation unpacks Work and Fetch in its inner loop. They are plain tuples because unpacking a named tuple takes
-# three times as long.
-
-# What a visit takes under one choice of block modes:
-#   milliseconds of computing;
-#   milliseconds of its swap (0: not swapped): saved activations go out after a forward, and come in before a backward;
-#   in backward, the units whose activations are fetched when the visit begins: its own, the next visit's, or both.
-Work = tuple[float, float, tuple[int, ...]]
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """What a visit of backward adds to the gradient of a chunk, and what is done with it under one placement."""
-
-    number: int  # as a GradientPart
-    chunk: int
-    flatten_ms: float
-    offload_ms: float
-    staging: int  # the staging buffer that it is offloaded from; -1: it is not offloaded
-    sum_up_ms: float | None  # to fetch the sum in host memory that it is added to; None: it is added to none
-    sent: int  # the staging buffer that several ranks send the chunk's whole gradient from; -1: one rank
-    reduce_ms: float  # of the reduction by several ranks; 0 if the chunk has not all its gradients yet
-
-
-@dataclass(frozen=True, slots=True)
-class Visit:
-    """One call of a unit in forward, or the backward of that call, under one number of persistent chunks."""
-
-    name: str
-    unit: int
-    chunks: tuple[int, ...]  # chunks in buffers that the visit waits for
-    gradients: tuple[Gradient, ...]  # the gradients that it yields; in forward none
-
-
-class AwaitedUpdate(NamedTuple):
-    """An update that a gradient waits for: see [Note: waiting for regions] in ``protrain.planning.simulate``."""
-
-    chunk: int
-    ms: float
-
-
-class PlannedStep(NamedTuple):
-    """Everything that a step does. Times are in milliseconds at full rate."""
-
-    n_forward: int  # the number of visits of forward, which those of backward follow
-    visits: Sequence[Visit]
-    work: Sequence[Work]  # by visit
-    fetches: Sequence[Sequence[Fetch]]  # by visit: what is uploaded
-    gathers: Sequence[Sequence[Fetch]]  # by visit: what ranks gather, persistent chunks too; none with one rank
-    upload_ms: Sequence[float]  # by chunk
-    gather_ms: Sequence[float]  # by chunk
-    swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
-    device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
-    fetches_sums: bool  # whether any gradient is added to a sum in host memory
-    host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
-    streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
-    device_kept: float  # the share of its rate that such an update keeps beside the host
-    sharing: Sharing  # what the engine chooses these chunks by
-    awaited_updates: Mapping[int, AwaitedUpdate]  # by gradient: the update whose region of host memory it waits for
-
-    @property
-    def gpu_ms(self) -> float:
-        """How long the GPU is busy with what it does in any case. No step is shorter."""
-        flatten_ms = sum(gradient.flatten_ms for visit in self.visits for gradient in visit.gradients)
-        return sum(work[0] for work in self.work) + flatten_ms + sum(ms for _, ms in self.device_update_ms)
-
 
 # The time of a collective beyond the time of its bytes. On two H100s with NVLink, gathering 64 MiB takes 162 us and
 # gathering 1 GiB takes 2.00 ms. On eight, 16 MiB take 73 us and 64 MiB take 175 us. Straight lines through these times
@@ -192,7 +69,7 @@ class Steps:
         self._layout = layout
         self._memory = memory
         self._only_adds = only_adds
-        self._in_backward = memory.update_in_backward
+        self._in_backward = memory.step_during_backward
         element = profile.element_bytes
         # By visit, the chunks that its unit needs, and those that units around it hold.
         held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
@@ -206,11 +83,10 @@ class Steps:
         self._upload_ms = [
             bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks
         ]
-        self._gather_ms = [0.0] * len(layout.chunks)
-        if layout.world_size > 1:
-            self._gather_ms = [
-                _collective_ms(chunk.elements * element, hardware.gather_gbps) for chunk in layout.chunks
-            ]
+        self._gather_ms = [
+            _collective_ms(chunk.elements * element, hardware.gather_gbps) if layout.world_size > 1 else 0.0
+            for chunk in layout.chunks
+        ]
         device_gparams = device_update_gparams(profile, hardware)
         self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
         self._visits = [*profile.calls, *reversed(profile.calls)]
@@ -223,13 +99,14 @@ class Steps:
         self._fetches = Fetches(self._visits, held, layout, memory.large_buffers)
         self._held = held
         self._gradients = gradients_by_visit(profile, hardware, layout)
-        arriving = [part.chunk for part in chain.from_iterable(self._gradients)]
-        # With several ranks: by chunk the buffer that it is sent from, and by gradient what the reduction takes.
-        self._sent = self._rotated({chunk: chunk for chunk in arriving} if layout.world_size > 1 else {})
+        # With several ranks, by chunk: its last gradient, whose reduction is that of the chunk, and the buffer that the
+        # chunk is sent from.
+        parts = chain.from_iterable(self._gradients if layout.world_size > 1 else ())
+        last = {part.chunk: part.number for part in parts}
+        self._sent = self._rotated({chunk: chunk for chunk in last})
         self._reduce_ms = {
-            index: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
-            for chunk, index in {chunk: index for index, chunk in enumerate(arriving)}.items()  # the last of each
-            if self._sent
+            number: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
+            for chunk, number in last.items()
         }
         self._lost_to_collectives = lost_to_collectives(hardware)
         for at, of_visit in enumerate(self._gradients if self._sent else ()):
@@ -264,7 +141,6 @@ class Steps:
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = cache(self._work_of)
         self._fetched = cache(self._fetched_under)
-        self._streamed_ms = cache(self._streamed_from)
         self.sharing = cache(self._sharing_under)
 
     @property
@@ -381,7 +257,7 @@ class Steps:
             fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed_ms=self._streamed_ms(last),
+            streamed_ms=self._streamed_from(last),
             device_kept=self._device_kept,
             sharing=self.sharing(n_persist),
             awaited_updates=awaited_updates,
@@ -420,7 +296,6 @@ class Steps:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
-        staging = staging_bytes(self._layout.usual_shard_elements)
         host_gparams, device_gparams = self._update_gparams
         link_kept = self._kept_beside(UP, HOST)
         return Sharing(
@@ -430,7 +305,7 @@ class Steps:
             host_gparams=host_gparams,
             device_gparams=device_gparams * self._device_kept,
             host_kept=self._kept_beside(HOST, STREAM),
-            staging_bytes=staging,
+            staging_bytes=staging_bytes(self._layout.usual_shard_elements),
         )
 
     def _costs_of(self, block: int, n_calls: int, recompute_ms: float) -> dict[BlockMode, ModeCosts]:

@@ -28,7 +28,7 @@ from protrain.profiler.blocks import find_blocks
 from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import ALONE, MISSING, Together
-from protrain.profiler.trace import profile_together
+from protrain.profiler.trace import profile
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.Size)
 
@@ -50,11 +50,12 @@ def cached_profile(
     times depend on what else the machine is doing at that moment.
     """
     how: dict[str, Any] = {"optimizer": optimizer, "device": device, "dtype": dtype}
-    make = partial(profile_together, model, example_batch, together, show=show, device_bytes=device_bytes, **how)
+    make = partial(profile, model, example_batch, show=show, device_bytes=device_bytes, together=together, **how)
     if device.type == "cpu" or not keeps_measurements():
         together.largest(MISSING, 1.0)
         return make()
-    return kept(fingerprint(model, example_batch, **how), make, lambda found: together.largest(MISSING, not found) == 0)
+    key = fingerprint(model, example_batch, **how)
+    return kept("profiles", ModelProfile, key, make, lambda found: together.largest(MISSING, not found) == 0)
 
 
 def fingerprint(

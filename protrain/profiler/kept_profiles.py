@@ -46,20 +46,14 @@ def kept_answer(folder: str, kind: type[Kept], description: dict[str, Any], make
         "code": digest_of(Path(__file__).parents[1].rglob("*.py")),
         "versions": {name: version_of(name) for name in LIBRARIES},
     }
-    return _kept(folder, kind, key_of(facts), make)
+    return kept(folder, kind, key_of(facts), make)
 
 
-def kept(key: str, make: Callable[[], ModelProfile], use: Callable[[bool], bool]) -> ModelProfile:
-    """The profile that the cache has under ``key``. If it has none, ``make`` makes it, and it is kept.
+def kept(folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use: Callable[[bool], bool] = bool) -> Kept:
+    """What a ``folder`` of the cache has under ``key``. If it has nothing, ``make`` makes it, and it is kept.
 
-    ``use`` is told whether the cache has one, and says whether it is used.
+    ``use`` is told whether the cache has it, and says whether it is used.
     """
-    return _kept("profiles", ModelProfile, key, make, use)
-
-
-def _kept(
-    folder: str, kind: type[Kept], key: str, make: Callable[[], Kept], use: Callable[[bool], bool] = bool
-) -> Kept:
     path, found = cache_folder() / folder / f"{key}.json", None
     with contextlib.suppress(ValueError, OSError):  # the file is missing or has an old format
         found = kind.load(path)

@@ -2,9 +2,8 @@
 
 Steps are timed as they run in training, where one step follows another. A GPU that was idle is faster at first than in
 training, until it has computed for about 0.6 s. An H200 was 4% faster in a forward of 60 ms, and 1% to 2% faster in the
-backward after it (7 B width, 8 layers, 4 x 2048). A step of two seconds (7 B, 8 x 2048) is timed best after a quarter
-of a second of other computing. Its forward, which comes first, was 5.1% too short with none before, 2.5% too short
-after 0.7 s, and right within 0.4% after 0.25 s.
+backward after it (7 B width, 8 layers, 4 x 2048). The forward of a step of two seconds (7 B, 8 x 2048) was 5.1% too
+short with no computing before it. So the first step on a GPU never counts, whether it is long or short.
 
 Ranks that profile together run equally many steps, because a model may have collectives of its own in its forward.
 """
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -81,8 +80,6 @@ def finish(device: torch.device) -> None:
 
 
 SUSTAINED_MS = 1000.0  # how long the GPU must compute before times are those of training
-_BUSY_MS = 250.0
-_BUSY_SIZE = 8192
 _MOST_STEPS = 3  # the number of steps that count
 
 # What ranks decide together, in this order. Each takes the largest number of all.
@@ -112,21 +109,18 @@ def time_steps(
     step: Callable[[], list[Segment]],
     device: torch.device,
     *,
-    expected_ms: float,
     compiled: bool,
     sustained_ms: float,
     together: Together = ALONE,
 ) -> list[Durations]:
-    """The durations of the steps that count: of one step, or of a few if one takes less than ``sustained_ms``.
+    """The durations of the steps that count. ``step`` queues one step.
 
-    ``step`` queues one step. If it is expected to take that long, the GPU computes something else first, and the step
-    counts. Otherwise a few steps are queued together, and all but the first count. A step in which something was
-    compiled never counts.
+    A GPU must compute for ``sustained_ms`` before times are those of training. Steps that take less are queued
+    together, and all but the first count. A longer one counts if another one ran before it. With ``sustained_ms`` 0, as
+    on a CPU, a single step counts. A step in which something was compiled never counts.
     """
 
     def alone() -> Durations:
-        if device.type == "cuda" and expected_ms >= sustained_ms:
-            _keep_busy(device)
         segments = step()
         finish(device)
         return durations(segments)
@@ -135,9 +129,11 @@ def time_steps(
     only = alone()
     if together.largest(COMPILED, compiled and graphs_compiled() != known):
         only = alone()
-    lasted_ms = together.largest(LASTED, sum(whole for whole, _ in only))
-    if lasted_ms >= sustained_ms:
+    lasted_ms = together.largest(LASTED, sum(whole for whole, _ in only))  # on a CPU too, as a rank may have left
+    if not sustained_ms:
         return [only]
+    if lasted_ms >= sustained_ms:
+        return [alone()]
     n_steps = min(_MOST_STEPS, math.ceil((sustained_ms - lasted_ms) / lasted_ms)) if lasted_ms > 0 else _MOST_STEPS
     queued = [step() for _ in range(1 + n_steps)]
     finish(device)
@@ -157,37 +153,3 @@ def median_durations(steps: list[Durations]) -> Durations:
         (median_low(whole for whole, _ in segment), median_low(recomputation for _, recomputation in segment))
         for segment in zip(*steps, strict=True)
     ]
-
-
-def expected_ms(segments: list[Segment]) -> float:
-    """Estimate the time of a step from the first step's ``segments``, whose blocks may include time for compiling."""
-    total_ms = 0.0
-    for phase in ("forward", "backward"):
-        taken = [
-            (segment.block, whole)
-            for segment, (whole, _) in zip(segments, durations(segments), strict=True)
-            if segment.phase == phase
-        ]
-        in_blocks = [whole for block, whole in taken if block is not None]
-        total_ms += sum(whole for block, whole in taken if block is None)
-        total_ms += len(in_blocks) * median(in_blocks or [0.0])
-    return total_ms
-
-
-def _keep_busy(device: torch.device) -> None:
-    """Queue matrix products that take about ``_BUSY_MS``, or nothing if there is no memory for them."""
-    generator = torch.Generator(device).manual_seed(0)
-    size = (_BUSY_SIZE, _BUSY_SIZE)
-    try:  # random values, because zeros draw less power
-        factor = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
-        product = torch.empty_like(factor)
-    except torch.OutOfMemoryError:  # profiling goes on without it
-        return
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.mm(factor, factor, out=product)  # the first product loads the library's kernel
-    start.record()
-    torch.mm(factor, factor, out=product)
-    end.record()
-    end.synchronize()
-    for _ in range(round(_BUSY_MS / start.elapsed_time(end))):
-        torch.mm(factor, factor, out=product)

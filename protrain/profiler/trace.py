@@ -40,7 +40,6 @@ from protrain.profiler.step_times import (
     SUSTAINED_MS,
     Segment,
     Together,
-    expected_ms,
     finish,
     median_durations,
     time_steps,
@@ -60,6 +59,7 @@ def profile(
     dtype: torch.dtype | None = None,
     show: Callable[[str], None] | None = None,
     device_bytes: int | None = None,
+    together: Together = ALONE,
 ) -> ModelProfile:
     """Trace one training step of ``model`` on ``example_batch``.
 
@@ -75,35 +75,12 @@ def profile(
         show: called with a line on what is being done, as a trace may take minutes on a CPU.
         device_bytes: the size of the device. Weights may keep half of it from one use to the next. The default is
             what is free.
+        together: what the processes that profile the same model at the same time agree on. Alone, this one decides.
 
     Raises:
         ValueError: there is no such device, the batch is no mapping or tuple, nothing is trainable, a module is a
             ScriptModule, or the model changes its parameters in place in forward.
     """
-    return profile_together(
-        model,
-        example_batch,
-        ALONE,
-        optimizer=optimizer,
-        device=device,
-        dtype=dtype,
-        show=show,
-        device_bytes=device_bytes,
-    )
-
-
-def profile_together(
-    model: nn.Module,
-    example_batch: Any,
-    together: Together,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-    show: Callable[[str], None] | None,
-    device_bytes: int | None,
-) -> ModelProfile:
-    """``profile`` of one of the ranks that profile ``together``."""
     batches.check(example_batch)
     refuse_scripted(model)
     target = torch.device("meta") if str(device) == "meta" else own_device(device)
@@ -176,8 +153,6 @@ def _traced(
         timed = [[(0.0, 0.0)] * len(step.segments)]
         attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
-            if device.type == "cuda":  # where filling the weights from the host again would take longer than the step
-                weights.fill_at_random()
 
             def timed_step() -> list[Segment]:
                 rewind()
@@ -191,7 +166,6 @@ def _traced(
             timed = time_steps(
                 timed_step,
                 device,
-                expected_ms=expected_ms(step.segments),
                 compiled=step.compiled,
                 sustained_ms=SUSTAINED_MS if device.type == "cuda" else 0.0,
                 together=together,

@@ -13,13 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench.clients.__main__ import main as run_clients
-from bench.clients.results import Clients
 from bench.exactness.__main__ import Exactness
 from bench.exactness.__main__ import main as run_exactness
-from bench.kernels.machine import this_machine
 from bench.kernels.recorder import Recorder
-from bench.kernels.rows import COMPILED, EAGER, OURS, Row, with_speedups
+from bench.kernels.rows import COMPILED, EAGER, OURS, Row, this_machine, with_speedups
 from bench.planner.__main__ import main as run_planner
 from bench.planner.accuracy import errors_of, regret, regret_table
 from bench.planner.cases import SMOKE
@@ -113,20 +110,23 @@ def test_exactness(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @needs_no_gpu
 def test_clients(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
-    assert run_clients(["--clients", "loop", *STEPS, "--out", str(tmp_path)]) == 0
-    (row,) = Clients.load(tmp_path / "clients-tiny-2layers-2x64.json").rows_of_clients
-    assert (row.plain.error, row.protrain.error, row.plain.plan) == ("", "", None)
-    assert row.loss_difference == pytest.approx(0, abs=1e-5)
-    assert row.ratio == row.plain.median_ms / row.protrain.median_ms
-    assert f"{2 * 64 / row.plain.median_ms * 1e3:,.0f} " in capsys.readouterr().out
+    assert run_train(["--contestants", "loop-plain,loop", *STEPS, "--out", str(tmp_path)]) == 0
+    comparison = Comparison.load(tmp_path / "compare-tiny-2layers-2x64.json")
+    plain, ours = comparison.outcomes
+    assert (plain.error, ours.error, plain.plan) == ("", "", None)
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+    assert comparison.gain(plain) is None
+    assert comparison.gain(ours) == plain.median_ms / ours.median_ms
+    said = capsys.readouterr().out
+    assert f"{2 * 64 / plain.median_ms * 1e3:,.0f} " in said
+    assert f"loop: {ours.plan}" in said
 
 
 def test_records_are_read() -> None:
-    for kind, pattern in ((Comparison, "compare-*.json"), (Clients, "clients-*.json")):
-        files = list(RESULTS.rglob(pattern))
-        assert files
-        for file in files:
-            assert kind.load(file).task.label
+    files = list(RESULTS.rglob("compare-*.json"))
+    assert files
+    for file in files:
+        assert Comparison.load(file).task.label
 
 
 @pytest.mark.parametrize(("machine", "points"), [("h100", 31), ("h200", 10)])
@@ -260,7 +260,7 @@ def test_a_wrong_kernel_has_no_figure(benchmark: Any) -> None:
         (run_train, "--contestants fsdp2,fsdp2", "fsdp2 is there twice"),
         (run_train, "--contestants floor", "floor checkpoints the blocks that protrain does: name that before it"),
         (run_planner, "--read {folder}", "--read: cannot read Results from {folder}/planner.json"),
-        (run_clients, "--clients keras", "there is no 'keras'; known: loop, accelerate, fabric"),
+        (run_train, "--contestants loop --accumulation 2", "--accumulation: loop cannot here; protrain, floor"),
         (run_exactness, "--gpus 3", "--gpus must be a power of two"),
     ],
 )
@@ -278,7 +278,7 @@ def test_wrong_options_are_refused(
     assert message.format(folder=tmp_path) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [run_train, run_planner, run_clients, run_exactness])
+@pytest.mark.parametrize("command", [run_train, run_planner, run_exactness])
 def test_folders_that_are_files_are_refused(
     command: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

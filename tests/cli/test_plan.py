@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from protrain.cli import plan_run
 from protrain.cli.commands import build_parser
 from protrain.cli.main import main
 from protrain.cli.models import read_architecture
@@ -114,10 +115,32 @@ def test_a_batch_that_no_plan_fits_is_an_answer_too(capsys: pytest.CaptureFixtur
     large = ["--batch", "77"]  # which no other test has counted before
     status, out, err = run(capsys, *TINY, *large, "--device-memory", "64KiB", "--json")
     answer = json.loads(out)
-    assert (status, answer["fits"], answer["plan"], answer["parameters"]) == (2, False, None, None)
+    assert (status, answer["fits"], answer["plan"], answer["parameters"]) == (2, False, None, 1_820_352)
     assert answer["verdict"] in err
-    assert "Give a smaller --batch" in answer["verdict"]
+    assert "The nearest that fits: the next card (rtx4090), " in err
     assert answer["machine"]["device_bytes"] == 64 * 2**10
+
+
+def test_what_does_not_fit_says_what_it_lacks_and_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = run(capsys, *TINY, "--device-memory", "100MiB")
+    assert status == 2
+    assert " of GPU memory\n" in out.split("lacks  ")[1]
+    what, _, speed = err.rpartition("The nearest that fits: ")[2].partition(", ")
+    assert re.search(rf"^{re.escape(what)} +{speed.split()[0]} .* fits$", out, re.MULTILINE)
+
+
+def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which batch is the fastest is worked out from the profiles of two batches, and may be wrong."""
+    ways = (Batch(batch=2048, accumulation=1, tokens_per_s=2.0), Batch(batch=2, accumulation=3, tokens_per_s=1.0))
+    monkeypatch.setattr(plan_run, "fastest_batches", lambda *_, **__: ways)
+    words = ["tiny", "--hardware", "rtx3090", "--sequence", "32", "--device-memory", "150MiB", "--no-compile", "--json"]
+    status, out, err = run(capsys, "plan", *words)
+    assert status == 0, err
+    answer = json.loads(out)
+    assert [batch["batch"] for batch in answer["batches"]] == [2]
+    assert (answer["plan"]["tokens"], answer["tokens_per_step"]) == (64, 192)
 
 
 def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
@@ -177,9 +200,14 @@ def test_a_plan_is_put_in_words(
     hardware, plan = load("rtx3090"), a_plan(modes, **counts)
     phase = Phase(name="forward", length_ms=10.0, compute_ms=4.0, waits_ms={"uploads": 6.0}, limit="uploads")
     batches = tuple(Batch(batch=size, accumulation=8 // size, tokens_per_s=900.0 - size) for size in (1, 2, 4, 8))
+    works = plan.n_persist < plan.n_chunks
     why = Answer(
         fits=True,
         verdict="fits",
+        model="M",
+        parameters=1,
+        trained_parameters=1,
+        tokens_per_step=64,
         machine=replace(Machine.of(hardware), device_bytes=2**31, host_bytes=2**32),
         plan=plan,
         times_ms={"step on a slower host": 11.0},
@@ -188,7 +216,7 @@ def test_a_plan_is_put_in_words(
         phases=(phase,),
         batches=batches,
         job=Job(tokens=2 * 10**9, price=0.5),
-        slower_share=0.9,
+        slower_share=0.9 if works else 1.0,
     )
     text = " ".join(summary_text(why).split())
     for line in (
@@ -201,7 +229,6 @@ def test_a_plan_is_put_in_words(
         "limited by uploads; the GPU computes 40% of the step",
     ):
         assert line in text, text
-    works = plan.n_persist < plan.n_chunks
     assert ("; 11 ms should the host update 10% more slowly" in text) == works, "a host without work slows nothing down"
     why = replace(why, times_ms={"step on a slower host": plan.step_ms})
     assert why.on_slower_host() == "the same should the host update 10% more slowly" * works

@@ -12,7 +12,7 @@ import torch
 
 from protrain.cli.plan_picture import draw_timeline
 from protrain.cli.plan_text import busy_shares, timeline_text
-from protrain.planning.timeline import GPU, HOST, UP, Operation, Timeline
+from protrain.planning.timeline import GPU, HOST, LANES, UP, Operation, Timeline
 
 COLUMNS = 80 - len("host to device") - len("    100%")  # of a step
 
@@ -47,7 +47,7 @@ def make_timeline(step_ms: float = 10.0) -> Timeline:
 
 
 def test_the_text_timeline_shows_each_lane_at_its_time() -> None:
-    ruler, gpu, up, down, host, phases = timeline_text(make_timeline(), plain=True).splitlines()
+    ruler, gpu, up, down, host, phases = timeline_text(make_timeline()).replace("█", "#").splitlines()
     start = gpu.index("#")
     assert ruler.split() == ["0", "10", "ms"]
     assert gpu.split() == ["GPU", "#" * COLUMNS, "100%"]
@@ -58,14 +58,14 @@ def test_the_text_timeline_shows_each_lane_at_its_time() -> None:
     assert phases.index("|forward") - start == 0
     assert phases.index("|backward") - start == round(0.4 * COLUMNS)
     assert "after" not in phases, "two columns hold no word"
-    assert max(map(len, timeline_text(make_timeline(), plain=True).splitlines())) == 80
+    assert max(map(len, timeline_text(make_timeline()).splitlines())) == 80
 
 
 @pytest.mark.parametrize(("terminal", "widest"), [(70, 70), (80, 80), (300, 80), (10, 42)])
 def test_the_text_timeline_fits_the_terminal(terminal: int, widest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", str(terminal))
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    lines = timeline_text(make_timeline(), plain=True).splitlines()
+    lines = timeline_text(make_timeline()).replace("█", "#").splitlines()
     assert max(map(len, lines)) == widest
     gpu, up = lines[1], lines[2]
     assert up.count("#") == pytest.approx(gpu.count("#") / 4, abs=1)
@@ -84,9 +84,13 @@ def test_a_column_is_as_dark_as_its_lane_is_busy() -> None:
 
 def test_bars_lie_where_the_operations_are(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "step.svg"
-    draw_timeline(make_timeline(), "title", path)
+    path, timeline = tmp_path / "step.svg", make_timeline()
+    draw_timeline(timeline, "title", path)
     text = path.read_text()
+    assert [name for name in LANES if f"<!-- {name} -->" in text] == [*LANES[: HOST + 1]]
+    idle = replace(timeline, operations=tuple(each for each in timeline.operations if each.lane != HOST))
+    draw_timeline(idle, "title", tmp_path / "idle.svg")
+    assert f"<!-- {LANES[HOST]} -->" not in (tmp_path / "idle.svg").read_text(), "the host has nothing to do"
     # There is one bar for each operation inside the step, and none for the update after it.
     bars = text.count('id="PolyCollection_') + text.count('id="FillBetweenPolyCollection_')
     assert bars == 4

@@ -39,8 +39,8 @@ APART = {
     "state_dict": "rank {odd} came to state_dict(), while rank{others} came to a forward",
     "optimizer state_dict": "rank {odd} came to the optimizer's state_dict(), while rank{others} came to a forward",
     "full_parameters": "rank {odd} came to full_parameters(), while rank{others} came to a forward",
-    "hyperparameters": "rank {odd} has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; betas of "
-    "group 0 is (0.8, 0.999), not (0.9, 0.999)): set the same ones in every process",
+    "hyperparameters": "rank {odd} has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; beta1 of "
+    "group 0 is 0.8, not 0.9): set the same ones in every process",
     "barrier": "rank {odd} is in torch.distributed.barrier(), while rank{others} went on to a forward. All ranks must",
     "all_reduce": "rank {odd} is in torch.distributed.all_reduce(), while rank{others} went on to a forward. All",
     "shape": "",

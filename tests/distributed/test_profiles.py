@@ -65,7 +65,7 @@ def profile_with_a_slow_rank(rank: int) -> int:
 
 
 def test_a_slow_rank_decides_how_many_steps_all_time() -> None:
-    assert on_ranks(2, profile_with_a_slow_rank) == [2, 2], "one measures memory and one is timed"
+    assert on_ranks(2, profile_with_a_slow_rank) == [3, 3], "one measures memory, and of two more the second counts"
 
 
 def profile_with_a_full_rank(rank: int) -> tuple[str, float]:
@@ -77,11 +77,11 @@ def profile_with_a_full_rank(rank: int) -> tuple[str, float]:
         n_profiles += 1
         if rank == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return trace.profile_together(*args, **options)
+        return trace.profile(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wrapping, "cached_profile", cache.cached_profile)
-        patch.setattr(cache, "profile_together", profile)
+        patch.setattr(cache, "profile", profile)
         torch.manual_seed(0)
         model, optimizer = wrap(Centred(together=False))
     assert n_profiles == 1

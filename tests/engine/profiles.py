@@ -14,7 +14,7 @@ from protrain import wrapping
 from protrain.profiler.cache import fingerprint
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.step_times import Together
-from protrain.profiler.trace import profile_together
+from protrain.profiler.trace import profile
 
 _known: dict[str, ModelProfile] = {}
 
@@ -41,7 +41,7 @@ def shared_profile(
 def _profile_of_wrap(model: nn.Module, example_batch: Any, **how: Any) -> ModelProfile:
     """A model without weights is always profiled: its weights are made for that, which is for tests to see."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        return profile_together(model, example_batch, **how)
+        return profile(model, example_batch, **how)
     return shared_profile(model, example_batch, **how)
 
 

@@ -14,9 +14,8 @@ from protrain.common.batch import loss_of
 from protrain.hardware.detection import detect
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import MemoryModel, Plan, evaluate, pack
-from protrain.planning.layout import most_held
 from protrain.planning.plan import layout_of
-from protrain.planning.schedule import Fetches
+from protrain.planning.schedule import Fetches, most_held
 from protrain.profiler.model_profile import ModelProfile
 from tests.engine.harness import CKPT, NONE, SWAP, Loop, adamw, assert_same, plain_run, states
 from tests.engine.profiles import shared_profile
@@ -82,7 +81,7 @@ def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = 
     layout = pack(profile)
     assert any(layout.is_large(chunk) for chunk in layout.chunks)
     n_persist = min(len(layout.chunks), n_persist)
-    memory = MemoryModel(profile, HARDWARE, layout, update_in_backward=inside)
+    memory = MemoryModel(profile, HARDWARE, layout, step_during_backward=inside)
     n_blocks = len(profile.blocks)
     return evaluate(
         profile,

@@ -21,7 +21,7 @@ from protrain.common.errors import PlanError
 from protrain.common.tables import parse_memory
 from protrain.engine.states.arena import Arena
 from protrain.planning import Plan
-from protrain.profiler.trace import profile_together
+from protrain.profiler.trace import profile
 from tests.engine.harness import CKPT, Batch, Loop, Spec, adamw, assert_same, plain_run, states, wrap_under
 from tests.engine.refusing import refused
 
@@ -225,7 +225,7 @@ def test_on_a_small_gpu(small_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4096, 4096), nn.GELU()) for _ in range(4)))
     batch = (torch.randn(200_000, 4096),)  # 1.5 GiB in bfloat16, and as much at every step of the way
     optimizer = torch.optim.AdamW(model.parameters())
-    monkeypatch.setattr(wrapping, "cached_profile", profile_together)
+    monkeypatch.setattr(wrapping, "cached_profile", profile)
     with pytest.raises(PlanError, match=r"no plan fits the GPU memory: .* To fit: a batch of \d+ instead of 200000"):
         protrain.wrap(model, optimizer, example_batch=batch, device_memory="2GiB", progress=False)
     smaller: Any = (batch[0][:2000],)

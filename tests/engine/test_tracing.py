@@ -145,10 +145,17 @@ def test_a_printed_report_has_each_figure_beside_its_prediction_and_the_remedy_f
     assert "2 TiB of weights received, 1 TiB of gradients sent" in str(
         replace(REPORT, received_bytes=2 * 2**40, sent_bytes=2**40)
     )
-    assert "calibrate`" in str(replace(REPORT, step_ms=2200.0))
-    for in_time in (replace(REPORT, step_ms=2080.0), replace(REPORT, step_ms=2200.0, host_gparams=4.4)):
-        assert "calibrate" not in str(in_time)
+    slow = replace(REPORT, step_ms=2401.0)
+    assert "while it is as busy as now" in " ".join(str(slow).split())
+    assert "look for what else takes time" in replace(slow, host_gparams=4.4).advice
+    assert "may be faster" in replace(slow, step_ms=1599.0).advice
+    for settled in (REPORT, replace(slow, step_ms=2399.0), replace(slow, step_ms=1601.0), replace(slow, steps=9)):
+        assert settled.advice == ""
+        assert "calibrate" not in str(settled)
     unmeasured = str(replace(REPORT, steps=1, step_ms=0.0, redone_updates=0, host_gparams=0.0))
     assert "not measured before two steps, predicted 2 s" in unmeasured
-    assert unmeasured.endswith(" none")
+    assert unmeasured.endswith(" none yet")
+    idle = str(replace(slow, host_gparams=0.0, predicted_host_gparams=0.0, speculative_updates=0, streamed_updates=0))
+    assert "updates" not in idle, "the host has none to make"
+    assert "on the host" not in idle
     assert Report.from_json(REPORT.to_json()) == REPORT

@@ -176,7 +176,7 @@ def test_a_profile_is_made_once_and_again_when_its_file_is_broken(
         made.append(1)
         return profile(model, BATCH, optimizer=optimizer, device="cpu")
 
-    monkeypatch.setattr(cache, "profile_together", count)
+    monkeypatch.setattr(cache, "profile", count)
     monkeypatch.setattr(cache, "fingerprint", lambda *args, **options: "key")
     given: Any = {"optimizer": optimizer, "device": torch.device("cuda"), "dtype": torch.bfloat16}
     first = cache.cached_profile(model, BATCH, **given)
@@ -210,7 +210,7 @@ def test_old_profiles_go_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters())
     made = profile(model, BATCH, optimizer=optimizer, device="cpu")
-    monkeypatch.setattr(cache, "profile_together", lambda *args, **options: made)
+    monkeypatch.setattr(cache, "profile", lambda *args, **options: made)
     for age, name in enumerate("abc"):
         monkeypatch.setattr(cache, "fingerprint", lambda *args, key=name, **options: key)
         cache.cached_profile(model, BATCH, optimizer=optimizer, device=torch.device("cuda"), dtype=torch.bfloat16)

@@ -26,13 +26,13 @@ def traced(step: ProfiledStep, monkeypatch: pytest.MonkeyPatch) -> ModelProfile:
     """The profile of a trace of all blocks."""
     with monkeypatch.context() as patch:
         patch.setattr("protrain.cli.plan_trace.TRACED_BLOCKS", DEPTH)
-        return counted(step, device_bytes=2**40)
+        return counted(step)
 
 
 @pytest.mark.parametrize("model", ["tiny", "gpt2", "opt-13b", "llama3-8b", "mistral-7b", "qwen2.5-7b"])
 def test_a_deep_model_is_known_by_a_few_of_its_blocks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = step(model, "--no-compile")
-    assert counted(asked, device_bytes=2**40) == traced(asked, monkeypatch)
+    assert counted(asked) == traced(asked, monkeypatch)
 
 
 @pytest.mark.slow
@@ -43,13 +43,11 @@ def test_so_is_one_with_compiled_blocks_an_adapter_or_4_bit_weights(
     for package in ("peft", "bitsandbytes", "accelerate") if options else ():
         pytest.importorskip(package)
     asked = step("llama3.2-1b", *options)
-    assert counted(asked, device_bytes=2**40) == traced(asked, monkeypatch)
+    assert counted(asked) == traced(asked, monkeypatch)
 
 
 def test_two_batches_tell_of_those_between_them() -> None:
-    low, high, between = (
-        counted(replace(step("llama3-8b", "--no-compile"), batch=batch), device_bytes=2**40) for batch in (2, 10, 4)
-    )
+    low, high, between = (counted(replace(step("llama3-8b", "--no-compile"), batch=batch)) for batch in (2, 10, 4))
     found = at_batch(low, high, 0.25)
     assert (found.tokens, found.batch_shapes) == (between.tokens, between.batch_shapes)
     assert found.blocks == between.blocks

@@ -14,7 +14,6 @@ is used. Where backward makes a graph, they are copies.
 
 from __future__ import annotations
 
-import enum
 import weakref
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -66,14 +65,6 @@ class OffloadedTensor:
     written_over: bool = False  # the tensor was changed before the copy to the host was done
 
 
-class _Place(enum.Enum):
-    """Where the tensors of an offload are. They go from DEVICE to HOST, and then to FETCHED and back."""
-
-    DEVICE = enum.auto()  # also while they are copied to the host
-    HOST = enum.auto()
-    FETCHED = enum.auto()  # on the host, and some of them on the device
-
-
 class Offload:
     """The tensors that one call of ``unit`` keeps in host memory between forward and backward, by storage.
 
@@ -88,14 +79,11 @@ class Offload:
         self._packs = packs  # see [Note: packed swaps]
         # By address. Until the offload starts they belong to their tensors, and then to this.
         self._storages: MutableMapping[int, Storage] = weakref.WeakValueDictionary()
-        self._tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
+        self.tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
         self._empty = torch.empty(0, device=engine.memory.device)
-        self._place = _Place.DEVICE
+        self._is_offloaded = False  # on the device is no more than what was fetched
         self._offload_done = engine.streams.mark()
         self._fetch_done = engine.streams.mark()
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
@@ -117,16 +105,17 @@ class Offload:
             self._engine.ledger.hold(flat)
             storage = self._storages[address] = Storage(flat.nbytes, flat)
         offloaded = OffloadedTensor(storage, watch, tensor._version, ViewForm.of(tensor))
-        self._tensors[id(offloaded)] = offloaded
+        self.tensors[id(offloaded)] = offloaded
         return offloaded
 
     def _packed(self) -> Storage:
         """The storage of one buffer that has the content of all storages, and all tensors from now on."""
-        buffer, views = pack([storage.device for storage in self._storages.values() if storage.device is not None])
+        storages = list(self._storages.values())
+        buffer, views = pack([storage.device for storage in storages if storage.device is not None])
         self._engine.ledger.hold(buffer)
         packed = Storage(buffer.nbytes, buffer, packed=True)
-        starts = {storage: view[-1] for storage, view in zip(self._storages.values(), views, strict=True)}
-        for tensor in self._tensors.values():
+        starts = {storage: view[-1] for storage, view in zip(storages, views, strict=True)}
+        for tensor in self.tensors.values():
             form, start = tensor.form, starts[tensor.storage]
             tensor.form = form._replace(offset=form.offset + start // form.dtype.itemsize)
             tensor.storage = packed
@@ -154,20 +143,23 @@ class Offload:
     def free_device_memory(self) -> None:
         """Free the device memory. Later work on the compute stream waits for the offload, as it may get that memory."""
         self._engine.streams.compute.wait_for(self._offload_done)
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             tensor.written_over = tensor.watch._version != tensor.version
         for storage in self._storages.values():
             storage.device = None
-        self._place = _Place.HOST
+        self._is_offloaded = True
 
     def fetch(self) -> None:
-        """Start to copy back to the device what is on the host alone. Nothing is done if that was done before."""
-        if self._place is not _Place.HOST:
-            return
+        """Start to copy all storages back to the device, unless some are there."""
+        if self._is_offloaded and all(storage.device is None for storage in self._storages.values()):
+            self._fetch()
+
+    def _fetch(self) -> None:
+        """Start to copy back to the device what is on the host alone."""
         missing = [storage for storage in self._storages.values() if storage.device is None]
         for storage in self._storages.values():
             storage.waiting = 0
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             tensor.storage.waiting += 1
         streams, device = self._engine.streams, self._engine.memory.device
         fresh = [torch.empty(storage.size_bytes, dtype=torch.uint8, device=device) for storage in missing]
@@ -181,7 +173,6 @@ class Offload:
             with span(UP, "activations"):
                 streams.upload(memory, storage.host, after=allocated, done=self._fetch_done)
             storage.device = memory  # not before, as an error, also out of memory, must leave none without its content
-        self._place = _Place.FETCHED
 
     def rebuild(self, offloaded: OffloadedTensor) -> Tensor:
         """The tensor on the device that ``offloaded`` stands for. It is a leaf that requires no gradient."""
@@ -197,17 +188,14 @@ class Offload:
     def _for_one_user(self, storage: Storage) -> Tensor:
         """The device memory of ``storage``, for one of its users. The frame drops it with the last user."""
         if storage.device is None:
-            self._place = _Place.HOST  # others may still be on the device, as the last backward did not need them
-            self.fetch()
-        if self._place is not _Place.DEVICE:
+            self._fetch()  # others may still be on the device, as the last backward did not need them
+        if self._is_offloaded:
             self._engine.streams.compute.wait_for(self._fetch_done)
         memory = storage.device
         assert memory is not None
         storage.waiting -= 1
-        if storage.waiting == 0 and self._place is not _Place.DEVICE:
+        if storage.waiting == 0 and self._is_offloaded:
             storage.device = None  # as autograd frees saved tensors node by node
-            if all(other.device is None for other in self._storages.values()):
-                self._place = _Place.HOST
         return memory
 
 
@@ -223,7 +211,7 @@ class SwapFrame(Frame):
         given = [part for tensor in tensors_in((args, kwargs)) for part in made_of(tensor).values()]
         self._stays = {*map(storage_address, (*given, *unmanaged_memory(self.unit.module)))}
         output = super().run(function, args, kwargs)
-        if self.offload:
+        if self.offload.tensors:
             self.offload.start()
         return output
 
@@ -263,8 +251,6 @@ class CheckpointSwapFrame(CheckpointFrame):
     no result. Kept outputs of attention belong to this unit alone, and are offloaded with the inputs.
     """
 
-    engine: Engine
-
     def __init__(self, engine: Engine, unit: Unit) -> None:
         super().__init__(engine, unit)
         self.offload = Offload(engine, unit)
@@ -273,7 +259,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().run(function, args, kwargs)
         if self.needed:
-            self.engine.swaps.defer_inputs(self)
+            self.engine.swaps.deferred = weakref.ref(self)
         return output
 
     def offload_inputs(self, given: set[int]) -> set[int]:
@@ -300,7 +286,7 @@ class CheckpointSwapFrame(CheckpointFrame):
                     _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
                 )
             )
-        if self.offload:
+        if self.offload.tensors:
             self.offload.start()
         return shared
 
@@ -332,30 +318,26 @@ def _plain_tensors(tree: Any) -> list[Tensor]:
 
 
 class Swaps:
-    """The offloads of one step, in forward order: which start, which free device memory, and which are fetched."""
+    """The offloads of one step: which start, which free device memory, and which are fetched."""
 
     def __init__(self, slots: HostSlots) -> None:
         self.slots = slots
-        self._order: list[weakref.ref[Offload]] = []
+        self._last = weakref.WeakValueDictionary[int, Offload]()  # the last one of each unit, by its index
         self._under_way: Offload | None = None
-        self._deferred: weakref.ref[CheckpointSwapFrame] | None = None  # a frame with deferred inputs
-
-    def defer_inputs(self, frame: CheckpointSwapFrame) -> None:
-        """The forward of ``frame`` has ended. Its inputs are offloaded when those of the next unit are known."""
-        self._deferred = weakref.ref(frame)
+        # A frame whose forward has ended. Its inputs are offloaded when those of the next unit are known.
+        self.deferred: weakref.ref[CheckpointSwapFrame] | None = None
 
     def offload_deferred(self, arguments: Any) -> set[int]:
         """Offload deferred inputs, except those among the ``arguments`` of the next unit. Returns these, by storage."""
-        frame = self._deferred() if self._deferred is not None else None
-        self._deferred = None
+        frame = self.deferred() if self.deferred is not None else None
+        self.deferred = None
         if frame is None:
             return set()
         return frame.offload_inputs({storage_address(tensor) for tensor in _plain_tensors(arguments)})
 
     def started(self, offload: Offload) -> None:
         """The offload of a block is under way."""
-        self._order = [ref for ref in self._order if ref() is not None]
-        self._order.append(weakref.ref(offload))
+        self._last[offload.unit.index] = offload
         self._under_way = offload
 
     def free_offloaded(self) -> None:
@@ -371,8 +353,6 @@ class Swaps:
 
     def fetch_ahead(self, unit: Unit) -> None:
         """Fetch the tensors that ``unit``, which backward reaches next, has offloaded."""
-        for ref in reversed(self._order):
-            offload = ref()
-            if offload is not None and offload.unit is unit:
-                offload.fetch()
-                return
+        offload = self._last.get(unit.index)
+        if offload is not None:
+            offload.fetch()

@@ -13,15 +13,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from protrain.common.parameters import is_managed, kept_beside, made_of
+from protrain.common.parameters import fingerprint, is_managed, kept_beside, made_of
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Member
 from protrain.engine.states.initialisers import exchange, held_storages, start_of, start_value
 from protrain.engine.states.parameter_state import write_master, write_weight
 from protrain.engine.states.weight_files import WeightSources, reading, unmanaged
 from protrain.engine.weights.parameter import mark_moved
-
-_FINGERPRINT_BYTES = 4096  # whose 64-bit words are added up
 
 
 def fill(
@@ -130,18 +128,8 @@ def start_as_first(model: nn.Module, ranks: Ranks) -> None:
 
 def _differ(values: list[Tensor], ranks: Ranks) -> list[bool]:
     """Whether each of ``values`` on any rank is not that of the first rank."""
-    every = ranks.all_values([_fingerprint(value) for value in values], "the comparison of start values")
+    every = ranks.all_values([fingerprint(value) for value in values], "the comparison of start values")
     return [len(set(found)) > 1 for found in zip(*every, strict=True)]
-
-
-def _fingerprint(value: Tensor) -> int:
-    """A number that two values share only if they are equal, but for a chance of about 1 in 2**64."""
-    data = value.detach().contiguous().view(-1).view(torch.uint8)
-    whole = data.numel() // _FINGERPRINT_BYTES * _FINGERPRINT_BYTES
-    sums = data[:whole].view(-1, _FINGERPRINT_BYTES).view(torch.int64).sum(1)
-    places = torch.arange(1, sums.numel() + 1, device=sums.device) * 2 + 1
-    rest = int.from_bytes(bytes(data[whole:].tolist()), "little")
-    return hash((int((sums * places).sum()), rest, tuple(value.shape)))
 
 
 def _drop(member: Member) -> None:

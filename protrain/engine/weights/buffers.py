@@ -144,8 +144,8 @@ class BufferPool:
         self.fetches = 0  # uploads that were issued
         self.uploaded_bytes = 0  # by those from host memory
 
-    def acquire(self, chunk: Chunk, schedule: Schedule) -> Tensor:
-        """The weight of ``chunk`` on the device, where it stays until ``release``. Blocks for its own update only."""
+    def acquire(self, chunk: Chunk, schedule: Schedule) -> None:
+        """Have the weight of ``chunk`` on the device until ``release``. Blocks for its own update only."""
         buffer = self._by_chunk.get(chunk.index) or self._assign(chunk, schedule, needed_in=0)
         if buffer is None:
             names = ", ".join(list(chunk.parameters.values())[:3])
@@ -158,7 +158,6 @@ class BufferPool:
             self.streams.compute.wait_for(buffer.gathered)
             buffer.begin_use()
         buffer.users += 1
-        return buffer.memory
 
     def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> None:
         """Acquire all chunks that a unit needs.

@@ -83,8 +83,7 @@ class PresentParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if self._arriving() is not None or raw_gradient(self) is not None:
-            with torch._C.DisableTorchFunctionSubclass():
-                _RAW_GRAD.__set__(self, value)
+            on_itself(_RAW_GRAD.__set__, (self, value))
             return
         handle = self.protrain_handle
         pending = handle.engine.gradient_pending(handle.index)
@@ -181,8 +180,7 @@ def refuse_hooks_on_sums(members: Sequence[Member], summed: set[int]) -> None:
 
 def raw_gradient(parameter: nn.Parameter) -> Tensor | None:
     """The tensor that autograd, or other code, has put into ``.grad``."""
-    with torch._C.DisableTorchFunctionSubclass():
-        gradient: Tensor | None = _RAW_GRAD.__get__(parameter)
+    gradient: Tensor | None = on_itself(_RAW_GRAD.__get__, (parameter,))
     return gradient
 
 
@@ -224,11 +222,10 @@ class AwaitedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _ALLOWED:
-            for tensor in tensors_in((args, kwargs)):
-                if isinstance(tensor, AwaitedParameter):
-                    raise awaited_error(tensor.protrain_name)
-        return on_itself(func, args, kwargs)
+        if func in _ALLOWED:
+            return on_itself(func, args, kwargs)
+        awaited = next(each for each in tensors_in((args, kwargs)) if isinstance(each, AwaitedParameter))
+        raise awaited_error(awaited.protrain_name)
 
     __repr__: Any = describe
 

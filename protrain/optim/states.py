@@ -1,15 +1,17 @@
-"""The state of an optimizer in the format of ``torch.optim``, and what stands for it where it is not."""
+"""The state of an optimizer: in torch's format, what stands for it in chunks, and what waits before there are any."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 from torch import nn
 
 from protrain.common.errors import MisuseError
 from protrain.engine.states import parameter_state
+from protrain.engine.weights.parameter import Awaited, awaited_error
 
 
 class StatesInChunks(defaultdict[Any, Any]):
@@ -59,3 +61,52 @@ def match_state(
                 found[name] = state_dict["state"].get(number, {})
                 parameter_state.check_state(name, parameter.shape, found[name])
     return found
+
+
+class FirstCall:
+    """What waits for the first call of a model that was wrapped without an example batch.
+
+    Args:
+        parameters: all managed parameters by name, as they are when the model is wrapped.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._required = {parameter: parameter.requires_grad for parameter in parameters.values()}
+        self._actions: list[Callable[[], None]] = []
+        self._awaited: Awaited | None = None  # what is loaded by one of these
+
+    def add(self, action: Callable[[], None], *, loads: nn.Module | None) -> None:
+        """Do ``action`` in the first call. If it loads the model ``loads``, nobody may use its states until then."""
+        if loads is not None and self._awaited is None:
+            self._awaited = Awaited(loads, self._parameters)
+        self._actions.append(action)
+
+    def refuse_awaited(self, what: str) -> None:
+        """MisuseError if ``what`` would use states that are yet to be loaded."""
+        if self._awaited is not None:
+            raise awaited_error(what)
+
+    @contextmanager
+    def begins(self) -> Iterator[None]:
+        """A context in which parameters are ordinary ones, and require gradients as when the model was wrapped.
+
+        So a parameter that a script freezes for the first steps has states, and can be trained later. One that was
+        frozen then, and is to be trained now, is an error of the forward that follows.
+        """
+        now = {parameter: parameter.requires_grad for parameter in self._required}
+        with nullcontext() if self._awaited is None else self._awaited.given_back():
+            for parameter, requires in self._required.items():
+                parameter.requires_grad = requires
+            try:
+                yield
+            finally:
+                for parameter, requires in now.items():
+                    parameter.requires_grad = requires
+
+    def carry_out(self) -> None:
+        """Do what has waited."""
+        for action in self._actions:
+            action()
+        self._actions.clear()
+        self._awaited = None

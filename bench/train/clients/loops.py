@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import protrain
-from bench.clients.run import Client, Run
+from bench.train.clients.run import Run
 from bench.train.ranks import start_group
 
 
@@ -122,26 +123,9 @@ def lightning_trainer(run: Run) -> None:
     trainer.fit(Module(), run.loader(of_all_ranks=True))
 
 
-_WRAP = """\
-import protrain
-model, optimizer = protrain.wrap(model, optimizer)
-"""
-_ACCELERATE = """\
-from protrain.integrations.accelerate import wrap
-model, optimizer = wrap(accelerator, model, optimizer)
-"""
-_LIGHTNING = """\
-import protrain.integrations.lightning
-trainer = lightning.Trainer(strategy="protrain", precision="bf16-mixed", gradient_clip_val=1.0)
-"""
-_FABRIC = """\
-import protrain.integrations.lightning
-fabric = lightning.Fabric(strategy="protrain", precision="bf16-mixed")
-"""
-
-LOOPS = {
-    "loop": Client(train=loop, packages=(), lines=_WRAP),
-    "accelerate": Client(train=accelerate, packages=("accelerate",), lines=_ACCELERATE),
-    "fabric": Client(train=fabric, packages=("lightning",), lines=_FABRIC),
-    "lightning": Client(train=lightning_trainer, packages=("lightning",), lines=_LIGHTNING),
+LOOPS: dict[str, Callable[[Run], None]] = {
+    "loop": loop,
+    "accelerate": accelerate,
+    "fabric": fabric,
+    "lightning": lightning_trainer,
 }

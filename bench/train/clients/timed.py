@@ -1,14 +1,8 @@
-"""One client in a process of its own, with or without ProTrain, or one of its ranks.
-
-python -m bench.clients.worker JOB.json OUT.json
-"""
+"""Times the steps of a client, whose loop is its own."""
 
 from __future__ import annotations
 
-import atexit
 import math
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +10,19 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from bench.clients.loops import LOOPS
-from bench.clients.run import ClientJob, Run
-from bench.clients.trainers import TRAINERS
 from bench.clock import device_timer, durations_ms
+from bench.train.clients.loops import LOOPS
+from bench.train.clients.run import Run
+from bench.train.clients.trainers import TRAINERS
 from bench.train.models import build_model
+from bench.train.peaks import finish, peaks
 from bench.train.results import Outcome
-from bench.train.task import Task
+from bench.train.task import Job, Task
 from bench.train.trainers import count
-from bench.train.worker import finish, forbid_more, peaks, work
 from protrain.cli.summary import device_name
 from protrain.distributed.joining import local_rank
-from protrain.hardware.allocator import use_expandable_segments
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
-
-CLIENTS = LOOPS | TRAINERS
 
 
 class Steps:
@@ -69,27 +60,23 @@ class Steps:
         return durations_ms(self._ends)
 
 
-def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
+def run_client(job: Job, device: torch.device, out: Path) -> Outcome:
     """Let the client train.
 
     Raises:
         RuntimeError: the client made another number of steps than it was told, or a loss is not finite.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        forbid_more(job.task.device_memory, device)
-        use_expandable_segments()  # ProTrain sets it; the plain client gains by it too
-    torch.manual_seed(0)
     steps = Steps(job.task, device)
     training = Run(
         task=job.task,
-        on_protrain=job.contestant.kind == "protrain",
+        on_protrain=not job.contestant.plain,
         device=device,
         rank=local_rank(),
         rows=torch.load(job.tokens).transpose(1, 2).flatten(0, 2).contiguous(),
-        folder=out.parent,
+        folder=out.parent / job.contestant.name,
     )
-    CLIENTS[job.client].train(training)
+    training.folder.mkdir(exist_ok=True)
+    (LOOPS | TRAINERS)[job.contestant.kind](training)
     losses = tuple(float(loss) for loss in training.losses)
     if not len(losses) == steps.done == training.total_steps:
         raise RuntimeError(f"{steps.done} steps and {len(losses)} losses, where {training.total_steps} were to be")
@@ -107,11 +94,3 @@ def run(job: ClientJob, device: torch.device, out: Path) -> Outcome:
         config={} if steps.plan is None else {"plan": str(steps.plan)},
         **steps.peaks,
     )
-
-
-if __name__ == "__main__":
-    status = work(ClientJob, run)
-    atexit._run_exitfuncs()  # tells the other ranks that this one has ended and did not die
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # libraries leave threads and process groups, whose end could wait for other ranks

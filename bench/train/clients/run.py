@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from bench.train.models import build_model, fill
-from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Job, Task
+from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY, Task
 from bench.train.trainers import weight_dtype
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientJob(Job):
-    """What a worker is told. The contestant says whether ProTrain trains."""
-
-    client: str
 
 
 @dataclass(kw_only=True)
@@ -87,13 +80,3 @@ class Run:
     def autocast(self) -> torch.autocast:
         """What a loop computes its loss in: ProTrain's weights need no autocast."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu and not self.on_protrain)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Client:
-    """A way to use ProTrain that docs/clients.md describes."""
-
-    train: Callable[[Run], None]
-    packages: tuple[str, ...]  # that must be installed
-    lines: str  # that a user adds or changes for ProTrain, as on that page
-    sequences: int = 1  # of a row of the batch that pass through the trained model

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from bench.clients.run import Client, Run
+from bench.train.clients.run import Run
 from bench.train.task import BETAS, EPSILON, WEIGHT_DECAY
 
 _MARKS = "<pad>", "</s>", "<unk>"  # in place of three bytes that no text has
@@ -158,24 +159,4 @@ def _texts(rows: Tensor) -> list[str]:
     return [" ".join(f"w{token}" for token in row) for row in rows.tolist()]
 
 
-_TRAINER = """\
-from protrain.integrations.transformers import ProTrainTrainer
-trainer = ProTrainTrainer(model=model, args=args, train_dataset=data)
-"""
-_SFT = """\
-from protrain.integrations.transformers import ProTrainMixin
-class SFT(ProTrainMixin, SFTTrainer): ...
-trainer = SFT(model=model, args=args, train_dataset=data, processing_class=tokenizer)
-"""
-_SENTENCES = """\
-from protrain.integrations.transformers import ProTrainMixin
-class Sentences(ProTrainMixin, SentenceTransformerTrainer): ...
-trainer = Sentences(model=model, args=args, train_dataset=data, loss=loss)
-"""
-
-TRAINERS = {
-    "trainer": Client(train=trainer, packages=("accelerate",), lines=_TRAINER),
-    "sft": Client(train=sft, packages=("trl", "datasets"), lines=_SFT),
-    "dpo": Client(train=dpo, packages=("trl", "datasets"), lines=_SFT.replace("SFT", "DPO"), sequences=2),
-    "sentences": Client(train=sentences, packages=("sentence_transformers", "datasets"), lines=_SENTENCES, sequences=2),
-}
+TRAINERS: dict[str, Callable[[Run], None]] = {"trainer": trainer, "sft": sft, "dpo": dpo, "sentences": sentences}
