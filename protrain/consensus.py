@@ -38,7 +38,8 @@ def of_all(ranks: Ranks, own: HardwareProfile, device: torch.device) -> Hardware
     if device.type == "cuda" and not all(
         ranks.all_values(share.all_gather_gbps is not None, "whether collectives are measured")
     ):
-        share = _with_collectives(ranks, share, device)
+        with torch.random.fork_rng([device]):  # what is multiplied and sent is random
+            share = _with_collectives(ranks, share, device)
     every = ranks.all_values(share, "the machine of all ranks")
     return replace(
         every[0],

@@ -174,19 +174,32 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
     Parameters that would not be trained are warned of.
     """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        _check_kind(name, tensor)
+    refuse_scripted(model)
     for name, module in model.named_modules():
+        what = f"module {name or type(model).__name__!r}"
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{what} is compiled by torch.compile, which would also compile the code that moves its weights: give "
+                "protrain.wrap the module as it was before, and compile=True, which compiles each block"
+            )
+        parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
+        if parallel is not None:
+            raise ValueError(
+                f"{what} is a {parallel}, which would wait for gradients that it never gets: wrap the module inside "
+                "it, which ProTrain trains on all processes itself, without replicas of shards (HSDP)"
+            )
         hook = getattr(module, "_hf_hook", None)
         for each in (hook, *getattr(hook, "hooks", ())):  # a SequentialHook has several
             if getattr(each, "offload", False):
                 raise ValueError(
-                    f"module {name or type(module).__name__!r} has a hook of accelerate ({type(each).__name__}) that "
+                    f"{what} has a hook of accelerate ({type(each).__name__}) that "
                     "fetches its weights from elsewhere in each forward: ProTrain places weights itself, so load the "
                     "model without device_map, or build it under protrain.empty_parameters() and pass weights=. "
                     "Weights that were in memory before come back by "
                     "accelerate.hooks.remove_hook_from_submodules(model), before the optimizer is made"
                 )
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        _check_kind(name, tensor)
     held = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
     known = set(model.parameters())
     others = [tuple(parameter.shape) for parameter in held if parameter not in known]
@@ -205,20 +218,6 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 "requires_grad=False, as adapters beside a quantised weight do"
             )
     refuse_gradients(model, before="protrain.wrap")
-    refuse_scripted(model)
-    for name, module in model.named_modules():
-        what = f"module {name or type(model).__name__!r}"
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
-            raise ValueError(
-                f"{what} is compiled by torch.compile, which would also compile the code that moves its weights: give "
-                "protrain.wrap the module as it was before, and compile=True, which compiles each block"
-            )
-        parallel = next((cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _PARALLEL), None)
-        if parallel is not None:
-            raise ValueError(
-                f"{what} is a {parallel}, which would wait for gradients that it never gets: wrap the module inside "
-                "it, which ProTrain trains on all processes itself, without replicas of shards (HSDP)"
-            )
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and p not in held]
     if forgotten:
         warn_user(

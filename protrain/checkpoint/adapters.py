@@ -75,13 +75,12 @@ def check_base(save: Path, manifest: dict[str, Any], base: Base | None) -> None:
         raise CheckpointError(
             f"{save} holds an adapter and not the weights of {saved.folder}: give that model, and base= to load it"
         )
-    for name in sorted({*saved.files, *base.files}):
-        if saved.files.get(name) != base.files.get(name):
-            how = "differs" if name in saved.files and name in base.files else "is in one of them alone"
-            raise CheckpointError(
-                f"{save} holds an adapter for the weights of {saved.folder}, and those of {base.folder} are others: "
-                f"{name} {how}; give the model that the adapter was trained for"
-            )
+    different = sorted(name for name, _ in saved.files.items() ^ base.files.items())
+    if different:
+        raise CheckpointError(
+            f"{save} holds an adapter for the weights of {saved.folder}, and those of {base.folder} are others: "
+            f"{different[0]} differs; give the model that the adapter was trained for"
+        )
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import torch
 import protrain
 from protrain.cli.launch import start_ranks, together
 from protrain.cli.options import emit
-from protrain.common.cache import keeps_measurements
 from protrain.common.progress import note, stage
 from protrain.common.signals import stop_requests
 from protrain.distributed.devices import own_device
@@ -52,7 +51,5 @@ _NOT_REPLACED = (
 def _kept(hardware: HardwareProfile, device: torch.device) -> str:
     path = Machine.of(device).path
     if cached(device) != hardware:
-        if not keeps_measurements():
-            return "the profile was not kept, as PROTRAIN_CACHE=0 says"
-        return f"the profile was not kept: {path} cannot be written; PROTRAIN_CACHE names the folder"
+        return f"the profile was not kept: PROTRAIN_CACHE is 0, or {path} cannot be written"
     return f"kept in {path}, for plans and runs with --device {device.type} alone"

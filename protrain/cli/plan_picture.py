@@ -84,7 +84,7 @@ def draw_frontier(frontier: Frontier, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
     limits = [point.device_limit_bytes / GIB for point in frontier.points]
-    axes.plot(limits, [point.tokens_per_s for point in frontier.points], "o-", color="tab:blue")
+    axes.plot(limits, [point.plan.tokens_per_s for point in frontier.points], "o-", color="tab:blue")
     axes.set(xlabel="device memory, GiB", ylabel="predicted tokens/s", ylim=(0, None))
     axes.set_title(f"{frontier.model} on {frontier.machine}", fontsize=10)
     axes.grid(alpha=0.3)

@@ -22,7 +22,7 @@ from trl.trainer import dpo_trainer
 
 import protrain
 from protrain.cli.models import read_architecture
-from protrain.cli.train_data import PackedRows, read_data, what_joins_rows
+from protrain.cli.train_data import PackedRows, keeps_rows_apart, read_data
 from protrain.common.cache import on_disk
 from protrain.common.errors import warn_user
 from protrain.common.progress import note
@@ -235,7 +235,7 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     in_bf16 = training.bf16 or model_options.dtype == "bfloat16"
     model_options.dtype = "bfloat16" if in_bf16 else "float32"  # in which 4-bit layers compute
     dtype = getattr(torch, model_options.dtype)
-    apart = None if pairs else what_joins_rows(model)
+    apart = pairs or keeps_rows_apart(model)
     arguments = {key: value for key, value in vars(options.wrap).items() if value is not None}
     attention = {"attn_implementation": model_options.attn_implementation}
     quantised = trl.get_quantization_config(model_options)
@@ -254,10 +254,10 @@ def _trainer(options: Options, name: str, model: Any, tokenizer: Any, rows: Any,
     if (Path(name) / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(name)
     if not pairs and training.packing is None:
-        training.packing = apart is None
+        training.packing = apart
     packing = not pairs and training.packing
-    if packing and apart is not None:
-        warn_user(f"--packing true: examples of one sequence see each other in this model, as {apart}")
+    if packing and not apart:
+        warn_user("--packing true: examples of one sequence see each other in this model")
     has_flash = transformers.utils.is_flash_attn_2_available() and in_bf16 and model._supports_flash_attn
     if packing and has_flash and model_options.attn_implementation is None:
         model.set_attn_implementation("flash_attention_2")

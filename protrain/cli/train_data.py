@@ -141,21 +141,12 @@ class PackedRows(DataCollatorForLanguageModeling):
         return batch
 
 
-def what_joins_rows(model: Any) -> str | None:
-    """Why a token of ``model`` sees other examples of its sequence, in words that follow "as". None: it does not.
+def keeps_rows_apart(model: Any) -> bool:
+    """Whether a token of ``model`` sees nothing but its own example, where several are packed into one sequence.
 
-    The parameters of the model are on the meta device.
+    So it is if a forward asks transformers where examples begin, which none of its attributes says, and no layer is
+    recurrent. The parameters of the model are on the meta device.
     """
-    if not _makes_mask(model):
-        return "it makes no mask of their positions"
-    has_convolutions = any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
-    if has_convolutions or "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
-        return "its recurrent layers remember those before"
-    return None
-
-
-def _makes_mask(model: Any) -> bool:
-    """Whether a forward of ``model`` asks transformers where examples begin. None of its attributes says so."""
     if not {"position_ids", "use_cache"} <= inspect.signature(type(model).forward).parameters.keys():
         return False
     asked: list[torch.Tensor] = []
@@ -167,4 +158,6 @@ def _makes_mask(model: Any) -> bool:
             model(input_ids=ids, position_ids=torch.arange(4, device="meta").repeat(2)[None], use_cache=False)
     finally:
         put_back()
-    return bool(asked)
+    convolutions = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    recurrent = convolutions or "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+    return bool(asked) and not recurrent

@@ -92,11 +92,19 @@ def shape_in_4bit(model: Any) -> None:
     Raises:
         ValueError: bitsandbytes or accelerate is not installed.
     """
-    config = _config(torch.bfloat16)
+    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
+        need(package, "--load-in-4bit", extra="qlora")
     from bitsandbytes.functional import quantize_4bit
     from bitsandbytes.nn import Linear4bit, Params4bit
+    from transformers import BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
 
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
     quantizer = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model, device_map={"": "meta"})
     quantizer.postprocess_model(model)
@@ -108,14 +116,3 @@ def shape_in_4bit(model: Any) -> None:
             layer.weight = Params4bit(
                 numbers, quant_type="nf4", compress_statistics=True, quant_state=state, module=layer, bnb_quantized=True
             )
-
-
-def _config(dtype: torch.dtype) -> Any:
-    """What transformers is to do, with layers that compute in ``dtype``."""
-    for package in ("accelerate", "bitsandbytes"):  # transformers loads quantised models with both
-        need(package, "--load-in-4bit", extra="qlora")
-    import transformers
-
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
-    )

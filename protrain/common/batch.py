@@ -158,7 +158,8 @@ def own_copy(batch: Any) -> Any:
 
     def own(tensor: Tensor) -> Tensor:
         if id(tensor) not in copies:
-            copies[id(tensor)] = _cloned(tensor.detach()).requires_grad_(tensor.requires_grad)
+            # The copy of a view holds as much memory as the view's storage, as it does in training.
+            copies[id(tensor)] = copy.deepcopy(tensor.detach()).requires_grad_(tensor.requires_grad)
         return copies[id(tensor)]
 
     def copied(leaf: Any) -> Any:
@@ -167,19 +168,6 @@ def own_copy(batch: Any) -> Any:
         return copied_cache(leaf, own) if is_cache(leaf) else leaf
 
     return map_leaves(copied, batch)
-
-
-def _cloned(tensor: Tensor) -> Tensor:
-    """A copy of ``tensor``. The copy of a view holds as much memory as the view's storage, as it does in training."""
-    if type(tensor) is not Tensor or tensor.is_meta or 0 in tensor.stride():
-        return tensor.clone()
-    size_bytes = tensor.untyped_storage().nbytes()
-    if size_bytes == tensor.nbytes:
-        return tensor.clone()
-    memory = torch.empty(size_bytes, dtype=torch.uint8, device=tensor.device)  # only the view's part of it is written
-    part = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    part.set_(memory.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-    return part.copy_(tensor)
 
 
 def cast_inputs(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -95,8 +95,7 @@ def _keep_for_good() -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_for_good)
+os.register_at_fork(after_in_child=_keep_for_good)
 
 
 def register(memory: Tensor, device: torch.device) -> int:

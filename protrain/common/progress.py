@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 _BAR_WIDTH = 24
-_CLEAR = "\r\033[K"  # clears the line of a terminal
+CLEAR = "\r\033[K"  # clears the line of a terminal
 _LONG_S = 10.0  # a stage that is longer than this also says what it is doing
 _BLINK_S = 1.0  # between two parts that a terminal shows
 
@@ -46,7 +46,7 @@ def say(text: str, *, end: str = "\n") -> None:
     if not _is_heard or stream is None:  # a process may have no standard error
         return
     try:
-        print(f"{_CLEAR if is_terminal() else ''}{text}", end=end, file=stream, flush=True)
+        print(f"{CLEAR if is_terminal() else ''}{text}", end=end, file=stream, flush=True)
     except BlockingIOError:  # the reader is slow, not gone
         pass
     except OSError:

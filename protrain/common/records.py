@@ -8,9 +8,8 @@ import functools
 import json
 import os
 import types
-import typing
 from pathlib import Path
-from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, cast, get_args, get_origin, get_type_hints
 
 from protrain.common.tables import WIDTH, aligned, format_bytes
 
@@ -106,23 +105,16 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:
-    origin = get_origin(hint)
-    if origin in (Union, types.UnionType):
-        if value is None:
-            return None
-        (hint,) = (option for option in get_args(hint) if option is not type(None))
-        return _typed(hint, value, where)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ValueError(f"{where} must be a list, not {value!r}")
-        item = get_args(hint)[0]
-        return tuple(_typed(item, part, f"{where}[{index}]") for index, part in enumerate(value))
-    if origin is dict:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be an object, not {value!r}")
-        item = get_args(hint)[1]
-        return {key: _typed(item, part, f"{where}[{key!r}]") for key, part in value.items()}
-    if hint is typing.Any:
+    origin, kinds = get_origin(hint), get_args(hint)
+    if isinstance(hint, types.UnionType):  # one type or None
+        return None if value is None else _typed(next(kind for kind in kinds if kind is not type(None)), value, where)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_typed(kinds[0], part, f"{where}[{index}]") for index, part in enumerate(value))
+    if origin is dict and isinstance(value, dict):
+        return {key: _typed(kinds[1], part, f"{where}[{key!r}]") for key, part in value.items()}
+    if origin is not None:
+        raise ValueError(f"{where} must be {'a list' if origin is tuple else 'an object'}, not {value!r}")
+    if hint is Any:
         return value
     if isinstance(hint, type) and issubclass(hint, Record):
         return hint.from_dict(value)

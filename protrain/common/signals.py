@@ -25,9 +25,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
-from protrain.common.progress import silence
+from protrain.common.progress import CLEAR, silence
 
-_CLEARED_LINE = "\r\033[K"  # clears the line of a running stage in a terminal, which has no line end yet
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # signals that are no further apart count as one, because a wrapper passes on what its group got already
 _ONE_REQUEST_S = 1.0
@@ -146,7 +145,7 @@ def end_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """
     words = ["protrain", *(word for word in sys.argv[1:2] if not word.startswith("-"))]
     try:
-        start = _CLEARED_LINE if os.isatty(2) else ""
+        start = CLEAR if os.isatty(2) else ""  # a running stage in a terminal has no line end yet
         os.write(2, f"{start}{' '.join(words)}: interrupted\n".encode(errors="replace"))
     except OSError:  # nobody reads standard error
         pass

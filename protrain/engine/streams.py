@@ -159,10 +159,9 @@ class CudaStreams(Streams):
 
     @override
     def record_streams(self, memory: Tensor) -> Tensor:
-        for stream in (self.h2d, self.d2h, self.gather, self.reduce):
-            memory.record_stream(stream.stream)
-        for streamed in (self.streamed, self.streamed_h2d, self.streamed_d2h):
-            memory.record_stream(streamed)
+        of_steps = self.h2d.stream, self.d2h.stream, self.gather.stream, self.reduce.stream
+        for stream in (*of_steps, self.streamed, self.streamed_h2d, self.streamed_d2h):
+            memory.record_stream(stream)
         return memory
 
     @override

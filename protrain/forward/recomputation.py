@@ -12,9 +12,9 @@ so what works in the one works in the other, and what is refused is refused in b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from protrain.forward.autocast import autocast_of_now
 from protrain.forward.module_state import BlockModules, RandomState
 
 INPUTS = "its inputs, as it is recomputed"
+
+# The vmap of torch.autograd.grad(is_grads_batched=True). That of torch.func is on the interpreter stack.
+_VMAP = torch._C.DispatchKeySet(cast(Any, torch._C._parse_dispatch_key("VmapMode")))
 
 _Form = tuple[torch.Size, torch.dtype]
 
@@ -137,7 +140,8 @@ class Recomputation:
             return running[0].tensor_of(running[0]._recomputed[index])
 
         try:
-            with _outside_vmap():
+            # A backward may run in vmap, where torch refuses to draw random numbers. The second run is no part of that.
+            with temporarily_clear_interpreter_stack(), torch._C._ExcludeDispatchKeyGuard(_VMAP):
                 args, kwargs = map_leaves(self.fresh_input, (self.args, self.kwargs))
                 with (
                     self.modules.as_found(),
@@ -194,25 +198,6 @@ def written_over(label: str, what: str) -> MisuseError:
 def watch(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
     """``tensors`` with their versions, without tensors that have none, and without parameters: see [Note: edits]."""
     return [(t, t._version) for t in tensors if not isinstance(t, nn.Parameter) and not t.is_inference()]
-
-
-@contextmanager
-def _outside_vmap() -> Iterator[None]:
-    """A context outside of the vmap in which a backward may run. The second run is no part of it.
-
-    Gradients of several outputs are taken so, by torch.autograd.grad or torch.func.vmap. Inside torch would refuse to
-    draw random numbers.
-    """
-    torch._C._vmapmode_increment_nesting()
-    n_older = torch._C._vmapmode_decrement_nesting()  # those of torch.autograd.grad(is_grads_batched=True)
-    with temporarily_clear_interpreter_stack():
-        try:
-            for _ in range(n_older):
-                torch._C._vmapmode_decrement_nesting()
-            yield
-        finally:
-            for _ in range(n_older):
-                torch._C._vmapmode_increment_nesting()
 
 
 def _form(tensor: Tensor) -> _Form:

@@ -19,44 +19,42 @@ class Datasheet:
     memory_gbps: float
 
 
-# Each text must be in the name that the driver gives, as whole words. The first row that fits counts, so special cards
-# come first.
-_CARDS: tuple[tuple[tuple[str, ...], Datasheet], ...] = (
-    (("H100", "PCIe"), Datasheet(matmul_tflops=756, memory_gbps=2000)),
-    (("H100", "NVL"), Datasheet(matmul_tflops=835, memory_gbps=3900)),
-    (("H100",), Datasheet(matmul_tflops=989, memory_gbps=3350)),
-    (("GH200", "144G"), Datasheet(matmul_tflops=989, memory_gbps=4900)),
-    (("GH200",), Datasheet(matmul_tflops=989, memory_gbps=4000)),
-    (("H200", "NVL"), Datasheet(matmul_tflops=835, memory_gbps=4800)),
-    (("H200",), Datasheet(matmul_tflops=989, memory_gbps=4800)),
-    (("A100", "40GB"), Datasheet(matmul_tflops=312, memory_gbps=1555)),
-    (("A100", "PCIE", "80GB"), Datasheet(matmul_tflops=312, memory_gbps=1935)),
-    (("A100",), Datasheet(matmul_tflops=312, memory_gbps=2039)),
-    (("B200",), Datasheet(matmul_tflops=2250, memory_gbps=8000)),
-    (("GB200",), Datasheet(matmul_tflops=2250, memory_gbps=8000)),
-    (("MI300X",), Datasheet(matmul_tflops=1307, memory_gbps=5300)),
-    (("L40S",), Datasheet(matmul_tflops=362, memory_gbps=864)),
-    (("A10G",), Datasheet(matmul_tflops=70, memory_gbps=600)),
-    (("RTX 5090",), Datasheet(matmul_tflops=209.5, memory_gbps=1792)),
-    (("RTX 4090",), Datasheet(matmul_tflops=165.2, memory_gbps=1008)),
-    (("RTX 3090 Ti",), Datasheet(matmul_tflops=80, memory_gbps=1008)),
-    (("RTX 3090",), Datasheet(matmul_tflops=71, memory_gbps=936)),
-)
-# Names of parts of a card (MIG slices, and virtual GPUs such as "A100-10C") and of slower cards. The name of the whole
-# or faster card is in them.
+# TFLOP/s and GB/s by what the driver's name of the card has, as whole words in any order. The first row that fits
+# counts, so special cards come first.
+_CARDS: dict[str, tuple[float, float]] = {
+    "H100 PCIe": (756, 2000),
+    "H100 NVL": (835, 3900),
+    "H100": (989, 3350),
+    "GH200 144G": (989, 4900),
+    "GH200": (989, 4000),
+    "H200 NVL": (835, 4800),
+    "H200": (989, 4800),
+    "A100 40GB": (312, 1555),
+    "A100 PCIE 80GB": (312, 1935),
+    "A100": (312, 2039),
+    "B200": (2250, 8000),
+    "GB200": (2250, 8000),
+    "MI300X": (1307, 5300),
+    "L40S": (362, 864),
+    "A10G": (70, 600),
+    "RTX 5090": (209.5, 1792),
+    "RTX 4090": (165.2, 1008),
+    "RTX 3090 Ti": (80, 1008),
+    "RTX 3090": (71, 936),
+}
+# Names of parts of a card (MIG slices, and virtual GPUs such as "A100-10C") and of slower cards.
 _LESS = re.compile(r"\bMIG\b|-\d+[ABCQ]$|\bLAPTOP\b|\bMAX-Q\b|\bD\b")
 
 
-def is_less(name: str) -> bool:
-    """Whether the driver calls a part of a card ``name``, or one that is slower than the card whose name is in it."""
-    return _LESS.search(name.upper()) is not None
-
-
 def of_card(name: str) -> Datasheet | None:
-    """The datasheet of the card that the driver calls ``name``, or None where it is not known."""
-    if is_less(name):
-        return None
-    return next((sheet for texts, sheet in _CARDS if all(has_words(name, text) for text in texts)), None)
+    """The datasheet of the card that the driver calls ``name``, or None where it is not known.
+
+    It is not that of a part of a card, or of a slower one, whose names have that of the whole or faster card in them.
+    """
+    for words, (matmul_tflops, memory_gbps) in _CARDS.items():
+        if all(has_words(name, word) for word in words.split()) and not _LESS.search(name.upper()):
+            return Datasheet(matmul_tflops=matmul_tflops, memory_gbps=memory_gbps)
+    return None
 
 
 def has_words(name: str, text: str) -> bool:

@@ -59,9 +59,8 @@ def assume(device: torch.device) -> HardwareProfile:
 
 
 def _gpu(device: torch.device) -> HardwareProfile:
-    free, _ = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
-    usable = max(1, free + cached - _DEVICE_RESERVE_BYTES)
+    usable = torch.cuda.mem_get_info(device)[0] - _DEVICE_RESERVE_BYTES
+    usable += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # the allocator reuses it
     name = torch.cuda.get_device_name(device)
     shipped = of_gpu(name)
     if shipped is not None:
@@ -70,7 +69,7 @@ def _gpu(device: torch.device) -> HardwareProfile:
         return replace(
             shipped,
             name=name,
-            device_bytes=usable,
+            device_bytes=max(1, usable),
             source="detected",
             all_gather_gbps=None,
             all_to_all_gbps=None,
@@ -82,7 +81,7 @@ def _gpu(device: torch.device) -> HardwareProfile:
     return HardwareProfile(
         name=name,
         device_type="cuda",
-        device_bytes=usable,
+        device_bytes=max(1, usable),
         host_bytes=0,
         cpu_threads=usable_cores(),
         matmul_tflops=1.5 * processors,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from importlib.resources import files
 from typing import Any, TypeVar
 
 from protrain.common.tables import format_bytes
-from protrain.hardware.datasheet import has_words, is_less, of_card
+from protrain.hardware.datasheet import has_words, of_card
 from protrain.hardware.memory import HOST_SHARE, for_training
 from protrain.hardware.profile import HardwareProfile
 
@@ -36,6 +37,11 @@ def shipped_name(text: str) -> str | None:
     return next((name for name in shipped_names() if _plain(name) == _plain(text)), None)
 
 
+def _name_of(gpu_name: str) -> str | None:
+    """The shipped profile of a card that the driver calls ``gpu_name``, or of the card that this is a form of."""
+    return next((name for card, name in _BY_GPU.items() if has_words(gpu_name, card)), None)
+
+
 def _plain(name: str) -> str:
     return re.sub(r"nvidia|geforce|rtx|amd|instinct|[\s_-]", "", name.lower())
 
@@ -45,8 +51,8 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
     text = os.fspath(name_or_path)
     name = shipped_name(text)
     if name is not None and not os.path.isfile(text):
-        machines = files("protrain.hardware").joinpath("machines.json").read_text(encoding="utf-8")
-        return HardwareProfile.from_dict(json.loads(machines)[name])
+        machines = files("protrain.hardware").joinpath("machines.json")
+        return HardwareProfile.from_dict(json.loads(machines.read_text(encoding="utf-8"))[name])
     if not os.path.exists(text):
         raise ValueError(f"no hardware profile {text!r}: give a JSON file, or one of {', '.join(shipped_names())}")
     return HardwareProfile.load(text)
@@ -77,7 +83,6 @@ _RENTED: dict[int, dict[str, Any]] = {
     4: {"cpu_threads": 64, "host_dram_gbps": 200.0, "host_adam_gparams": 7.0},
     8: {"cpu_threads": 128, "host_dram_gbps": 240.0, "host_adam_gparams": 8.4},
 }
-_AS_RENTED = ("h100", "h200")
 
 
 def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int, *, ram_bytes: int | None = None) -> HardwareProfile:
@@ -92,9 +97,12 @@ def of_machine(name_or_path: str | os.PathLike[str], n_gpus: int, *, ram_bytes: 
     if ram_bytes is None and name is not None:
         ram_bytes, known = _of_size(_RAM_GIB[name], n_gpus) * _GIB, "assumed"
     if ram_bytes is not None:
-        named = f"{profile.name} in a machine with {format_bytes(ram_bytes)} of RAM ({known})"
-        profile = replace(profile, name=named, host_bytes=for_training(ram_bytes, n_gpus))
-    if n_gpus == 1 or name not in _AS_RENTED:
+        profile = replace(
+            profile,
+            name=f"{profile.name} in a machine with {format_bytes(ram_bytes)} of RAM ({known})",
+            host_bytes=for_training(ram_bytes, n_gpus),
+        )
+    if n_gpus == 1 or name not in ("h100", "h200"):
         return profile
     host = _of_size(_RENTED, n_gpus)
     rates = profile.host_adam_scaled(host["host_adam_gparams"] / profile.host_adam_gparams)
@@ -106,23 +114,23 @@ def _of_size(by_size: Mapping[int, _Value], n_gpus: int) -> _Value:
     return by_size[next((size for size in by_size if n_gpus <= size), max(by_size))]
 
 
-# The card that people would buy or rent next, by the shipped profile of the one that they have.
-_NEXT = {"rtx3090": "rtx4090", "rtx4090": "rtx5090", "rtx5090": "h100", "a10g": "l40s", "l40s": "h100"} | {
-    "a100": "h100",
-    "h100": "h200",
-    "h200": "b200",
-}
+# The cards that people would buy or rent one after the other, by their shipped profiles.
+_LADDERS = (
+    ("rtx3090", "rtx4090", "rtx5090", "h100", "h200", "b200"),
+    ("a10g", "l40s", "h100", "h200", "b200"),
+    ("a100", "h100", "h200", "b200"),
+)
 
 
 def next_card(gpu_name: str, least_bytes: int = 0) -> str | None:
-    """The shipped profile of the next card after the one that the driver calls ``gpu_name``. None: none is known.
+    """The shipped profile of the next card with ``least_bytes`` after the one that the driver calls ``gpu_name``.
 
-    Of the cards after that it is the first with ``least_bytes``, or the last.
+    If none has as much, it is the last. None: no card is known to come next.
     """
-    found = next((_NEXT.get(name) for card, name in _BY_GPU.items() if has_words(gpu_name, card)), None)
-    while found in _NEXT and load(found).device_bytes < least_bytes:
-        found = _NEXT[found]
-    return found
+    name = _name_of(gpu_name)
+    later = next((ladder[ladder.index(name) + 1 :] for ladder in _LADDERS if name in ladder), ())
+    large = [card for card in later if load(card).device_bytes >= least_bytes]
+    return next(iter(large or later[-1:]), None)
 
 
 def other_machines(
@@ -143,15 +151,19 @@ def other_machines(
         n_nodes=1,
         **hardware.host_adam_scaled(n_gpus),
     )
-    module_bytes = int(_MORE_RAM_BYTES * HOST_SHARE)
-    n_modules = max(1, -(-lacks_host_bytes * n_gpus // module_bytes))
-    more_bytes = n_modules * module_bytes // n_gpus
-    more = f"{format_bytes(n_modules * _MORE_RAM_BYTES)} more RAM"
-    machines = {more: replace(hardware, host_bytes=hardware.host_bytes + more_bytes)}
-    name = next_card(hardware.name, hardware.device_bytes + lacks_device_bytes)
+    lacks_modules = lacks_host_bytes * n_gpus / HOST_SHARE / _MORE_RAM_BYTES
+    more_bytes = max(1, math.ceil(lacks_modules)) * _MORE_RAM_BYTES
+    larger = replace(hardware, host_bytes=hardware.host_bytes + int(more_bytes * HOST_SHARE) // n_gpus)
+    machines = {f"{format_bytes(more_bytes)} more RAM": larger}
+    name = next_card(hardware.name, hardware.device_bytes + lacks_device_bytes if lacks_device_bytes else 0)
     if name is not None:
-        host = {field: getattr(whole, field) for field in ("host_bytes", "cpu_threads", "host_dram_gbps")}
-        card = replace(load(name), **host, **whole.host_adam_scaled(1.0))
+        card = replace(
+            load(name),
+            host_bytes=whole.host_bytes,
+            cpu_threads=whole.cpu_threads,
+            host_dram_gbps=whole.host_dram_gbps,
+            **whole.host_adam_scaled(1.0),
+        )
         machines[f"the next card ({name})"] = card.shared_by(n_gpus, hardware.n_nodes)
     if hardware.device_type == "cuda" and 2 * n_gpus <= _MOST_GPUS:
         machines[f"{2 * n_gpus} GPUs"] = whole.shared_by(2 * n_gpus, hardware.n_nodes)
@@ -163,12 +175,11 @@ def of_gpu(gpu_name: str) -> HardwareProfile | None:
 
     A card of another form, such as an H100 PCIe, has the rates of its GPU and memory in proportion to the datasheets.
     """
-    names = [] if is_less(gpu_name) else [name for card, name in _BY_GPU.items() if has_words(gpu_name, card)]
-    if not names:
+    name, here = _name_of(gpu_name), of_card(gpu_name)
+    if name is None or here is None:
         return None
-    profile = load(names[0])
-    here, there = of_card(gpu_name), of_card(profile.name)
-    assert here is not None, "every shipped profile has a datasheet"
+    profile = load(name)
+    there = of_card(profile.name)
     assert there is not None, "every shipped profile has a datasheet"
     computing, memory = here.matmul_tflops / there.matmul_tflops, here.memory_gbps / there.memory_gbps
     return replace(

@@ -162,17 +162,6 @@ def mix_precision(accelerator: Any, model: nn.Module, whole: nn.Module) -> None:
         whole.forward = _under_autocast(accelerator, whole)
 
 
-def cast_reference(reference: nn.Module, model: nn.Module, dtype: torch.dtype) -> None:
-    """Give TRL's reference model the weights with which the training of ``model`` begins, rounded to ``dtype``.
-
-    Otherwise the two would differ before the first step, where DPO's loss is log 2.
-    """
-    if dtype != first_dtype(model) == first_dtype(reference):
-        for parameter in reference.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-
-
 def first_dtype(model: nn.Module) -> torch.dtype:
     """The type of the model's first weight that could be trained."""
     return next((p.dtype for p in model.parameters() if p.dtype in DTYPES.values()), torch.float32)

@@ -207,10 +207,9 @@ class ProTrainStrategy(_Processes, DDPStrategy):
                 "gradient_clip_algorithm='value' changes each gradient where it lies, and ProTrain keeps gradients in "
                 "chunks: use gradient_clip_algorithm='norm'"
             )
-        for callback in trainer.callbacks:
-            for kind in type(callback).__mro__:
-                if kind.__name__ in _CALLBACKS:
-                    raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind.__name__]}")
+        for kind, callback in ((kind.__name__, each) for each in trainer.callbacks for kind in type(each).__mro__):
+            if kind in _CALLBACKS:
+                raise ValueError(f"callback {type(callback).__name__} {_CALLBACKS[kind]}")
         found: dict[str, Any] = {
             "device": self.root_device,
             "dtype": _dtype_of(self.precision_plugin.precision),

@@ -1,19 +1,16 @@
-"""The batch that is planned: of a row as long as any of a dataset, with completions as long as any, or a smaller one.
+"""The batch that is planned: of a row as long as any of a dataset, and completions as long as any.
 
 Collators pad a batch to its longest row, so that the first batch of a training says little about later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 from transformers.generation import GenerateDecoderOnlyOutput
-
-from protrain.common.errors import PlanError
 
 # Lengths of the texts in a packed row (TRL), which add up to the tokens of the row.
 _PARTS = "seq_lengths"
@@ -109,23 +106,3 @@ def generate_longest(model: Any, inputs: Tensor | None = None, generation_config
     token = next(each for each in range(len(ends) + 2) if each not in (*ends, limits.pad_token_id))
     sequences = nn.functional.pad(prompts, (0, new), value=token)
     return GenerateDecoderOnlyOutput(sequences=sequences) if given.get("return_dict_in_generate") else sequences
-
-
-@contextmanager
-def smaller_if_it_fits(*modules: nn.Module) -> Iterator[None]:
-    """Raise a PlanError inside as the error for which Accelerate takes a smaller batch, if one fits.
-
-    ``modules``, whose forwards may be changed inside, then have those of before.
-    """
-    forwards = [(module, vars(module).get("forward")) for module in dict.fromkeys(modules)]
-    try:
-        yield
-    except PlanError as error:
-        if not error.fitting_batch:
-            raise
-        for module, forward in forwards:
-            vars(module).pop("forward", None)
-            if forward is not None:
-                module.forward = forward
-        # For these words in a RuntimeError all versions of Accelerate try a smaller batch.
-        raise RuntimeError(f"As with CUDA out of memory. {error}") from None

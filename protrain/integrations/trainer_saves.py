@@ -88,8 +88,10 @@ class TrainerSaves(_Base):
         """
         first = self.args.process_index == 0
         try:
-            answer = _ANSWER if first else ""
-            with stop_requests(over_others=False, answer=answer) as self._requests, ExitStack() as self._first_step:
+            with (
+                stop_requests(over_others=False, answer=_ANSWER if first else "") as self._requests,
+                ExitStack() as self._first_step,
+            ):
                 self._first_step.enter_context(self._requests.raised())
                 if resume_from_checkpoint is True:
                     found = _newest(Path(self.args.output_dir)) if first else None

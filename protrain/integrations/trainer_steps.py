@@ -37,6 +37,7 @@ class TrainerSteps(_Base):
     """The part of ProTrainMixin that makes steps independent of the number of ranks."""
 
     _model_computes_loss = False  # in place of what TRL's SFTTrainer computes of the head's weight
+    _train_loader: Any = None  # the last one
     _micro_batch = 0  # the number that the next one has in its step on this rank
     _random_state: torch.Tensor | None = None  # of before the batch that is being made
 
@@ -54,18 +55,13 @@ class TrainerSteps(_Base):
         """The mean over counted tokens, as SFTTrainer has it, without its metrics. It is called as ``compute_loss``."""
         return Trainer.compute_loss(self, model, {**inputs, "use_cache": False}, *args, **kwargs)
 
-    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
-        """Order rows by ``seed`` if there is no ``data_seed``. Accelerate would take torch's seed of that moment."""
-        super().create_accelerator_and_postprocess(*args, **kwargs)
-        if self.args.data_seed is None:
-            self.accelerator.dataloader_config.data_seed = self.args.seed
-
     def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, with keyed draws: see [Note: keyed draws of the Trainer]."""
         loader = super().get_train_dataloader(*args, **kwargs)
         if isinstance(loader, DataLoaderShard) and loader.batch_sampler is not None:
             # Loaders refuse another sampler once they are made.
             object.__setattr__(loader.base_dataloader, "batch_sampler", KeyedBatches(loader.batch_sampler, self))
+        self._train_loader = loader
         return loader
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:

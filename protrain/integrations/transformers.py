@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -24,18 +23,17 @@ from transformers import Trainer
 
 from protrain.checkpoint.manifest import random_state, set_random_state
 from protrain.common import batch as batches
-from protrain.common.errors import warn_user
+from protrain.common.errors import PlanError, warn_user
 from protrain.distributed.joining import announced_processes
 from protrain.engine.weights.state_hooks import reads_of_all
 from protrain.integrations.accelerate import (
-    cast_reference,
     first_dtype,
     leave_model,
     mix_precision,
     precision_of,
     refuse_precision,
 )
-from protrain.integrations.longest import generate_longest, longest_row, smaller_if_it_fits
+from protrain.integrations.longest import generate_longest, longest_row
 from protrain.integrations.trainer_saves import TrainerSaves
 from protrain.integrations.trainer_steps import KeyedBatches, TrainerSteps
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -67,24 +65,20 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
 
     def __init__(self, *args: Any, protrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         self._wrap_arguments = dict(protrain or {})
-        self._train_loader: Any = None
         super().__init__(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Refuse what cannot be combined, before the model is touched."""
         _check(self.args)
         super().create_accelerator_and_postprocess(*args, **kwargs)
+        if self.args.data_seed is None:  # for which Accelerate would take torch's seed of this moment
+            self.accelerator.dataloader_config.data_seed = self.args.seed
         for name in ("fsdp", "deepspeed"):
             if getattr(self.args, name) or getattr(self, f"is_{name}_enabled"):  # also by `accelerate launch`
                 raise ValueError(f"{name} shards the model, as ProTrain does: switch it off")
 
     def _move_model_to_device(self, *_: Any, **__: Any) -> None:
         """Leave the model where it is: ProTrain moves what the plan has on the device."""
-
-    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's own, whose dataset and collator also tell the largest batch."""
-        self._train_loader = super().get_train_dataloader(*args, **kwargs)
-        return self._train_loader
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         """The Trainer's optimizer, wrapped together with its model."""
@@ -107,14 +101,18 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
                 found["chunked_loss"] = False
             if "example_batch" not in self._wrap_arguments:
                 found["example_batch"] = self._largest_batch(whole)
-            with smaller_if_it_fits(self.model, whole) if self.args.auto_find_batch_size else nullcontext():
-                if precision_of(self.args) == "bf16":
-                    mix_precision(self.accelerator, self.model, whole)
-                # To place the state on a device, Accelerate would take the whole of it on every rank.
-                self.optimizer: Any = self.accelerator.prepare_optimizer(
-                    wrap(whole, self.optimizer, **(found | self._wrap_arguments))[1], device_placement=False
-                )
-                self.optimizer._is_accelerate_prepared = True
+            if precision_of(self.args) == "bf16":
+                mix_precision(self.accelerator, self.model, whole)
+            try:
+                _, wrapped = wrap(whole, self.optimizer, **(found | self._wrap_arguments))
+            except PlanError as error:
+                if not self.args.auto_find_batch_size or not error.fitting_batch:
+                    raise
+                # For these words in a RuntimeError all versions of Accelerate try a smaller batch.
+                raise RuntimeError(f"As with CUDA out of memory. {error}") from None
+            # To place the state on a device, Accelerate would take the whole of it on every rank.
+            self.optimizer: Any = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
+            self.optimizer._is_accelerate_prepared = True
             self._let_callbacks_read(whole)
             self.model.__dict__.update(
                 {name: vars(whole)[name] for name in ("no_sync", "zero_grad", "_is_accelerate_prepared")}
@@ -127,11 +125,19 @@ class ProTrainMixin(TrainerSteps, TrainerSaves):
         return torch.bfloat16 if precision_of(self.args) == "bf16" else first_dtype(self.model)
 
     def _cast_reference(self) -> None:
-        """Let TRL's reference begin where the model does. One that follows it would lose small moves in bf16."""
+        """Let TRL's reference begin with the weights of the model, rounded to the type in which that is trained.
+
+        Otherwise the two would differ before the first step, where DPO's loss is log 2. A reference that follows the
+        model keeps its type, as it would lose small moves in bf16.
+        """
         reference = getattr(self, "ref_model", None)
-        if reference is not None and not getattr(self.args, "sync_ref_model", False):
-            dtype = choose_dtype(self._wrap_arguments.get("dtype", self._trained_dtype()), self.args.device)
-            cast_reference(reference, self.model, dtype)
+        if reference is None or getattr(self.args, "sync_ref_model", False):
+            return
+        dtype = choose_dtype(self._wrap_arguments.get("dtype", self._trained_dtype()), self.args.device)
+        if dtype != first_dtype(self.model) == first_dtype(reference):
+            for parameter in reference.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(dtype)
 
     def _let_callbacks_read(self, whole: nn.Module) -> None:
         """Let callbacks read weights on several ranks too, as those do that average them. All ranks call them."""

@@ -146,7 +146,7 @@ def _does_not_fit(
             shared = f"This is for one of {hardware.world_size} ranks, with its share. "
     narrow = replace(memory.profile, moment_dtype="bfloat16")
     if not given and some_plan_fits(
-        MemoryModel(narrow, hardware, memory.layout, update_in_backward=memory.update_in_backward)
+        MemoryModel(narrow, hardware, memory.layout, step_during_backward=memory.step_during_backward)
     ):
         remedies.append("so does moment_dtype=bfloat16, with Adam's moments in 16 bits")
     largest = max(list(parts)[:-1], key=parts.__getitem__)  # the last is the margin, which nobody can change

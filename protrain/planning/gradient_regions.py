@@ -39,12 +39,12 @@ class GradientRegions:
         profile: of the model.
         hardware: the machine.
         layout: of the model.
-        update_in_backward: whether updates run inside backward. Otherwise every gradient stays until the norm is
+        step_during_backward: whether updates run inside backward. Otherwise every gradient stays until the norm is
             known.
     """
 
     def __init__(
-        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, update_in_backward: bool
+        self, profile: ModelProfile, hardware: HardwareProfile, layout: Layout, *, step_during_backward: bool
     ) -> None:
         element, placements = profile.element_bytes, range(len(layout.chunks) + 1)
         # By n_persist: bytes of a region on the device, and of a region in host memory.
@@ -57,7 +57,7 @@ class GradientRegions:
         large = [size * alone for size, alone in zip(own, is_large, strict=True)]
         # By chunk: gradient bytes of all chunks before it, and of the large ones among them.
         self._own_bytes, self._large_bytes = list(accumulate(own, initial=0)), list(accumulate(large, initial=0))
-        self._shared = update_in_backward and is_alone  # whether chunks share regions
+        self._shared = step_during_backward and is_alone  # whether chunks share regions
         if self._shared:
             self._yielded = gradients_by_visit(profile, hardware, layout)
             is_open = _is_open(profile, layout, [[part.chunk for part in visit] for visit in self._yielded])

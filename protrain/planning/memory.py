@@ -70,7 +70,7 @@ class MemoryModel:
         profile: of the model and the batch.
         hardware: the machine and its limits, as one rank has them.
         layout: of the model, for as many ranks.
-        update_in_backward: whether updates run inside backward (``step_during_backward``).
+        step_during_backward: whether updates run inside backward.
         pack_swaps: by block, whether what it saves is packed if it is swapped. By default the faster way is chosen.
         stream: whether the GPU may update chunks in host memory. By default it may if calibration knows how fast it is.
     """
@@ -81,7 +81,7 @@ class MemoryModel:
         hardware: HardwareProfile,
         layout: Layout,
         *,
-        update_in_backward: bool = False,
+        step_during_backward: bool = False,
         pack_swaps: tuple[bool, ...] | None = None,
         stream: bool | None = None,
     ) -> None:
@@ -89,11 +89,11 @@ class MemoryModel:
         self.profile = profile
         self.hardware = hardware
         self.layout = layout
-        self.update_in_backward = update_in_backward
+        self.step_during_backward = step_during_backward
         self.stream = may_stream(hardware) if stream is None else stream
         self.pack_swaps = choose_packed(profile, hardware) if pack_swaps is None else pack_swaps
         packs = self.pack_swaps or (False,) * len(profile.blocks)
-        self.gradients = GradientRegions(profile, hardware, layout, update_in_backward=update_in_backward)
+        self.gradients = GradientRegions(profile, hardware, layout, step_during_backward=step_during_backward)
         self.accumulates = profile.accumulation > 1  # every chunk has an fp32 sum
         element = profile.element_bytes
         placements = range(len(layout.chunks) + 1)

@@ -116,7 +116,7 @@ class Models:
             self.profile,
             hardware,
             layout,
-            update_in_backward=step_during_backward,
+            step_during_backward=step_during_backward,
             pack_swaps=pack_swaps,
             stream=stream,
         )

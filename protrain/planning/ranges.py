@@ -53,7 +53,7 @@ def ranges(counts: Counts, models: Models) -> dict[str, Range]:
         "n_ckpt": Range(0, n_blocks - counts.n_swap, modes),
         "n_ckpt_swap": Range(0, counts.n_ckpt, inputs),
         "n_speculate": Range(0, 0, "with step_during_backward=True no update waits for step()")
-        if memory.update_in_backward
+        if memory.step_during_backward
         else Range(0, offloaded, speculates),
         "n_weight_only": Range(0, counts.n_speculate, "no other update is speculative"),
         "n_device_sum": Range(0, offloaded, sums) if memory.accumulates else Range(0, 0, "a step has one backward()"),
@@ -126,7 +126,7 @@ def changes_of(plan: Plan, profile: ModelProfile, models: Models) -> Iterator[Ch
         impossible = "no block is recomputed"
     else:
         switched = replace(plan, keep_attention=not plan.keep_attention)
-        inside = models.memory.update_in_backward
+        inside = models.memory.step_during_backward
         others = Models.of(switched, profile, models.hardware, step_during_backward=inside)
         counts = within(counts, others)
     step = -1 if plan.keep_attention else 1

@@ -233,7 +233,6 @@ class _Pool:
 
     def _take(self, chunk: int, victim: int) -> Fetch:
         present = self.present[self._is_large[chunk]]
-        if victim >= 0:
-            del present[victim]
+        present.pop(victim, None)
         present[chunk] = None
         return chunk, victim

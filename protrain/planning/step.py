@@ -69,7 +69,7 @@ class Steps:
         self._layout = layout
         self._memory = memory
         self._only_adds = only_adds
-        self._in_backward = memory.update_in_backward
+        self._in_backward = memory.step_during_backward
         element = profile.element_bytes
         # By visit, the chunks that its unit needs, and those that units around it hold.
         held = [layout.held_by((unit, *profile.units[unit].within)) for unit in profile.calls]
@@ -83,11 +83,10 @@ class Steps:
         self._upload_ms = [
             bytes_ms(layout.shard_elements(chunk) * element, hardware.h2d_gbps) for chunk in layout.chunks
         ]
-        self._gather_ms = [0.0] * len(layout.chunks)
-        if layout.world_size > 1:
-            self._gather_ms = [
-                _collective_ms(chunk.elements * element, hardware.gather_gbps) for chunk in layout.chunks
-            ]
+        self._gather_ms = [
+            _collective_ms(chunk.elements * element, hardware.gather_gbps) if layout.world_size > 1 else 0.0
+            for chunk in layout.chunks
+        ]
         device_gparams = device_update_gparams(profile, hardware)
         self._device_update_ms = [0.0 if only_adds else n / device_gparams / 1e6 for n in self._updated_elements]
         self._visits = [*profile.calls, *reversed(profile.calls)]
@@ -100,13 +99,14 @@ class Steps:
         self._fetches = Fetches(self._visits, held, layout, memory.large_buffers)
         self._held = held
         self._gradients = gradients_by_visit(profile, hardware, layout)
-        arriving = [part.chunk for part in chain.from_iterable(self._gradients)]
-        # With several ranks: by chunk the buffer that it is sent from, and by gradient what the reduction takes.
-        self._sent = self._rotated({chunk: chunk for chunk in arriving} if layout.world_size > 1 else {})
+        # With several ranks, by chunk: its last gradient, whose reduction is that of the chunk, and the buffer that the
+        # chunk is sent from.
+        parts = chain.from_iterable(self._gradients if layout.world_size > 1 else ())
+        last = {part.chunk: part.number for part in parts}
+        self._sent = self._rotated({chunk: chunk for chunk in last})
         self._reduce_ms = {
-            index: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
-            for chunk, index in {chunk: index for index, chunk in enumerate(arriving)}.items()  # the last of each
-            if self._sent
+            number: _collective_ms(layout.chunks[chunk].elements * element, hardware.reduce_gbps)
+            for chunk, number in last.items()
         }
         self._lost_to_collectives = lost_to_collectives(hardware)
         for at, of_visit in enumerate(self._gradients if self._sent else ()):
@@ -141,7 +141,6 @@ class Steps:
         self._needed_ms = [used - fetch for fetch, used in zip(fetch_ms, used_ms, strict=True)]
         self._work_for = cache(self._work_of)
         self._fetched = cache(self._fetched_under)
-        self._streamed_ms = cache(self._streamed_from)
         self.sharing = cache(self._sharing_under)
 
     @property
@@ -258,7 +257,7 @@ class Steps:
             fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
-            streamed_ms=self._streamed_ms(last),
+            streamed_ms=self._streamed_from(last),
             device_kept=self._device_kept,
             sharing=self.sharing(n_persist),
             awaited_updates=awaited_updates,
@@ -297,7 +296,6 @@ class Steps:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
-        staging = staging_bytes(self._layout.usual_shard_elements)
         host_gparams, device_gparams = self._update_gparams
         link_kept = self._kept_beside(UP, HOST)
         return Sharing(
@@ -307,7 +305,7 @@ class Steps:
             host_gparams=host_gparams,
             device_gparams=device_gparams * self._device_kept,
             host_kept=self._kept_beside(HOST, STREAM),
-            staging_bytes=staging,
+            staging_bytes=staging_bytes(self._layout.usual_shard_elements),
         )
 
     def _costs_of(self, block: int, n_calls: int, recompute_ms: float) -> dict[BlockMode, ModeCosts]:

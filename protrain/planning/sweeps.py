@@ -86,7 +86,6 @@ class FrontierPoint(Record):
     """The fastest plan under one limit of device memory."""
 
     device_limit_bytes: int
-    tokens_per_s: float
     plan: Plan
 
 
@@ -108,7 +107,7 @@ class Frontier(Record):
         for point in self.points:
             plan = point.plan
             used = [format_bytes(size) for size in (point.device_limit_bytes, plan.device_bytes, plan.host_bytes)]
-            rows.append([*used, format_ms(plan.step_ms), f"{point.tokens_per_s:,.0f}", str(plan)])
+            rows.append([*used, format_ms(plan.step_ms), f"{plan.tokens_per_s:,.0f}", str(plan)])
         return aligned(rows, WIDTH)
 
 
@@ -139,7 +138,7 @@ def frontier(
             plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
         else:
             plan = whole
-        points.append(FrontierPoint(device_limit_bytes=limit, tokens_per_s=plan.tokens_per_s, plan=plan))
+        points.append(FrontierPoint(device_limit_bytes=limit, plan=plan))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 
@@ -148,7 +147,7 @@ def least_device_bytes(
 ) -> int | None:
     """The least device memory of any plan that fits the machine's host memory, None if no plan does."""
     memory = MemoryModel(
-        profile, hardware, pack(profile, world_size=hardware.world_size), update_in_backward=step_during_backward
+        profile, hardware, pack(profile, world_size=hardware.world_size), step_during_backward=step_during_backward
     )
     device, host = least_bytes(memory)
     return min(device[host <= hardware.host_bytes].tolist(), default=None)
@@ -166,7 +165,6 @@ class Largest(Record):
     machine: str
     layers: int
     parameters: int
-    tokens_per_s: float
     plan: Plan
     one_more: str  # why one layer more does not fit; "" if the search ended at its own limit
 
@@ -177,7 +175,7 @@ class Largest(Record):
             ["layers", str(self.layers)],
             ["parameters", f"{self.parameters:,}"],
             ["plan", str(plan)],
-            ["step", f"{format_ms(plan.step_ms)}, {self.tokens_per_s:,.0f} tokens/s"],
+            ["step", f"{format_ms(plan.step_ms)}, {plan.tokens_per_s:,.0f} tokens/s"],
             [
                 per_gpu("memory", plan.world_size),
                 f"device {format_bytes(plan.device_bytes)}, host {format_bytes(plan.host_bytes)}",
@@ -210,7 +208,7 @@ def largest(
     def memory(layers: int) -> MemoryModel:
         profile = profile_of(layers)
         layout = pack(profile, world_size=hardware.world_size)
-        return MemoryModel(profile, hardware, layout, update_in_backward=step_during_backward)
+        return MemoryModel(profile, hardware, layout, step_during_backward=step_during_backward)
 
     low, high = 0, most_layers + 1  # low fits, and high does not
     while high - low > 1:
@@ -224,7 +222,6 @@ def largest(
         machine=hardware.name,
         layers=low,
         parameters=chosen.n_parameters,
-        tokens_per_s=plan.tokens_per_s,
         plan=plan,
         one_more="" if high > most_layers else str(replace(nothing_fits(memory(high)), remedy="")).strip(),
     )

@@ -38,12 +38,8 @@ from protrain.forward.module_state import TABLE_ELEMENTS
 from protrain.profiler.memory_meter import Meter
 from protrain.profiler.operations import memory_in, storage_key, storages_in
 
-_STAGE_ELEMENTS = 16 * 1024**2
 # Where the code lies whose frames see each operation: this package, and torch's calls of operators.
 _WATCHING = os.path.join(os.path.dirname(os.path.dirname(__file__)), ""), str(torch._ops.__file__)
-
-# What torch says of an operation, or of a view, of a tensor without memory.
-_NO_MEMORY = ("data is not allocated yet", "out of bounds for storage of size 0")
 
 
 def _accept_own_memory(stand_in: Tensor) -> Callable[..., Tensor]:
@@ -66,13 +62,15 @@ class StandInWeights:
 
     Use it as a context manager: inside, the model holds the stand-ins, and afterwards its own tensors, untouched. Up to
     ``spare_bytes`` of stand-ins stay filled when they should be emptied, because filling takes time.
+
+    On a GPU matrices have random values, which takes less time than to copy them from the host. Vectors have the
+    model's own. A forward may need these, such as a scale that is positive.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype, *, spare_bytes: int = 0) -> None:
         self.originals = [parameter for parameter in model.parameters() if is_managed(parameter)]
         self.device = device
         self.meter: Meter | None = None  # what measures the memory of the step now
-        self._at_random = False  # whether to fill with random values
         self._model = model
         self.dtype = dtype
         self._filled: set[int] = set()
@@ -91,8 +89,6 @@ class StandInWeights:
                 self._unmanaged.append(self._replacements[id(tensor)])
         pairs = [(buffer, self._replacements[id(buffer)]) for buffer in model.buffers()]
         self._buffers = [(original, buffer, buffer._version) for original, buffer in pairs]
-        # pinned staging memory, each piece with the event of its last copy
-        self._staging: list[tuple[Tensor, torch.cuda.Event]] = []
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
 
     def measured_by(self, meter: Meter | None) -> None:
@@ -133,14 +129,6 @@ class StandInWeights:
         """Fill the parameters ``indexes`` and never empty them."""
         self._kept.update(indexes)
         self.fill(indexes)
-
-    def fill_at_random(self) -> None:
-        """Fill matrices with random values from now on, as that is faster than to copy them from the host again.
-
-        Vectors stay filled with the model's own values. A forward may need these, such as a scale that is positive.
-        """
-        self.keep([index for index, original in enumerate(self.originals) if original.ndim < 2])
-        self._at_random = True
 
     def hold(self, indexes: Collection[int]) -> None:
         """Keep the parameters ``indexes`` for a graph of gradients. The meter counts them, once each, until the end."""
@@ -196,15 +184,6 @@ class StandInWeights:
                     "call the model once before"
                 )
 
-    def refuse_use_of_absent(self, error: Exception, phase: str) -> None:
-        """Raise a ValueError if ``error`` says that an operation was given a weight that is not there now."""
-        if any(words in str(error) for words in _NO_MEMORY):
-            raise ValueError(
-                f"the {phase} of {type(self._model).__name__} uses a weight while the block that owns it does not run. "
-                "Reversible layers do so (Reformer), as the backward of their torch.autograd.Function calls modules "
-                "again. Call the modules without such a Function: the plan decides what is recomputed"
-            ) from error
-
     def unmanaged_bytes(self) -> int:
         """The bytes of buffers and of unmanaged parameters, with the tensors that those keep in attributes."""
         return sum(storages_in(self.unmanaged_memory()).values())
@@ -226,6 +205,8 @@ class StandInWeights:
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None:
                     module._buffers[name] = self._replacements[id(buffer)]
+        if self.device.type == "cuda":
+            self.keep([index for index, original in enumerate(self.originals) if original.ndim < 2])
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -256,30 +237,13 @@ class StandInWeights:
             stand_in, original = self.stand_ins[index], self.originals[index]
             stand_in.untyped_storage().resize_(stand_in.numel() * stand_in.element_size())
             # It writes to .data, because autograd must not take filling for a change of a saved tensor.
-            if original.is_meta or self._at_random:
+            if original.is_meta or (self.device.type == "cuda" and original.ndim > 1):
                 # Every fill gives the same values. Otherwise a router would choose other experts in the recomputation.
                 generator = torch.Generator(self.device).manual_seed(index)
                 stand_in.data.normal_(0.0, 0.02, generator=generator)
-            elif self.device.type == "cuda" and original.device.type == "cpu":
-                self._upload(stand_in.data.view(-1), original.data)
             else:
                 stand_in.data.copy_(original.data)
             self._filled.add(index)
-
-    def _upload(self, target: Tensor, source: Tensor) -> None:
-        """Cast and copy in pieces through pinned memory, several times as fast as a copy from pageable memory."""
-        source = source.reshape(-1)
-        if not self._staging:
-            pieces = [torch.empty(_STAGE_ELEMENTS, dtype=self.dtype, pin_memory=True) for _ in range(2)]
-            self._staging = [(piece, torch.cuda.Event()) for piece in pieces]
-        for start in range(0, source.numel(), _STAGE_ELEMENTS):
-            piece, copied = self._staging[0]
-            self._staging.reverse()
-            copied.synchronize()
-            part = source[start : start + _STAGE_ELEMENTS]
-            piece[: part.numel()].copy_(part)
-            target[start : start + part.numel()].copy_(piece[: part.numel()], non_blocking=True)
-            copied.record()
 
     def _free(self, indexes: list[int]) -> None:
         for index in indexes:

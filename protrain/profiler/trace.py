@@ -153,8 +153,6 @@ def _traced(
         timed = [[(0.0, 0.0)] * len(step.segments)]
         attention_ms: dict[AttentionCall, float] = {}
         if device.type != "meta":
-            if device.type == "cuda":  # where filling the weights from the host again would take longer than the step
-                weights.fill_at_random()
 
             def timed_step() -> list[Segment]:
                 rewind()

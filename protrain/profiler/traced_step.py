@@ -22,10 +22,8 @@ blocks alone: the models of a plan add the rest.
 
 from __future__ import annotations
 
-import re
-import traceback
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -35,20 +33,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
-from protrain.common.errors import MisuseError
 from protrain.common.trees import tensors_in
-from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
+from protrain.forward.autocast import AutocastOnMeta
 from protrain.forward.compilation import CompiledForward, eager_of, replace_attributes
 from protrain.forward.module_state import BlockModules, Contents
 from protrain.profiler.block_forward import BlockInputs, BlockUse, CheckpointedCall, measure_block, without_own_modes
+from protrain.profiler.failed_step import explain
 from protrain.profiler.memory_meter import CudaMeter, Meter, StorageMeter
 from protrain.profiler.meta_device import KnownIntegers, as_if_on_gpu
 from protrain.profiler.operations import storages_in
 from protrain.profiler.stand_in_weights import InnerBackwards, StandInWeights, Uses
 from protrain.profiler.step_times import Call, Segment, StepState, time_stamp
-
-# How torch says that an operation does not mix two types.
-_MIXED_TYPES = re.compile("bfloat16|float16|half|dtype|scalar type", re.IGNORECASE)
 
 
 class TracedStep:
@@ -125,24 +120,9 @@ class TracedStep:
             try:
                 self._run(args, kwargs)
             except Exception as error:
-                self._weights.refuse_use_of_absent(error, self._phase)
-                self._add_notes(error)
+                at = None if self._open is None else self._open.block
+                explain(error, self._model, self._device, self._weights.dtype, phase=self._phase, block=at)
                 raise
-
-    def _add_notes(self, error: Exception) -> None:
-        """Note in ``error`` of the model where it came from, and what may be its remedy."""
-        block = f"block {self._open.block}" if self._open is not None and self._open.block else "the model"
-        where = module_in(error, self._model) or block
-        error.add_note(f"raised while profiling {type(self._model).__name__}, in the {self._phase} of {where}")
-        is_mixed = not isinstance(error, MisuseError) and _MIXED_TYPES.search(str(error))
-        if is_mixed and self._weights.dtype != torch.float32:
-            under = "" if autocast_dtype(self._device.type) else "call the model under torch.autocast of that type, or "
-            error.add_note(
-                f"parameters become {str(self._weights.dtype).removeprefix('torch.')}, and buffers and what the model "
-                f'makes keep their types: {under}pass dtype="float32" to protrain.wrap'
-            )
-        if self._device.type == "meta":
-            error.add_note("a model whose forward depends on values cannot be traced on meta; use the CPU or a GPU")
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         with torch.enable_grad():
@@ -409,19 +389,3 @@ class TracedStep:
 def _storages_of(module: nn.Module) -> dict[StorageWeakRef, int]:
     """The storages of the tensors in the attributes of ``module`` and of the modules inside it, with their bytes."""
     return storages_in([value for *_, value in Contents.of(module).entries() if isinstance(value, Tensor)])
-
-
-def module_in(error: Exception, model: nn.Module) -> str | None:
-    """The name and the settings of the innermost module of ``model`` in whose forward ``error`` was raised.
-
-    None if there is no other than the model. An embedding says so how many rows it has, and a linear layer its widths.
-    """
-    names = {id(module): name for name, module in model.named_modules() if name}
-    own = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    module = next((each for each in reversed(own) if id(each) in names), None)
-    if not isinstance(module, nn.Module):
-        return None
-    settings = ""
-    with suppress(Exception):  # a module of the user may say anything, and must not hide the error
-        settings = f"({module.extra_repr()})" if not next(module.children(), None) else ""
-    return f"{names[id(module)]}, which is {type(module).__name__}{settings}"

@@ -10,7 +10,7 @@ from protrain.cli.models import LoadedModel
 from tests.engine.families.decoders import families
 
 transformers = pytest.importorskip("transformers")
-what_joins_rows = pytest.importorskip("protrain.cli.train_data", exc_type=ImportError).what_joins_rows
+keeps_rows_apart = pytest.importorskip("protrain.cli.train_data", exc_type=ImportError).keeps_rows_apart
 LENGTH = 12
 NAMES = ["gpt2", "opt", "bloom", "llama", "gemma3_text", "mixtral", "gpt_oss", "qwen3_next", "lfm2", "minimax", "rwkv"]
 
@@ -34,4 +34,4 @@ def test_what_is_said_of_a_family_is_what_it_does(name: str) -> None:
     difference = (says_of_second(first) - says_of_second(other)).abs().max()
     model.to("meta")
     sees_first = difference.item() > 1e-5  # experts add in an order that differs
-    assert (what_joins_rows(model) is not None) == sees_first
+    assert keeps_rows_apart(model) == (not sees_first)

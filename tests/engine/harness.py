@@ -128,7 +128,7 @@ def make_plan(
 def least_host_bytes(plan: Plan, profile: ModelProfile, device: torch.device) -> int:
     """Host memory with which ``plan``, with updates inside backward, has the fewest shared gradient buffers."""
     layout = layout_of(profile, plan)
-    memory = MemoryModel(profile, detect(device), layout, update_in_backward=True)
+    memory = MemoryModel(profile, detect(device), layout, step_during_backward=True)
     return memory.least_host_bytes(plan.n_persist, memory.activations(plan.block_modes).swapped_bytes)
 
 

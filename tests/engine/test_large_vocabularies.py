@@ -81,7 +81,7 @@ def plan_of(profile: ModelProfile, n_persist: int, mode: Any, *, inside: bool = 
     layout = pack(profile)
     assert any(layout.is_large(chunk) for chunk in layout.chunks)
     n_persist = min(len(layout.chunks), n_persist)
-    memory = MemoryModel(profile, HARDWARE, layout, update_in_backward=inside)
+    memory = MemoryModel(profile, HARDWARE, layout, step_during_backward=inside)
     n_blocks = len(profile.blocks)
     return evaluate(
         profile,

@@ -254,22 +254,6 @@ def test_an_interruption_ends_all() -> None:
     assert threading.enumerate() == before
 
 
-def test_a_thread_that_cannot_start_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, start = threading.enumerate(), threading.Thread.start
-    started: list[threading.Thread] = []
-
-    def refuse_the_second(thread: threading.Thread) -> None:
-        if started:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", refuse_the_second)
-    with pytest.raises(RuntimeError, match="new thread"):
-        rates_together({"a": _naps(), "b": _naps()}, duration_s=60.0)
-    assert threading.enumerate() == before
-
-
 @pytest.mark.gpu
 def test_a_gpu_is_measured() -> None:
     begin = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import threading
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
@@ -25,7 +24,7 @@ from protrain.hardware.calibration.ranks import Collectives, most_contended, slo
 from protrain.hardware.calibration.report import report
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.profile import Contention, HardwareProfile
-from tests.distributed.pool import RankError, on_ranks
+from tests.distributed.pool import on_ranks
 
 pytestmark = pytest.mark.xdist_group("ranks")  # which shares the processes of the other tests of several ranks
 CPU = torch.device("cpu")
@@ -167,35 +166,6 @@ def test_ranks_exchange_and_gather_as_in_training_and_end_together() -> None:
     assert count == agreed
     assert 20 < rates["naps"] < 100
     assert 0.4 < rates["collective"] / others["collective"] < 2.5, "each waits for the other"
-
-
-def fail_beside_others(rank: int) -> None:
-    """Rank 1 raises an error in the first exchange beside other work, for which rank 0 waits in a thread, too."""
-    exchange = Collectives.exchange
-
-    def broken(collectives: Collectives, size_bytes: int) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError("the link is broken")
-        exchange(collectives, size_bytes)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(Collectives, "exchange", broken)
-        calibrate("cpu", seconds=0.05, save=False)
-
-
-@pytest.mark.slow
-def test_an_error_of_one_rank_ends_all() -> None:
-    begin = time.monotonic()
-    with pytest.raises(RankError) as raised:
-        on_ranks(2, fail_beside_others)
-    assert time.monotonic() - begin < 30
-    other, own = raised.value.by_rank
-    assert own is not None
-    assert own.startswith("RuntimeError: the link is broken")
-    assert other is not None
-    assert "rank 1 has raised an exception in protrain.calibrate" in other
-    assert "the link is broken" in other
 
 
 def test_the_least_of_every_rate_and_share_counts() -> None:

@@ -110,6 +110,8 @@ def test_axolotl(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the file that the documents have."""
+
     class TrainerFactory:
         @classmethod
         def get_trainer_cls(cls, args: Any) -> type[Any]:
@@ -117,8 +119,8 @@ def test_swift(monkeypatch: pytest.MonkeyPatch) -> None:
             return _Own
 
     _module(monkeypatch, "swift.trainers", TrainerFactory=TrainerFactory)
-    monkeypatch.delitem(sys.modules, "protrain.integrations.swift", raising=False)
-    importlib.import_module("protrain.integrations.swift")
+    page = (Path(__file__).parents[2] / "docs/clients.md").read_text(encoding="utf-8")
+    exec(page.partition("# protrain_swift.py")[2].partition("```")[0].partition("\n")[2], {})
     assert issubclass(TrainerFactory.get_trainer_cls("arguments"), ProTrainMixin)
 
 

@@ -13,7 +13,6 @@ from protrain_kernels import (
     flatten,
     flatten_reference,
     padded,
-    sum_of_squares_reference,
     tiles,
     unflatten,
 )
@@ -76,27 +75,6 @@ def test_same_bits_as_the_reference_and_nothing_else_touched(
     for gradient, offset in zip(gradients, offsets, strict=True):
         written[offset : offset + padded(gradient.numel())] = True
     assert torch.equal(found_chunk.cpu().isnan(), ~written)
-
-
-@pytest.mark.parametrize("shift", [1, 2, 4, 8])
-def test_unaligned_gradients(backend: Any, same_bits: Callable[..., None], shift: int) -> None:
-    whole = torch.randn(2 * TILE + 200 + shift, generator=torch.Generator().manual_seed(2)).bfloat16()
-    gradient = whole.to(backend.device)[shift:]
-    chunk = torch.full((padded(gradient.numel()),), torch.nan, dtype=torch.bfloat16, device=backend.device)
-    partials = torch.full((6,), torch.nan, device=backend.device)
-    backend.flatten([gradient], chunk, [0], partials, [3], accumulate=False)
-    same_bits(chunk[: gradient.numel()], whole[shift:])
-    same_bits(partials[3:6], sum_of_squares_reference(whole[shift:]))
-
-
-def test_every_16_bit_value_widens_as_torch_does(backend: Any, same_bits: Callable[..., None]) -> None:
-    patterns = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16)
-    for dtype in (torch.bfloat16, torch.float16):
-        chunk = torch.zeros(1 << 16, device=backend.device)
-        partials = torch.zeros(4, device=backend.device)
-        gradient = patterns.view(dtype)
-        backend.flatten([gradient.to(backend.device)], chunk, [0], partials, [0], accumulate=False)
-        same_bits(chunk, gradient.float())
 
 
 @pytest.mark.parametrize(

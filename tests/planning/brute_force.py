@@ -227,7 +227,7 @@ def check_search(profile: ModelProfile, hardware: HardwareProfile, *, inside: bo
     for keep in keeps:
         kept = profile.keeping_attention() if keep else profile
         layout = pack(profile, N, hardware.world_size)
-        memory = MemoryModel(kept, hardware, layout, update_in_backward=inside)
+        memory = MemoryModel(kept, hardware, layout, step_during_backward=inside)
         better = faster_than(found, memory, keep_attention=keep)
         assert better is None, f"{better} beats {found.step_ms} ms of {found.counts}"
     return found

@@ -9,27 +9,11 @@ import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import (
-    BlockMode,
-    MemoryModel,
-    Plan,
-    RuntimeModel,
-    block_modes,
-    check,
-    explain,
-    pack,
-    search,
-)
+from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, explain, pack, search
 from protrain.planning.gradient_regions import GradientRegions
 from protrain.planning.timeline import DOWN
 from protrain.profiler.model_profile import ModelProfile, ParameterRecord
-from tests.planning.models import (
-    MACHINE,
-    MOVE_MS,
-    N,
-    chain,
-    placed,
-)
+from tests.planning.models import MACHINE, MOVE_MS, N, chain, placed
 
 NONE = BlockMode.NONE
 SLOW_MS = 20.0  # one chunk on the host
@@ -37,7 +21,7 @@ SLOW = replace(MACHINE, host_adam_gparams=0.064, bidirectional_gbps=2.1)
 
 
 def memory_of(profile: ModelProfile, hardware: HardwareProfile = SLOW, *, inside: bool = True) -> MemoryModel:
-    return MemoryModel(profile, hardware, pack(profile, N), update_in_backward=inside)
+    return MemoryModel(profile, hardware, pack(profile, N), step_during_backward=inside)
 
 
 def with_regions(profile: ModelProfile, n_persist: int, n_regions: int, **changes: Any) -> MemoryModel:
@@ -48,9 +32,6 @@ def with_regions(profile: ModelProfile, n_persist: int, n_regions: int, **change
     memory = memory_of(profile, replace(roomy.hardware, host_bytes=host_bytes))
     assert memory.n_host_regions(n_persist, 0) == n_regions
     return memory
-
-
-# -- how many ----------------------------------------------------------------------------------------------------------
 
 
 def odd_profile(*, within: bool = False) -> ModelProfile:
@@ -68,7 +49,7 @@ def odd_profile(*, within: bool = False) -> ModelProfile:
 def open_at_once(profile: ModelProfile) -> tuple[list[int], list[int]]:
     layout = pack(profile, N)
     assert [chunk.elements for chunk in layout.chunks] == [N] * 4
-    regions = GradientRegions(profile, SLOW, layout, update_in_backward=True)
+    regions = GradientRegions(profile, SLOW, layout, step_during_backward=True)
     return regions.open_on_device, regions.open_on_host
 
 
@@ -82,30 +63,6 @@ def test_chunks_that_may_be_held_or_never_complete_are_open_all_the_time() -> No
     assert open_at_once(odd_profile(within=True)) == ([0, 1, 2, 2, 3], [3, 2, 2, 1, 0])
     # Half of chunk 1 gets no gradient.
     assert open_at_once(replace(odd_profile(), calls=(0, 1, 3))) == ([0, 1, 2, 2, 3], [3, 3, 2, 1, 0])
-
-
-def test_gradients_take_two_bytes_a_parameter_only_while_there_is_room() -> None:
-    profile = chain(6.0, 6.0, n=50)
-    tight, roomy = (replace(SLOW, host_bytes=size) for size in (50 * N * 12 + 12 * N, 50 * N * 15))
-    for hardware, inside, least, taken in (
-        (tight, True, 12.08, 12.20),
-        (roomy, True, 12.08, 14.0),
-        (tight, False, 14.0, 14.0),
-        (roomy, False, 14.0, 14.0),
-    ):
-        memory = memory_of(profile, hardware, inside=inside)
-        modes = block_modes(50, 0, 50)
-        beside = memory.least_host_bytes(50, 0)
-        assert (memory.least_host_bytes(0, 0) - beside) / 50 / N == pytest.approx(least)
-        assert (memory.host_bytes(placed(0, 1), modes) - beside) / 50 / N == pytest.approx(taken)
-        # On the device they share one, wherever there are more.
-        device = memory.static_bytes(50, 0) - memory.static_bytes(0, 0) + memory.static_parts(0, 0)["gradient staging"]
-        device -= memory.partial_bytes
-        assert device / 50 / N == pytest.approx(12.04 if inside else 14.0)
-        assert [memory.gradients.n_on_device(n) for n in (0, 1, 2, 50)] == ([0, 0, 1, 1] if inside else [0] * 4)
-
-
-# -- plans -------------------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fit_with_clipping_fits_inside_backward() -> None:
@@ -147,9 +104,6 @@ def test_refusals_and_explanations_count_what_is_really_taken() -> None:
     assert sum(parts.values()) == 2 * plan.device_bytes
     assert parts["gradients of persistent chunks"] == plan.chunk_elements * 2
     assert parts["persistent chunks"] == plan.n_persist * plan.chunk_elements * 12
-
-
-# -- time --------------------------------------------------------------------------------------------------------------
 
 
 def test_two_regions_make_backward_wait_as_worked_out_by_hand() -> None:

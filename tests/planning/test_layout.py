@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 
-from protrain.planning import (
-    Layout,
-    choose_chunk_elements,
-    pack,
-)
+from protrain.planning import Layout, choose_chunk_elements, pack
 from protrain.planning.layout import FULL_RATE_ELEMENTS, TILE_ELEMENTS, align, summed_on_device
 from protrain.planning.schedule import most_held
 from protrain.profiler.model_profile import ModelProfile
@@ -169,9 +165,6 @@ def random_profile(seed: int, *, most: int = 60_000) -> ModelProfile:
         for n in range(8)
     ]
     return of_units([*units, (None, [0])])
-
-
-# -- layout ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

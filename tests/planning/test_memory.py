@@ -17,12 +17,7 @@ import protrain
 from protrain.common import batch as batches
 from protrain.hardware.detection import detect
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import (
-    BlockMode,
-    MemoryModel,
-    block_modes,
-    pack,
-)
+from protrain.planning import BlockMode, MemoryModel, block_modes, pack
 from protrain.planning.layout import summed_on_device
 from protrain.planning.memory import state_bytes
 from protrain.planning.plan import Counts
@@ -30,14 +25,7 @@ from protrain.profiler.memory_meter import StorageMeter
 from protrain.profiler.model_profile import ModelProfile
 from tests.engine import residual
 from tests.planning.machines import H100
-from tests.planning.models import (
-    MACHINE,
-    MIB,
-    N,
-    chain,
-    make_profile,
-    placed,
-)
+from tests.planning.models import MACHINE, MIB, N, chain, make_profile, placed
 
 profile = partial(protrain.profile, device="cpu")
 Builder = Callable[..., Any]
@@ -137,34 +125,6 @@ def test_static_memory_moves_between_device_and_host(tiny_model: Builder, tiny_b
     assert memory.static_bytes(0, 3) - memory.static_bytes(0, 2) == layout.chunk_elements * 4
 
 
-def test_enclosing_units_hold_their_chunks_too() -> None:
-    class Inner(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(self.linear(x))
-
-    class Outer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(300))
-            self.layers = nn.ModuleList([Inner() for _ in range(4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = layer(x)
-            return x * self.scale.sum()
-
-    traced = profile(Outer(), (torch.randn(2, 16),))
-    memory = MemoryModel(traced, detect("cpu"), pack(traced, 384))
-    # The model's own scale lies in the first chunk and stays held while each layer holds another.
-    assert memory.least_buffers[0] == 2
-    assert memory.least_buffers[1] == 1
-    assert memory.least_buffers[len(memory.layout.chunks)] == 0
-
-
 ROWS, WIDTH, DEPTH = 256, 32, 8
 INPUT_BYTES = ROWS * WIDTH * 4
 CHUNK = 8 * MIB  # elements of a chunk of make_profile
@@ -184,19 +144,6 @@ def test_inputs_leave_the_device_for_the_host(traced: ModelProfile) -> None:
     assert kept.held_bytes - moved.held_bytes == (DEPTH - 2) * INPUT_BYTES
     assert kept.swapped_bytes == 0
     assert DEPTH * INPUT_BYTES <= moved.swapped_bytes <= DEPTH * (INPUT_BYTES + 16384)
-
-
-def test_an_input_that_needs_no_gradient_is_not_offloaded() -> None:
-    model = residual.make(WIDTH, DEPTH)
-    model.get_submodule("enter").requires_grad_(False)
-    found = protrain.profile(model, (torch.randn(ROWS, 8),), device="cpu")
-    assert [block.input_bytes for block in found.blocks] == [0, *[INPUT_BYTES] * (DEPTH - 1)]
-    bare = nn.Sequential(*[residual.Block(WIDTH) for _ in range(3)])
-    found = protrain.profile(bare, (torch.randn(ROWS, WIDTH),), device="cpu")
-    assert [block.input_bytes for block in found.blocks] == [0, INPUT_BYTES, INPUT_BYTES]
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def memory_of(world_size: int, profile: ModelProfile, hardware: HardwareProfile = H100, **options: Any) -> MemoryModel:
@@ -258,15 +205,6 @@ def test_the_parts_of_device_memory_by_hand() -> None:
     assert "NCCL and its contexts" not in on_cpu
 
 
-def test_what_nccl_takes_depends_on_the_ranks_of_a_machine_and_on_how_they_are_connected() -> None:
-    fast = replace(H100, all_gather_gbps=268.0)
-    through_host = replace(H100, all_gather_gbps=H100.h2d_gbps / 2)
-    several: dict[str, Any] = {"world_size": 16, "n_nodes": 2}
-    assert [replace(fast, world_size=n).collective_bytes // MIB for n in (1, 2, 4, 8)] == [0, 1784, 2552, 4088]
-    assert replace(fast, **several).collective_bytes == replace(fast, world_size=8).collective_bytes
-    assert replace(through_host, **several).collective_bytes == 600 * MIB
-
-
 ROOMY = replace(MACHINE, host_bytes=10**12)
 # Bytes a parameter of a whole second copy, and of one of the weight alone.
 SIZES = [("bfloat16", 12, 2), ("float16", 14, 2), ("float32", 12, 4)]
@@ -279,6 +217,8 @@ def test_as_few_are_weight_only_as_host_memory_allows(dtype: str, whole: int, we
     for n_weight_only in range(6):
         room = N * ((5 - n_weight_only) * whole + n_weight_only * weight)
         assert memory.copy_bytes(2, 5, n_weight_only) == room
+        more = memory.host_bytes(placed(2, 2, 5, n_weight_only), (NONE,) * 8)
+        assert more - memory.host_bytes(placed(2, 2), (NONE,) * 8) == room
         memory.hardware = replace(ROOMY, host_bytes=memory.least_host_bytes(2, 4000) + room)
         assert memory.speculation(2, 5, 4000) == (5, n_weight_only)
         memory.hardware = replace(ROOMY, host_bytes=memory.hardware.host_bytes - 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,28 +12,18 @@ from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
 from protrain.planning import (
     BlockMode,
-    MemoryModel,
     Plan,
-    RuntimeModel,
     block_modes,
     check,
     evaluate,
     fingerprint,
-    pack,
     search,
 )
 from protrain.planning.answer import host_gparams
 from protrain.planning.plan import name_other_use, refuse_other_model
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.brute_force import N, random_machine, random_profile
 from tests.planning.machines import H100
-from tests.planning.models import (
-    GIB,
-    MIB,
-    machine,
-    make_profile,
-    with_attention,
-)
+from tests.planning.models import GIB, MIB, machine, make_profile
 
 NONE, CKPT, SWAP, CKPT_SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP, BlockMode.CKPT_SWAP
 
@@ -85,16 +74,6 @@ def test_a_plan_survives_its_file_and_is_checked(tmp_path: Path) -> None:
     assert check(loaded, traced, hardware) == plan
 
 
-@pytest.mark.parametrize("name", ["n_ckpt_swap", "n_speculate", "stream"])
-def test_a_plan_from_before_there_was_a_field_uses_nothing_of_it(name: str) -> None:
-    traced, hardware = make_profile(), machine("3GiB", "3GiB")
-    facts = evaluate(traced, hardware, **_counts(), chunk_elements=8 * MIB).to_dict()
-    del facts[name]
-    loaded = Plan.from_dict(facts)
-    assert not getattr(loaded, name)
-    assert not getattr(check(loaded, traced, hardware), name)
-
-
 def test_check_refuses_what_does_not_belong() -> None:
     traced, hardware = make_profile(), machine("3GiB", "3GiB")
     plan = search(traced, hardware)
@@ -115,95 +94,11 @@ def test_check_refuses_what_does_not_belong() -> None:
         check(plan, traced, machine("3GiB", "64MiB"))
 
 
-def test_check_accounts_for_the_batch_at_hand() -> None:
-    traced, hardware = make_profile(), machine("3GiB", "3GiB")
-    plan = search(traced, hardware)
-    larger = replace(make_profile(saved=3 * 400 * MIB), tokens=3072)
-    with pytest.raises(PlanError):
-        check(plan, larger, hardware)
-    roomy = check(plan, larger, machine("20GiB", "3GiB"))
-    assert roomy.tokens == 3072
-    assert roomy.device_bytes > plan.device_bytes
-
-
 def test_the_fingerprint_is_of_the_model_not_of_the_run() -> None:
     traced = make_profile()
     assert fingerprint(traced) == fingerprint(make_profile(saved=7, ms=3.0))
     assert fingerprint(traced) != fingerprint(replace(traced, dtype="float16"))
     assert fingerprint(traced) != fingerprint(make_profile(5))
-
-
-def plans(profile: ModelProfile, hardware: HardwareProfile, n_ckpt: int, n_ckpt_swap: int) -> list[Plan]:
-    """Two plans of the same counts, without and with attention kept."""
-    return [
-        evaluate(
-            profile,
-            hardware,
-            n_persist=0,
-            n_buffer=2,
-            n_swap=0,
-            n_ckpt=n_ckpt,
-            n_ckpt_swap=n_ckpt_swap,
-            keep_attention=keep,
-            chunk_elements=N,
-        )
-        for keep in (False, True)
-    ]
-
-
-def test_what_it_takes_and_saves() -> None:
-    draw = random.Random(3)
-    profile = random_profile(draw, 16)
-    equal = [replace(profile.blocks[0], name=block.name) for block in profile.blocks]
-    profile = with_attention(replace(profile, blocks=tuple(equal)), 0.5, 8)
-    block, n_blocks = profile.blocks[0], len(profile.blocks)
-    hardware = replace(random_machine(draw), device_bytes=10**12, host_bytes=10**12)
-    hardware = replace(hardware, h2d_gbps=1e4, d2h_gbps=1e4, bidirectional_gbps=2e4, host_adam_gparams=1e4)
-    attention = block.attention_bytes
-    for n_ckpt in (n_blocks, n_blocks - 1, 1):
-        without, kept = plans(profile, hardware, n_ckpt, 0)
-        assert without.step_ms - kept.step_ms == pytest.approx(n_ckpt * block.attention_ms, rel=0.02)
-        # The peak is in the first backward, which computes one of them anew; untouched blocks save them anyway.
-        more = (kept.device_bytes - without.device_bytes) / 1.01
-        assert (n_ckpt - 1) * attention <= more * 1.02
-        assert more <= (n_ckpt + 1) * attention
-        assert kept.host_bytes == without.host_bytes
-    without, kept = plans(profile, hardware, n_blocks, n_blocks)
-    assert kept.host_bytes - without.host_bytes == n_blocks * attention
-    assert kept.device_bytes - without.device_bytes <= 3 * attention
-    without, kept = plans(profile, hardware, 0, 0)
-    assert (kept.step_ms, kept.host_bytes) == (without.step_ms, without.host_bytes)
-    assert 0 <= kept.device_bytes - without.device_bytes <= 1.02 * attention
-
-
-N_BLOCKS = 4
-
-
-def profile_of(*, saved: int, tensors: int, ms: float = 0.5) -> ModelProfile:
-    """Of blocks whose forward takes ``ms``, and their backward twice that."""
-    profile = make_profile(N_BLOCKS, saved=saved, ms=ms)
-    blocks = tuple(replace(block, saved_tensors=tensors) for block in profile.blocks)
-    return replace(profile, blocks=blocks)
-
-
-def test_the_plan_carries_the_verdict_and_the_models_follow_it() -> None:
-    profile = profile_of(saved=228 * MIB, tensors=25)
-    plan = evaluate(profile, H100, n_persist=2, n_buffer=2, n_swap=2, n_ckpt=0)
-    assert plan.pack_swaps == (True,) * N_BLOCKS
-    assert search(profile, H100).pack_swaps == plan.pack_swaps
-    layout = pack(profile)
-    modes = (BlockMode.SWAP,) * N_BLOCKS
-    found: dict[Any, Any] = {}
-    for packs in ((), plan.pack_swaps, None):
-        memory = MemoryModel(profile, H100, layout, pack_swaps=packs)
-        found[packs] = RuntimeModel(memory).step_ms(modes, plan.counts), memory.activations(modes)
-    assert found[None] == found[plan.pack_swaps]
-    assert found[None][0] < found[()][0]
-    assert found[None][1].peak_bytes > found[()][1].peak_bytes, "the buffer lies beside what is saved"
-    assert found[None][1].swapped_bytes == found[()][1].swapped_bytes, "nothing to compress"
-
-
-# -- plans for something else ------------------------------------------------------------------------------------------
 
 
 def test_the_difference_is_named() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -24,7 +23,6 @@ from protrain.planning import (
     search,
 )
 from protrain.planning.answer import Job
-from protrain.planning.plan import layout_of
 from protrain.planning.step import COLLECTIVE_MS
 from protrain.planning.timeline import DOWN, GATHER, GPU, HOST, REDUCE, UP, Operation, Timeline
 from protrain.profiler.model_profile import ModelProfile
@@ -57,9 +55,6 @@ def step_ms(profile: ModelProfile, n_persist: int, n_buffer: int, hardware: Hard
 
 def of_lane(timeline: Timeline, lane: int) -> list[Operation]:
     return [operation for operation in timeline.operations if operation.lane == lane]
-
-
-# -- by hand -----------------------------------------------------------------------------------------------------------
 
 
 def test_what_slow_blocks_do_not_hide_is_the_last_reduction_and_the_first_gather() -> None:
@@ -120,23 +115,6 @@ def test_a_gradient_waits_for_staging_to_be_sent_and_to_be_offloaded_from() -> N
     assert reduced["reduce 1"] == pytest.approx(ends["gradients 3"])
 
 
-@pytest.mark.parametrize(
-    ("changes", "limit"),
-    [
-        ({}, "compute"),
-        ({"all_gather_gbps": 0.0128, "all_to_all_gbps": 0.0128}, "reductions"),
-        ({"device_bytes": 1944 * MIB, "host_adam_gparams": 0.02}, "host optimizer"),
-    ],
-)
-def test_a_comparison_says_what_limits_each_machine(changes: dict[str, Any], limit: str) -> None:
-    machine, profile = replace(TWO, **changes), chain(3.0, 6.0)
-    answer = explain(search(profile, machine), profile, machine)
-    assert answer.machine.gpus == 2
-    assert limit in Comparison.of({"mine": answer}).table()
-    assert next(iter(answer.limits)) == limit
-    assert sum(answer.limits.values()) == pytest.approx(1.0)
-
-
 def test_a_comparison_begins_with_the_fastest_or_the_cheapest() -> None:
     profile = chain(3.0, 6.0)
     slow = replace(TWO, matmul_tflops=TWO.matmul_tflops / 4, all_gather_gbps=0.0128, all_to_all_gbps=0.0128)
@@ -179,16 +157,6 @@ def test_a_wait_for_a_collective_is_named() -> None:
     alone = evaluate(profile, MACHINE, n_persist=4, n_buffer=0, n_swap=0, n_ckpt=0, chunk_elements=N)
     forward, *_ = explain(alone, profile, MACHINE).phases
     assert not {"gathers", "reductions"} & set(forward.waits_ms)
-
-
-def test_whole_weights_of_all_chunks_may_stay() -> None:
-    profile, two = make_profile(4), replace(H100, world_size=2)
-    memory = MemoryModel(profile, two, pack(profile, 8 * MIB, 2))
-    assert [(memory.least_buffers[n], memory.all_buffers[n]) for n in range(7)] == [(1, 6)] * 7
-    counts: dict[str, Any] = {"n_persist": 6, "n_swap": 0, "n_ckpt": 0, "chunk_elements": 8 * MIB}
-    assert layout_of(profile, evaluate(profile, two, n_buffer=6, **counts)) == memory.layout
-    with pytest.raises(ValueError, match="n_buffer must be 1 to 6, not 0"):
-        evaluate(profile, two, n_buffer=0, **counts)
 
 
 def test_a_plan_for_another_number_of_ranks_is_refused_with_the_remedy() -> None:

@@ -18,19 +18,8 @@ from protrain.hardware.detection import detect
 from protrain.planning import BlockMode, evaluate, pack
 from protrain.planning.rates import COPY_MS
 from protrain.planning.schedule import Fetches
-from protrain.planning.timeline import HOST
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.models import (
-    DEVICE_UPDATE_MS,
-    MACHINE,
-    MOVE_MS,
-    UPDATE_MS,
-    N,
-    busy_ms,
-    chain,
-    model_of,
-    placed,
-)
+from tests.planning.models import DEVICE_UPDATE_MS, MACHINE, MOVE_MS, UPDATE_MS, N, chain, model_of, placed
 
 NONE, CKPT, SWAP = BlockMode.NONE, BlockMode.CKPT, BlockMode.SWAP
 Modes = tuple[BlockMode, ...]
@@ -77,15 +66,6 @@ def test_the_host_updates_from_the_norm_to_the_last_chunk() -> None:
     assert step == pytest.approx(3 * 100.0 + MOVE_MS + 3.0 + 4 * 6.0, rel=1e-3)
 
 
-def test_dram_is_shared_by_copies_and_the_host_update() -> None:
-    profile, modes = chain(3.0, 6.0), (NONE,) * 4
-    scarce: dict[str, Any] = {"host_adam_gparams": 0.0128, "host_dram_gbps": 0.0128 * 26}
-    contended = model_of(profile, replace(MACHINE, **scarce)).timeline(modes, placed(0, 2))
-    free = model_of(profile, replace(MACHINE, host_adam_gparams=0.0128)).timeline(modes, placed(0, 2))
-    assert busy_ms(contended, HOST) > 1.005 * busy_ms(free, HOST)
-    assert contended.step_ms > free.step_ms
-
-
 def test_swapping_is_hidden_by_one_block_on_either_side() -> None:
     profile = chain(3.0, 6.0)
     plain = step_ms(profile, (NONE,) * 4, 4, 0)
@@ -109,7 +89,7 @@ def test_speculative_updates_hide_in_backward() -> None:
     gain = 8 * 6.0 * UPDATE_MS - (8 - 1) * MOVE_MS
     assert 0.9 * gain < steps[0] - steps[8] < 1.1 * gain
     assert all(more <= fewer + 1e-9 for fewer, more in pairwise(steps))
-    inside = model_of(profile, slow, update_in_backward=True)
+    inside = model_of(profile, slow, step_during_backward=True)
     assert steps[8] >= inside.step_ms((NONE,) * 8, placed(0, 8)) - 1e-9
 
 

@@ -11,19 +11,11 @@ from typing import Any
 import pytest
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import MemoryModel, Plan, evaluate, explain, pack, search
+from protrain.planning import Plan, evaluate, explain, search
 from protrain.planning.plan import Counts
 from protrain.planning.rates import staging_bytes
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.brute_force import (
-    N,
-    as_measured,
-    every_plan,
-    margin,
-    random_machine,
-    random_profile,
-    tight_case,
-)
+from tests.planning.brute_force import N, as_measured, margin, random_machine, random_profile, tight_case
 from tests.planning.models import LONG, machine, make_profile, with_attention
 
 Case = tuple[ModelProfile, HardwareProfile]
@@ -123,20 +115,6 @@ def test_a_plan_apart_from_others_is_found(seed: int, counts: Counts) -> None:
     assert score_ms(found, profile, hardware) <= TIES * score_ms(best, profile, hardware)
 
 
-@pytest.mark.parametrize("seed", SMALL[1:3])
-def test_a_search_is_never_worse_than_a_plan_that_it_knows(seed: int) -> None:
-    profile, hardware = small_case(seed)
-    memory = MemoryModel(profile, hardware, pack(profile, N))
-    every = list(every_plan(memory))
-    for counts in random.Random(seed).sample(every, 3):
-        known = evaluate(profile, hardware, **counts._asdict(), chunk_elements=N)
-        found = search(profile, hardware, chunk_elements=N, known=[known])
-        assert score_ms(found, profile, hardware) <= TIES * score_ms(known, profile, hardware)
-    best = search(profile, hardware, chunk_elements=N)
-    again = search(profile, hardware, chunk_elements=N, known=[best])
-    assert score_ms(again, profile, hardware) <= TIES * score_ms(best, profile, hardware)
-
-
 def test_a_known_plan_that_no_start_leads_to_is_kept() -> None:
     """It has fewer buffers than fit, and is faster for it."""
     profile, hardware = small_case(321)
@@ -153,25 +131,6 @@ def test_to_recompute_fewer_blocks_is_tried_alone() -> None:
     profile, hardware = make_profile(20, ms=2.0), machine("2000MiB", "4GiB", host_adam_gparams=0.2)
     known = evaluate(profile, hardware, n_persist=9, n_buffer=2, n_swap=0, n_ckpt=19, n_ckpt_swap=19, n_speculate=2)
     assert score_ms(search(profile, hardware), profile, hardware) <= TIES * score_ms(known, profile, hardware)
-
-
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("n_speculate", "speculates"),
-        ("n_weight_only", "speculates"),
-        ("stream", "streams"),
-        ("n_swap", "swaps"),
-        ("n_ckpt_swap", "offloads inputs"),
-        ("keep_attention", "keeps attention"),
-    ],
-)
-def test_a_mechanism_that_is_switched_off_is_not_used(name: str, case: str) -> None:
-    profile, hardware = EQUAL_BLOCKS[case]()
-    plan, without = found_for(case), search(profile, hardware, without=(name,))
-    assert getattr(plan, name)
-    assert not getattr(without, name)
-    assert score_ms(without, profile, hardware) >= score_ms(plan, profile, hardware) / TIES
 
 
 @pytest.mark.parametrize("name", USING)

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
 
-from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, explain, pack
+from protrain.planning import BlockMode, MemoryModel, Plan, RuntimeModel, check, evaluate, pack
 from protrain.planning.rates import staging_bytes
 from protrain.planning.sharing import Waiting, next_for_gpu
-from protrain.planning.simulate import Run
 from protrain.planning.timeline import DOWN, GPU, HOST, STREAM, Timeline
 from protrain.profiler.model_profile import ModelProfile
-from tests.planning.models import (
-    MACHINE,
-    MOVE_MS,
-    N,
-    chain,
-    model_of,
-    placed,
-)
+from tests.planning.models import MACHINE, MOVE_MS, N, chain, model_of, placed
 
 NONE = BlockMode.NONE
 SLOW = replace(MACHINE, host_adam_gparams=0.0128, streamed_adam_gparams=0.00639)  # 100 ms a chunk, and just over 200
@@ -34,9 +24,6 @@ COMPUTE = 3.0  # ms: forward of a block
 
 def slow_model(**options: Any) -> RuntimeModel:
     return model_of(chain(COMPUTE, 6.0, n=7), SLOW, **options)
-
-
-# -- the choice --------------------------------------------------------------------------------------------------------
 
 
 def waiting(*updates: tuple[float, float, float], upload_ms: float = 0.0, states_ms: float = 0.0) -> list[Waiting]:
@@ -94,61 +81,20 @@ def test_the_gpu_may_help_unless_the_plan_says_otherwise_or_its_rate_is_unknown(
     assert nothing_away.device_bytes == alone.device_bytes, "there is nothing to update in host memory"
 
 
-def test_a_plan_counts_on_no_help_with_speculative_updates() -> None:
-    timeline = slow_model().timeline(MODES, placed(1, 6, 2))
-    streamed = {operation.name for operation in timeline.operations if operation.lane == STREAM}
-    assert streamed
-    assert streamed <= {f"update {chunk}" for chunk in range(3, 7)}
-    assert not names(slow_model().timeline(MODES, placed(1, 6, 6)), STREAM), "every update is speculative"
-
-
 def test_inside_backward_updates_that_the_host_begins_there_are_its_own_and_the_rest_is_shared() -> None:
     # A backward of 42 ms is over while the host makes the first update, of the chunk whose gradient arrives first.
-    timeline = slow_model(update_in_backward=True).timeline(MODES, placed(1, 6))
+    timeline = slow_model(step_during_backward=True).timeline(MODES, placed(1, 6))
     # Only the begun update is the host's without a choice. Then it makes 1, 3 and 4 while the GPU makes 2 and 5.
     assert names(timeline, HOST) == ["speculative update 6", "update 1", "update 3", "update 4"]
     assert names(timeline, STREAM) == ["update 2", "update 5"]
     in_backward = [op for op in timeline.operations if op.name.startswith("speculative update") and op.start_ms > 0]
     assert [(op.name, op.lane) for op in in_backward] == [("speculative update 6", HOST)]
     assert timeline.forward_end_ms < in_backward[0].start_ms < timeline.backward_end_ms < in_backward[0].end_ms
-    alone = slow_model(update_in_backward=True, stream=False).step_ms(MODES, placed(1, 6))
+    alone = slow_model(step_during_backward=True, stream=False).step_ms(MODES, placed(1, 6))
     assert timeline.step_ms < 0.75 * alone
 
 
-def test_help_makes_no_step_longer_when_nothing_contends() -> None:
-    draw, helped, n_steps = random.Random(0), 0, 150
-    for _ in range(n_steps):
-        n = draw.choice([3, 5, 9])
-        profile = chain(draw.uniform(0.1, 5), draw.uniform(0.1, 9), n=n)
-        hardware = replace(
-            MACHINE,
-            bidirectional_gbps=1e6,
-            host_adam_gparams=1.28 / draw.uniform(0.2, 30),
-            streamed_adam_gparams=1.28 / draw.uniform(0.2, 60),
-        )
-        options = {"update_in_backward": draw.random() < 0.3}
-        n_persist = draw.randint(0, n - 1)
-        n_speculate = 0 if options["update_in_backward"] else draw.choice([0, draw.randint(0, n - n_persist)])
-        counts = placed(n_persist, draw.randint(1, n - n_persist), n_speculate, draw.randint(0, n_speculate))
-        with_help, alone = (
-            Run(model_of(profile, hardware, stream=stream, **options).steps.step((NONE,) * n, counts)).step_ms
-            for stream in (True, False)
-        )
-        assert with_help <= 1.02 * alone
-        helped += with_help < 0.98 * alone
-    assert helped > n_steps // 10
-
-
 ROOMY = replace(MACHINE, host_bytes=10**12)
-COUNTS: dict[str, Any] = {"n_persist": 2, "n_buffer": 2, "n_swap": 0, "n_ckpt": 0, "chunk_elements": N}
-
-
-def made(hardware: HardwareProfile, n_speculate: int, n_weight_only: int) -> Plan:
-    profile = chain(3.0, 6.0, n=8)
-    return evaluate(profile, hardware, n_speculate=n_speculate, n_weight_only=n_weight_only, **COUNTS)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def with_weights(profile: ModelProfile, hardware: HardwareProfile, n_weights: int, n_persist: int) -> HardwareProfile:
@@ -156,27 +102,6 @@ def with_weights(profile: ModelProfile, hardware: HardwareProfile, n_weights: in
     memory = MemoryModel(profile, ROOMY, pack(profile, N))
     room = n_weights * N * profile.element_bytes
     return replace(hardware, host_bytes=memory.least_host_bytes(n_persist, 0) + room)
-
-
-def test_a_plan_of_second_weights_fits_where_one_of_whole_copies_does_not() -> None:
-    profile = chain(3.0, 6.0, n=8)
-    tight = with_weights(profile, MACHINE, 6, 2)
-    assert str(made(tight, 1, 0)).endswith("n_speculate=1")
-    plan = made(tight, 6, 6)
-    assert str(plan).endswith("n_speculate=6 n_weight_only=6")
-    assert plan.host_bytes == tight.host_bytes
-    parts = explain(plan, profile, tight).host_bytes
-    assert parts["second weights for speculative updates"] == 6 * N * 2
-    assert "second copies for speculative updates" not in parts
-    assert check(plan, profile, ROOMY) == plan
-    whole = made(ROOMY, 6, 0)
-    assert whole.host_bytes - plan.host_bytes == 6 * N * 10
-    for other in (whole, replace(plan, n_weight_only=0)):
-        with pytest.raises(PlanError, match="host"):
-            check(other, profile, tight)
-    with pytest.raises(PlanError, match="host"):
-        check(plan, profile, replace(tight, host_bytes=tight.host_bytes - 1))
-    assert Plan.from_dict(plan.to_dict()) == plan
 
 
 def steps_of(update_ms: float, room: int = 7) -> tuple[RuntimeModel, list[float]]:
@@ -193,19 +118,6 @@ def steps_of(update_ms: float, room: int = 7) -> tuple[RuntimeModel, list[float]
 def weight_only(n_persist: int, n_buffer: int, n_speculate: int) -> Any:
     """Counts whose speculative updates compute their weight alone."""
     return placed(n_persist, n_buffer, n_speculate, n_weight_only=n_speculate)
-
-
-def test_a_step_waits_for_weights_and_not_for_states() -> None:
-    # An update takes 13 ms, of its weight alone 8 (16 of 26 bytes). Without speculative updates seven whole ones, the
-    # upload of the last chunk and its use follow each other.
-    _, steps = steps_of(13.0)
-    backward_ms, states_ms = 8 * 20.0, 7 * 13.0
-    assert steps[0] == pytest.approx(states_ms + MOVE_MS + 2.0 + backward_ms + 0.01, abs=0.01)
-    # With three the last four wait as before.
-    assert steps[3] == pytest.approx(4 * 13.0 + MOVE_MS + 2.0 + backward_ms + 0.01, abs=0.01)
-    # With six or seven all seven chunks go up before the last block is used.
-    for n_speculate in (6, 7):
-        assert steps[n_speculate] == pytest.approx(7 * MOVE_MS + 2.0 + backward_ms + 0.01, abs=0.01)
 
 
 def test_deferred_updates_come_last_and_hold_up_the_next_gradients() -> None:

@@ -40,9 +40,8 @@ def test_the_frontier_goes_from_the_least_that_works_to_all_there_is() -> None:
     for point in found.points[::4]:
         alone = search(traced, replace(hardware, device_bytes=point.device_limit_bytes))
         assert point.plan.step_ms <= 1.01 * alone.step_ms
-        assert point.tokens_per_s == pytest.approx(1024e3 / point.plan.step_ms)
     assert all(point.plan.device_bytes <= point.device_limit_bytes for point in found.points)
-    speeds = [point.tokens_per_s for point in found.points]
+    speeds = [point.plan.tokens_per_s for point in found.points]
     assert all(more >= 0.99 * less for less, more in pairwise(speeds)), "more memory hardly ever makes a step slower"
     assert found.points[-1].plan == search(traced, hardware), "the last row is the plan of the same limits"
     assert speeds[-1] > 1.05 * speeds[0]
@@ -92,7 +91,6 @@ def test_the_largest_depth_has_a_plan_and_the_next_has_none(
     assert found.plan.device_bytes <= hardware.device_bytes
     assert found.plan.host_bytes <= hardware.host_bytes
     assert found.parameters == found.layers * ELEMENTS
-    assert found.tokens_per_s == pytest.approx(1024e3 / found.plan.step_ms)
     with pytest.raises(PlanError) as raised:
         search(blocks(found.layers + 1, movable=movable), hardware)
     assert raised.value.where == where

@@ -28,14 +28,14 @@ def random_step(seed: int) -> tuple[MemoryModel, tuple[BlockMode, ...], Counts]:
     hardware = replace(random_machine(draw), world_size=world_size, host_bytes=10**12, **rates)
     hardware = that_streams(hardware) if draw.random() < 0.5 else hardware
     layout, inside = pack(profile, N, world_size), draw.random() < 0.4
-    memory = MemoryModel(profile, hardware, layout, update_in_backward=inside)
+    memory = MemoryModel(profile, hardware, layout, step_during_backward=inside)
     n_chunks = len(layout.chunks)
     n_persist = draw.randint(0, n_chunks - 1)
     modes = tuple(draw.choice(MODES) for _ in profile.blocks)
     if draw.random() < 0.5:
         least_bytes = memory.least_host_bytes(n_persist, memory.activations(modes).swapped_bytes)
         hardware = replace(hardware, host_bytes=least_bytes + draw.randint(0, 40) * MIB)
-        memory = MemoryModel(profile, hardware, layout, update_in_backward=inside)
+        memory = MemoryModel(profile, hardware, layout, step_during_backward=inside)
     n_buffer = draw.randint(memory.least_buffers[n_persist], memory.all_buffers[n_persist])
     speculates = not inside and profile.accumulation == 1
     n_speculate = draw.randint(0, n_chunks - n_persist) if speculates else 0

@@ -56,15 +56,15 @@ class _Noisy(nn.Module):
         return noise
 
 
-def test_matrices_are_random_while_a_gpu_is_timed_and_vectors_are_those_of_the_model() -> None:
+@pytest.mark.gpu
+def test_matrices_are_random_on_a_gpu_and_vectors_are_those_of_the_model() -> None:
     model = _Noisy()
-    with StandInWeights(model, torch.device("cpu"), torch.float32) as weights:
-        weights.fill_at_random()
+    with StandInWeights(model, torch.device("cuda"), torch.float32) as weights:
         for _ in range(2):
             weights.fill(range(len(weights.stand_ins)))
             for original, stand_in in zip(weights.originals, weights.stand_ins, strict=True):
-                assert stand_in.equal(original) is (original.ndim < 2)
-            assert model(torch.randn(4, 8)).isfinite().all()
+                assert stand_in.cpu().equal(original) is (original.ndim < 2)
+            assert model(torch.randn(4, 8, device="cuda")).isfinite().all()
             weights.empty(range(len(weights.stand_ins)))
 
 

@@ -280,21 +280,6 @@ def test_inplace_blocks_do_not_change_the_step() -> None:
     assert len(profile(nn.Sequential(InPlace(), InPlace()), (torch.randn(2, 8),)).blocks) == 2
 
 
-def test_recurrent_weights_are_found() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn = nn.LSTM(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.rnn(x)[0]
-
-    model = Recurrent()
-    traced = profile(model, (torch.randn(3, 2, 4),))
-    assert len(_units(traced)["rnn"]) == 4
-    assert all(ours is theirs for ours, theirs in zip(model.rnn._flat_weights, model.rnn.parameters(), strict=True))
-
-
 def test_a_checkpointing_model_is_profiled_as_without_and_comes_out_as_it_was(
     tiny_model: Builder, tiny_batch: Builder
 ) -> None:

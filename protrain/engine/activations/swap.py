@@ -79,14 +79,11 @@ class Offload:
         self._packs = packs  # see [Note: packed swaps]
         # By address. Until the offload starts they belong to their tensors, and then to this.
         self._storages: MutableMapping[int, Storage] = weakref.WeakValueDictionary()
-        self._tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
+        self.tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
         self._empty = torch.empty(0, device=engine.memory.device)
         self._is_offloaded = False  # on the device is no more than what was fetched
         self._offload_done = engine.streams.mark()
         self._fetch_done = engine.streams.mark()
-
-    def __len__(self) -> int:
-        return len(self._tensors)
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
@@ -108,7 +105,7 @@ class Offload:
             self._engine.ledger.hold(flat)
             storage = self._storages[address] = Storage(flat.nbytes, flat)
         offloaded = OffloadedTensor(storage, watch, tensor._version, ViewForm.of(tensor))
-        self._tensors[id(offloaded)] = offloaded
+        self.tensors[id(offloaded)] = offloaded
         return offloaded
 
     def _packed(self) -> Storage:
@@ -118,7 +115,7 @@ class Offload:
         self._engine.ledger.hold(buffer)
         packed = Storage(buffer.nbytes, buffer, packed=True)
         starts = {storage: view[-1] for storage, view in zip(storages, views, strict=True)}
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             form, start = tensor.form, starts[tensor.storage]
             tensor.form = form._replace(offset=form.offset + start // form.dtype.itemsize)
             tensor.storage = packed
@@ -146,7 +143,7 @@ class Offload:
     def free_device_memory(self) -> None:
         """Free the device memory. Later work on the compute stream waits for the offload, as it may get that memory."""
         self._engine.streams.compute.wait_for(self._offload_done)
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             tensor.written_over = tensor.watch._version != tensor.version
         for storage in self._storages.values():
             storage.device = None
@@ -162,7 +159,7 @@ class Offload:
         missing = [storage for storage in self._storages.values() if storage.device is None]
         for storage in self._storages.values():
             storage.waiting = 0
-        for tensor in self._tensors.values():
+        for tensor in self.tensors.values():
             tensor.storage.waiting += 1
         streams, device = self._engine.streams, self._engine.memory.device
         fresh = [torch.empty(storage.size_bytes, dtype=torch.uint8, device=device) for storage in missing]
@@ -214,7 +211,7 @@ class SwapFrame(Frame):
         given = [part for tensor in tensors_in((args, kwargs)) for part in made_of(tensor).values()]
         self._stays = {*map(storage_address, (*given, *unmanaged_memory(self.unit.module)))}
         output = super().run(function, args, kwargs)
-        if self.offload:
+        if self.offload.tensors:
             self.offload.start()
         return output
 
@@ -262,7 +259,7 @@ class CheckpointSwapFrame(CheckpointFrame):
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         output = super().run(function, args, kwargs)
         if self.needed:
-            self.engine.swaps.defer_inputs(self)
+            self.engine.swaps.deferred = weakref.ref(self)
         return output
 
     def offload_inputs(self, given: set[int]) -> set[int]:
@@ -289,7 +286,7 @@ class CheckpointSwapFrame(CheckpointFrame):
                     _OffloadedInput(self.offload.add(tensor), False) if self.offload.accepts(tensor) else tensor
                 )
             )
-        if self.offload:
+        if self.offload.tensors:
             self.offload.start()
         return shared
 
@@ -327,16 +324,13 @@ class Swaps:
         self.slots = slots
         self._last = weakref.WeakValueDictionary[int, Offload]()  # the last one of each unit, by its index
         self._under_way: Offload | None = None
-        self._deferred: weakref.ref[CheckpointSwapFrame] | None = None  # a frame with deferred inputs
-
-    def defer_inputs(self, frame: CheckpointSwapFrame) -> None:
-        """The forward of ``frame`` has ended. Its inputs are offloaded when those of the next unit are known."""
-        self._deferred = weakref.ref(frame)
+        # A frame whose forward has ended. Its inputs are offloaded when those of the next unit are known.
+        self.deferred: weakref.ref[CheckpointSwapFrame] | None = None
 
     def offload_deferred(self, arguments: Any) -> set[int]:
         """Offload deferred inputs, except those among the ``arguments`` of the next unit. Returns these, by storage."""
-        frame = self._deferred() if self._deferred is not None else None
-        self._deferred = None
+        frame = self.deferred() if self.deferred is not None else None
+        self.deferred = None
         if frame is None:
             return set()
         return frame.offload_inputs({storage_address(tensor) for tensor in _plain_tensors(arguments)})

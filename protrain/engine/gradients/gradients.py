@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     """What must be the same on all ranks, so that they update their shards alike."""
 
     options: list[dict[str, Any]]  # the hyperparameters of each group
-    factor: float | None  # on the gradients of the last step, as of clipping
+    factor: float  # on the gradients of the last step, as of clipping
 
 
 class Gradients:
@@ -280,7 +280,7 @@ def _refuse_other_settings(of_ranks: Sequence[Settings]) -> None:
                 "every process"
             )
         # Clipping of torch and of the optimizer may differ in the last place of the norm.
-        factors = [math.nan if each.factor is None else each.factor for each in (first, other)]
+        factors = first.factor, other.factor
         if not math.isclose(*factors, rel_tol=1e-4) and not all(map(math.isnan, factors)):
             raise MisuseError(
                 f"in the last step rank {rank} multiplied gradients by {factors[1]:.4g} and rank 0 by "

@@ -230,23 +230,24 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
         else:
             states = in_host_memory(elements, kinds)
         copies: dict[str, Any] = in_host_memory(elements, copied_kinds)
-        chunk = Chunk(
-            index=record.index,
-            elements=record.elements,
-            shard=slice(memory.ranks.rank * elements, (memory.ranks.rank + 1) * elements),
-            ranks=memory.ranks,
-            trainable=record.trainable,
-            persistent=persistent,
-            large=layout.is_large(record),
-            accumulator_on_host=not persistent and "accumulator" in kinds,
-            sum_factor=memory.sum_factor,
-            offloaded=memory.streams.mark(),
-            uploaded=memory.streams.mark(),
-            updated=memory.streams.mark(),
-            speculative=AdamStates(**{"master": None, **copies}) if "exp_avg" in copies else copies.get("weight"),
-            **states,
+        chunks.append(
+            Chunk(
+                index=record.index,
+                elements=record.elements,
+                shard=slice(memory.ranks.rank * elements, (memory.ranks.rank + 1) * elements),
+                ranks=memory.ranks,
+                trainable=record.trainable,
+                persistent=persistent,
+                large=layout.is_large(record),
+                accumulator_on_host=not persistent and "accumulator" in kinds,
+                sum_factor=memory.sum_factor,
+                offloaded=memory.streams.mark(),
+                uploaded=memory.streams.mark(),
+                updated=memory.streams.mark(),
+                speculative=AdamStates(**{"master": None, **copies}) if "exp_avg" in copies else copies.get("weight"),
+                **states,
+            )
         )
-        chunks.append(chunk)
     return chunks
 
 

@@ -208,7 +208,7 @@ class Chunk:
         scale: Tensor | None,
         *,
         threads: int,
-        between: Callable[[], bool] | None = None,
+        between: Callable[[], None] | None = None,
     ) -> None:
         """AdamW on ``pieces``, where the chunk lies.
 
@@ -217,7 +217,7 @@ class Chunk:
             gradient: that of the chunk, on the device of the states.
             scale: factor on the gradient, 0-d or one element, on the same device.
             threads: number of host threads.
-            between: called on the host every few milliseconds of the update, until it returns False.
+            between: called on the host every few milliseconds of the update.
         """
         for part, scalars in pieces if between is None else _sliced(pieces, between):
             states, own = self.states.part(part), gradient[part]
@@ -264,13 +264,9 @@ class Chunk:
         return AdamStates(self.weight, self.master, self.exp_avg, self.exp_avg_sq)
 
 
-def _sliced(pieces: list[Piece], between: Callable[[], bool]) -> Iterator[Piece]:
-    """``pieces`` in slices of a few milliseconds, before each of which ``between`` is called until it returns False."""
-    more = True
+def _sliced(pieces: list[Piece], between: Callable[[], None]) -> Iterator[Piece]:
+    """``pieces`` in slices of a few milliseconds, before each of which ``between`` is called."""
     for part, scalars in pieces:
-        start = part.start
-        while start < part.stop:
-            more = more and between()
-            stop = min(part.stop, start + _SLICE_ELEMENTS) if more else part.stop
-            yield slice(start, stop), scalars
-            start = stop
+        for start in range(part.start, part.stop, _SLICE_ELEMENTS):
+            between()
+            yield slice(start, min(part.stop, start + _SLICE_ELEMENTS)), scalars

@@ -56,9 +56,8 @@ class EmptyParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy without a start value: as it has another name it would get another one than the original."""
         copied: Any = super().__deepcopy__(memo)
-        if start_of(copied) is None:
-            start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
-            set_start(copied, start)
+        start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
+        set_start(copied, start)
         return copied
 
 

@@ -159,10 +159,8 @@ def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: 
     torch._C._swap_tensor_impl(parameter, other)
     try:
         with torch.random.fork_rng(gpus), torch.no_grad(), _Keep(held):
-            torch.default_generator.manual_seed(seed)
-            for gpu in gpus:
-                with torch.cuda.device(gpu):
-                    torch.cuda.manual_seed(seed)
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu.index] for gpu in gpus)):
+                generator.manual_seed(seed)
             for call in start.calls:
                 call()
         value = parameter.detach().to(device, dtype)

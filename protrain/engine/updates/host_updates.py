@@ -41,8 +41,12 @@ class Rate:
         self.gparams = self._predicted = gparams
         self._elements, self._seconds = 0, 0.0  # of all updates
 
-    def add(self, pieces: list[Piece], seconds: float) -> None:
-        """An update of ``pieces`` took ``seconds``."""
+    @contextmanager
+    def timing(self, pieces: list[Piece]) -> Iterator[None]:
+        """Time the body, which updates ``pieces``."""
+        begin = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - begin
         elements = sum(part.stop - part.start for part, _ in pieces)
         measured = elements / max(seconds, 1e-9) / 1e9
         self.gparams += (measured - self.gparams) * (_NEWEST_SHARE if self._elements else 1.0)
@@ -66,17 +70,20 @@ class Rate:
 
 
 class Scale(NamedTuple):
-    """The factor on gradients, for clipping and loss scaling: one fp32 number."""
+    """The factor on gradients, for clipping and loss scaling: one fp32 number. Without tensors it is 1."""
 
-    on_device: Tensor
-    on_host: Tensor
+    on_device: Tensor | None
+    on_host: Tensor | None
     ready: Mark  # on_host has its value
 
     @property
     def value(self) -> float:
         """The number, once it is on the host."""
         self.ready.wait()
-        return self.on_host.item()
+        return 1.0 if self.on_host is None else self.on_host.item()
+
+
+NO_SCALE = Scale(None, None, Mark())
 
 
 class UpdateState(State):
@@ -106,37 +113,26 @@ class HostUpdates:
         self.counts = Counter[UpdateState]()  # how many updates have come to each state
         self._link_is_idle = link_is_idle
         self._commits: deque[Job] = deque()
-        self._commits_s = 0.0  # how long those ran in the middle of the update that is timed
         self.counting = threading.Lock()  # the thread of the streamer counts, too
 
-    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
+    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale) -> None:
         """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
-        on_host = None if scale is None else scale.on_host
-        with self.timing(pieces):
-            chunk.step(pieces, gradient, on_host, threads=self.threads, between=self.run_commits)
+        with self.rate.timing(pieces):
+            chunk.step(pieces, gradient, scale.on_host, threads=self.threads, between=self.run_commits)
 
-    def begin_step(self, updates: Iterable[HostUpdate], scale: Scale | None, assumed_factor: float | None) -> None:
+    def begin_step(self, updates: Iterable[HostUpdate], scale: Scale, assumed_factor: float | None) -> None:
         """The step has asked for ``updates``. Those that were already done speculatively upload first.
 
         ``assumed_factor`` on the gradients is what they had assumed; None: they had assumed other hyperparameters.
         """
-        self.as_assumed = factor_of(scale) == assumed_factor
+        self.as_assumed = scale.value == assumed_factor
         self._commits = deque(update.job for update in updates if update.can_commit())
 
-    def run_commits(self) -> bool:
-        """Run commits ahead of their turn, until one of them starts an upload. Returns whether any are left."""
-        commits, begin = self._commits, time.perf_counter()
+    def run_commits(self) -> None:
+        """Run commits ahead of their turn, until one of them starts an upload."""
+        commits = self._commits
         while commits and (commits[0].done or self._link_is_idle()):  # one that is done has had its turn
             commits.popleft().run()
-        self._commits_s += time.perf_counter() - begin
-        return bool(commits)
-
-    @contextmanager
-    def timing(self, pieces: list[Piece]) -> Iterator[None]:
-        """Time the body, which updates all states of ``pieces``, without commits that run in the middle of it."""
-        begin, self._commits_s = time.perf_counter(), 0.0
-        yield
-        self.rate.add(pieces, time.perf_counter() - begin - self._commits_s)
 
 
 @dataclass(eq=False)
@@ -174,7 +170,7 @@ class HostUpdate:
     window: Window  # of the backward that brings the gradient
     host: HostUpdates
     factor: float = 1.0  # on the gradient, which a speculative update takes for that of the step
-    scale: Scale | None = None  # the factor for which the step asks
+    scale: Scale = NO_SCALE  # the factor for which the step asks
     state: UpdateState = UpdateState.PENDING
     # The version of the weight, the pieces and the factor with which it was done speculatively.
     assumed: tuple[int, list[Piece], float] | None = None
@@ -192,10 +188,10 @@ class HostUpdate:
         if self.window.is_closed():
             return
         chunk, pieces = self.chunk, self.pieces  # step() may replace the pieces
-        _wait_for_gradient(chunk, None)
+        _wait_for_gradient(chunk, NO_SCALE)
         self.assumed = chunk.version, pieces, self.factor
         scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")
-        with nullcontext() if chunk.speculates_weight_only else self.host.timing(pieces):
+        with nullcontext() if chunk.speculates_weight_only else self.host.rate.timing(pieces):
             chunk.step_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
@@ -211,7 +207,7 @@ class HostUpdate:
         """Whether the work is done already. It waits for the factor on the gradients."""
         if self.state is not UpdateState.SPECULATED:
             return False
-        return self.assumed == (self.chunk.version, self.pieces, factor_of(self.scale))
+        return self.assumed == (self.chunk.version, self.pieces, self.scale.value)
 
     def run(self) -> None:
         """Commit the speculative update, or update the chunk on the host."""
@@ -221,7 +217,7 @@ class HostUpdate:
         self.chunk.commit()
         self._go_to(UpdateState.COMMITTED)
 
-    def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale | None], None]) -> None:
+    def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale], None]) -> None:
         """Call ``update`` when what it reads is there."""
         _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
@@ -230,9 +226,8 @@ class HostUpdate:
     def catch_up(self) -> None:
         """Update all states if the step has committed the speculative weight."""
         if self.state is UpdateState.COMMITTED:
-            scale = None if self.scale is None else self.scale.on_host
-            with self.host.timing(self.pieces):
-                self.chunk.step(self.pieces, self.gradient, scale, threads=self.host.threads)
+            with self.host.rate.timing(self.pieces):
+                self.chunk.step(self.pieces, self.gradient, self.scale.on_host, threads=self.host.threads)
             self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
             self._go_to(UpdateState.CAUGHT_UP)
 
@@ -242,12 +237,7 @@ class HostUpdate:
             self.host.counts[new] += 1
 
 
-def factor_of(scale: Scale | None) -> float:
-    """The factor on gradients, for which it waits."""
-    return 1.0 if scale is None else scale.value
-
-
-def _wait_for_gradient(chunk: Chunk, scale: Scale | None) -> None:
+def _wait_for_gradient(chunk: Chunk, scale: Scale) -> None:
     """Block until ``chunk`` in host memory may be updated.
 
     Args:
@@ -255,8 +245,7 @@ def _wait_for_gradient(chunk: Chunk, scale: Scale | None) -> None:
             gradient, such as an evaluation, may still do so.
         scale: the factor on the gradient, which must have arrived, too.
     """
-    if scale is not None:
-        scale.ready.wait()
+    scale.ready.wait()
     chunk.offloaded.wait()
     chunk.uploaded.wait()
 
@@ -280,7 +269,7 @@ class Streamer:
         self._staging = streams.adam_staging(sharing.staging_bytes)
         self._done = streams.mark()
 
-    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale | None) -> None:
+    def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale) -> None:
         """Update ``pieces`` of ``chunk``, and wait until the host sees the result.
 
         Args:
@@ -289,14 +278,12 @@ class Streamer:
             gradient: the gradient in host memory.
             scale: factor on the gradient.
         """
-        begin = time.perf_counter()
-        with span(STREAM, f"update {chunk.index}"):
+        # The first one also compiles the kernel, and would say for good that the device is slow.
+        timed = self.rate.timing(pieces) if self.updates else nullcontext()
+        with timed, span(STREAM, f"update {chunk.index}"):
             with self._streams.streaming(self._done):
-                factor = None if scale is None else scale.on_device
-                chunk.step_streamed(pieces, gradient, factor, self._staging)
+                chunk.step_streamed(pieces, gradient, scale.on_device, self._staging)
             self._done.wait()
-        if self.updates:  # the first one also compiles the kernel, and would say for good that the device is slow
-            self.rate.add(pieces, time.perf_counter() - begin)
         self.updates += 1
 
     def share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:

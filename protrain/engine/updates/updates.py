@@ -45,7 +45,7 @@ from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Mark, Stream, span
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.host_updates import HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
+from protrain.engine.updates.host_updates import NO_SCALE, HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.timeline import GPU
@@ -89,8 +89,8 @@ class Updates:
         self._assumed_scalars: list[AdamScalars] | None = None  # those of the last backward; None: some are invalid
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
-        self._last_scale: Scale | None = None  # on the gradients of the last step
-        self._scale = Scale(on_device, memory.arena.take(1, torch.float32), streams.mark())
+        self._last_scale = NO_SCALE  # on the gradients of the last step
+        self._published = on_device, memory.arena.take(1, torch.float32), streams.mark()
 
     @property
     def workers(self) -> list[HostWorker]:
@@ -113,13 +113,13 @@ class Updates:
         """``factor``, 0-d on the device, for updates by the device and by the host."""
         for job in self._all_done:
             job.wait()  # usually done long ago: a forward and a backward have come in between
-        streams, scale = self._streams, self._scale
-        streams.compute.wait_for(scale.ready)  # the copy of the step before may still read it
-        scale.on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
+        streams, (on_device, on_host, ready) = self._streams, self._published
+        streams.compute.wait_for(ready)  # the copy of the step before may still read it
+        on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
         computed = streams.mark()
         streams.compute.place(computed)
-        streams.offload(scale.on_host, scale.on_device, after=computed, done=scale.ready)
-        return scale
+        streams.offload(on_host, on_device, after=computed, done=ready)
+        return Scale(on_device, on_host, ready)
 
     # -- speculative updates -------------------------------------------------------------------------------------------
 
@@ -132,8 +132,7 @@ class Updates:
 
     def settings(self) -> Settings:
         """What an update of this step would use, and the last one did, to be compared with that of other ranks."""
-        factor = None if self._last_scale is None else self._last_scale.value
-        return Settings(self._groups.options(), factor)
+        return Settings(self._groups.options(), self._last_scale.value)
 
     def arrived(self, chunks: list[Chunk]) -> None:
         """No other visit of this backward brings gradients to ``chunks``: begin the updates that can begin now."""
@@ -191,7 +190,7 @@ class Updates:
         with self._streams.computing():
             if self.loss_scale is not None:
                 self.loss_scale.note_step()
-            self._last_scale = scale = None if factor is None else self.publish(factor)
+            self._last_scale = scale = NO_SCALE if factor is None else self.publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
             updates = [
@@ -205,7 +204,7 @@ class Updates:
         self._gradients.reduction.send(chunk)
         # Several ranks update it where its gradient was folded, so that compute does not wait.
         stream = self._streams.reduce if chunk.ranks.several else self._streams.compute
-        update = self._update(chunk, self._pieces(chunk), None, stream)
+        update = self._update(chunk, self._pieces(chunk), NO_SCALE, stream)
         if update is not None:
             self.worker.submit(update.run_in_backward)
             update.begin()
@@ -220,7 +219,7 @@ class Updates:
             if chunk.index not in self.updated_inside and self._gradients.has_gradients(chunk):
                 self._update_inside(chunk)
         updates = sorted(self._begun.values(), key=lambda update: update.chunk.index)
-        self.commit(lambda: self._queue(updates, self._end_window(), None, 1.0))
+        self.commit(lambda: self._queue(updates, self._end_window(), NO_SCALE, 1.0))
         self._begun.clear()
 
     def _end_window(self) -> Mark:
@@ -232,7 +231,7 @@ class Updates:
         self._window = Window()
         return end
 
-    def _update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None, stream: Stream) -> HostUpdate | None:
+    def _update(self, chunk: Chunk, pieces: list[Piece], scale: Scale, stream: Stream) -> HostUpdate | None:
         """Update ``chunk`` on the device now, on ``stream``, or return the update to queue. None: nothing else to do.
 
         It counts a step for each parameter of ``chunk`` that has a gradient.
@@ -246,8 +245,7 @@ class Updates:
         if not chunk.persistent:
             return self._offloaded_update(chunk, pieces, scale)
         with span(GPU, f"update {chunk.index}"), stream.running(after=chunk.updated, done=chunk.updated):
-            factor = None if scale is None else scale.on_device
-            chunk.step(pieces, chunk.gradient, factor, threads=self.worker.threads)
+            chunk.step(pieces, chunk.gradient, scale.on_device, threads=self.worker.threads)
         return None
 
     def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
@@ -256,7 +254,7 @@ class Updates:
             chunk=chunk, pieces=pieces, gradient=chunk.gradient, window=self._window, host=self.host, factor=factor
         )
 
-    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale | None) -> HostUpdate:
+    def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale) -> HostUpdate:
         """The update of a chunk in host memory, which nobody does yet."""
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
@@ -267,9 +265,7 @@ class Updates:
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
 
-    def _queue(
-        self, updates: Sequence[HostUpdate], norm: Mark, scale: Scale | None, assumed_factor: float | None
-    ) -> None:
+    def _queue(self, updates: Sequence[HostUpdate], norm: Mark, scale: Scale, assumed_factor: float | None) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
         ``norm`` is where the norm is known on the device. The rest is for ``HostUpdates.begin_step``.

@@ -147,20 +147,16 @@ class GradientProxy(Tensor):
             done = _HANDLED[func](*args, **(kwargs or {}))
             if done is not NotImplemented:
                 return done
-        for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, GradientProxy):
-                handle = tensor.protrain_handle
-                ranks = "It is that of all ranks already, so leave out what would add or average it over them. "
-                raise MisuseError(
-                    f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad, and cannot be used "
-                    f"here ({getattr(func, '__name__', func)}). {ranks if handle.engine.memory.ranks.several else ''}"
-                    "Its 2-norm can be read, and all gradients can be multiplied by one factor, as "
-                    "torch.nn.utils.clip_grad_norm_ does. Use optimizer.zero_grad() to clear it, "
-                    "optimizer.backward(loss) in place of torch.amp.GradScaler, and "
-                    "parameter.register_post_accumulate_grad_hook to see or change it, or parameter.register_hook "
-                    "where a step has several backward() calls"
-                )
-        raise AssertionError("a gradient proxy was dispatched without being an argument")
+        handle = next(each for each in tensors_in((args, kwargs)) if isinstance(each, GradientProxy)).protrain_handle
+        ranks = "It is that of all ranks already, so leave out what would add or average it over them. "
+        raise MisuseError(
+            f"the gradient of {handle.name} is kept in ProTrain's chunks, not in .grad, and cannot be used here "
+            f"({getattr(func, '__name__', func)}). {ranks if handle.engine.memory.ranks.several else ''}Its 2-norm can "
+            "be read, and all gradients can be multiplied by one factor, as torch.nn.utils.clip_grad_norm_ does. Use "
+            "optimizer.zero_grad() to clear it, optimizer.backward(loss) in place of torch.amp.GradScaler, and "
+            "parameter.register_post_accumulate_grad_hook to see or change it, or parameter.register_hook where a step "
+            "has several backward() calls"
+        )
 
     __repr__: Any = describe
 

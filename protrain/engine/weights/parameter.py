@@ -222,11 +222,10 @@ class AwaitedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _ALLOWED:
-            for tensor in tensors_in((args, kwargs)):
-                if isinstance(tensor, AwaitedParameter):
-                    raise awaited_error(tensor.protrain_name)
-        return on_itself(func, args, kwargs)
+        if func in _ALLOWED:
+            return on_itself(func, args, kwargs)
+        awaited = next(each for each in tensors_in((args, kwargs)) if isinstance(each, AwaitedParameter))
+        raise awaited_error(awaited.protrain_name)
 
     __repr__: Any = describe
 

@@ -49,10 +49,8 @@ class ReleasedParameter(PresentParameter):
         if func in (torch.autograd.grad, torch.autograd.backward):  # they need no values of inputs but their edges
             args, kwargs = map_leaves(_edge, (args, kwargs or {}))
             return func(*args, **kwargs)
-        for tensor in tensors_in((args, kwargs)):
-            if isinstance(tensor, ReleasedParameter):
-                return tensor.intercept(tensor, func, args, kwargs or {})
-        raise AssertionError("a released parameter was dispatched without being an argument")
+        tensor = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ReleasedParameter))
+        return tensor.intercept(tensor, func, args, kwargs or {})
 
     @classmethod
     def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

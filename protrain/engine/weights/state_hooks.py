@@ -25,7 +25,7 @@ from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import read_weight, read_weights, write_weight
+from protrain.engine.states.parameter_state import read_weight, write_weight
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
@@ -144,19 +144,18 @@ def full_parameters(module: nn.Module | nn.Parameter) -> Iterator[None]:
     with engine.quiet():
         # An outer full_parameters may have some of them already.
         members = [member for member in members if member.index not in engine.bindings.full]
-        copies = read_weights(members)
-        try:
-            for member, copy in zip(members, copies, strict=True):
-                engine.bindings.full.add(member.index)
-                make_full(member.parameter, copy.clone())
-        except BaseException:  # no memory for the copies, or interrupted
-            _put_back(engine, [member for member in members if member.index in engine.bindings.full])
-            raise
+        copies = [*map(read_weight, members)]
+        given_out = [copy.clone() for copy in copies]
     try:
+        for member, full in zip(members, given_out, strict=True):
+            engine.bindings.full.add(member.index)
+            make_full(member.parameter, full)
         yield
     finally:
         given = [member.parameter.data for member in members]
-        _put_back(engine, members)
+        for member in members:
+            engine.bindings.full.discard(member.index)  # not all are there if an interrupt came in the loop above
+            end_full(member.parameter)
         with raised_on_all(engine.memory.ranks):
             edits = _find_edits(members, copies, given)
         _refuse_other_edits(engine.memory.ranks, edits)
@@ -165,12 +164,6 @@ def full_parameters(module: nn.Module | nn.Parameter) -> Iterator[None]:
             for member, value in edits:
                 write_weight(member, value)
             engine.weights_changed([member.chunk for member, _ in edits])
-
-
-def _put_back(engine: Engine, members: list[Member]) -> None:
-    for member in members:
-        engine.bindings.full.remove(member.index)
-        end_full(member.parameter)
 
 
 def _find_edits(members: list[Member], copies: list[Tensor], given: list[Tensor]) -> list[tuple[Member, Tensor]]:
