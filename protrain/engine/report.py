@@ -40,7 +40,7 @@ class Report(Record):
     speculative_updates: int  # updates done inside backward, before step() was called
     streamed_updates: int  # updates of chunks in host memory that the device did, as the host would have been late
     redone_updates: int  # speculative updates done again as the step was not as they had assumed
-    host_gparams: float  # 1e9 parameters a second that the host has updated lately, while the step ran; 0: none
+    host_gparams: float  # 1e9 parameters a second in the updates by the host, while the step ran; 0: none
     predicted_host_gparams: float
 
     def rows(self) -> list[tuple[str, str]]:

@@ -38,11 +38,6 @@ from protrain.planning.timeline import DOWN, UP
 from protrain_kernels import Packed, pack, unpack
 
 
-def _swapped_bytes(size_bytes: int) -> int:
-    """The bytes that a swapped storage of ``size_bytes`` occupies: rounded up to the alignment of swapped storages."""
-    return -(-size_bytes // SWAP_ALIGNMENT_BYTES) * SWAP_ALIGNMENT_BYTES
-
-
 @dataclass(eq=False)
 class Storage:
     """Memory that is copied: on the device before the offload and after the fetch, on the host in between."""
@@ -125,17 +120,17 @@ class Offload:
         """Start to copy all storages to host memory. No tensor may be added afterwards."""
         streams = self._engine.streams
         self._storages = {0: self._packed()} if self._packs else dict(self._storages)
-        total = sum(_swapped_bytes(storage.size_bytes) for storage in self._storages.values())
-        slot, free = self._engine.swaps.slots.take(total)
+        aligned = SWAP_ALIGNMENT_BYTES
+        sizes_bytes = [-(-storage.size_bytes // aligned) * aligned for storage in self._storages.values()]
+        slot, free = self._engine.swaps.slots.take(sum(sizes_bytes))
         weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
         computed = streams.mark()
         streams.compute.place(computed)
         streams.d2h.wait_for(free)
-        start = 0
-        for storage in self._storages.values():
+        places = slot[: sum(sizes_bytes)].split(sizes_bytes)
+        for storage, place in zip(self._storages.values(), places, strict=True):
             assert storage.device is not None
-            storage.host = slot[start : start + storage.size_bytes]
-            start += _swapped_bytes(storage.size_bytes)
+            storage.host = place[: storage.size_bytes]
             with span(DOWN, "activations"):
                 streams.offload(storage.host, storage.device, after=computed, done=self._offload_done)
         self._engine.swaps.started(self)

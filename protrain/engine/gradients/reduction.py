@@ -28,8 +28,7 @@ it (``protrain_kernels.rounding``), so they see a gradient of that type after an
 
 [Note: sums of squares] Norms are made of a partial sum for every tile of a parameter, which the pass that flattens or
 adds up its gradients leaves. All partial sums are added in one fixed order, so a norm has the same bits under every
-plan. An fp32 sum of several gradients is rounded to the type of the weights before it is squared, as the update rounds
-it.
+plan.
 
 [Note: cut tiles] With several ranks, each computes the sums of the tiles that lie wholly in its shards. A shard may
 begin or end in the middle of a tile, at most size - 1 times in a chunk. The ranks exchange the values of such tiles,
@@ -93,12 +92,7 @@ class _Run:
 
 
 class Reduction:
-    """Brings gradients into chunks, and to host memory.
-
-    Args:
-        managed: the model.
-        squares: gets the sums of squares of what is stored.
-    """
+    """Brings the gradients of ``managed`` into chunks, and to host memory. ``squares`` gets their sums of squares."""
 
     def __init__(self, managed: ManagedModel, squares: SquareSums) -> None:
         memory, layout, plan = managed.memory, managed.layout, managed.plan
@@ -396,8 +390,7 @@ class SquareSums:
         """The 2-norm of the gradient of parameter ``index``: fp32, 0-d, on the device."""
         if not self.norms:
             # All norms are computed at once in a few launches. One launch per parameter would take milliseconds.
-            parts = self._all.double().split(list(self._tiles.values()))
-            # The 1-norm of squares is their sum, as they are positive.
+            parts = self._all.double().split(list(self._tiles.values()))  # the 1-norm of squares is their sum
             norms = torch.stack(torch._foreach_norm(parts, 1)).sqrt().float()
             self.norms.update(zip(self._tiles, norms.unbind(), strict=True))
         return self.norms[index]

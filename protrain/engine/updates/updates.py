@@ -73,6 +73,7 @@ class Updates:
         self.loss_scale = LossScale() if memory.dtype is torch.float16 else None
         self.streamer = streamer  # None: the plan has no chunks in host memory that the device may update
         self.worker = worker
+        self.workers = [worker] if streamer is None else [worker, streamer.worker]  # every thread that updates chunks
         self._committer = committer
         self.host = HostUpdates(
             threads=worker.threads,
@@ -91,11 +92,6 @@ class Updates:
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
         self._last_scale = NO_SCALE  # on the gradients of the last step
         self._published = on_device, memory.arena.take(1, torch.float32), streams.mark()
-
-    @property
-    def workers(self) -> list[HostWorker]:
-        """Every thread that updates chunks."""
-        return [self.worker] if self.streamer is None else [self.worker, self.streamer.worker]
 
     def drain(self) -> None:
         """Block until nothing that was committed or queued is left to do."""
