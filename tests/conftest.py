@@ -162,18 +162,6 @@ def quick_collections() -> None:
         _modules_frozen = len(sys.modules)
 
 
-@pytest.fixture
-def interpreted_kernels() -> None:
-    """Triton kernels with loops run on the CPU; the test skips where there is a GPU, for which they are compiled."""
-    if torch.cuda.is_available():
-        pytest.skip("Triton is compiled for the GPU here")
-    import numpy as np
-    import triton
-
-    if triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
-        pytest.skip("Triton 3.6 interprets no loop whose bounds are arguments with NumPy 2.4 or newer")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked gpu skip, saying why, where there is none."""
     if torch.cuda.is_available():

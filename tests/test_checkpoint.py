@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,26 +16,6 @@ from protrain.checkpoint.manifest import list_saves
 from protrain.checkpoint.saving import save_checkpoint
 from protrain.checkpoint.tensor_files import complete_folder
 from tests.checkpoints import Counting, make_counting, make_expanded, make_model, make_run, plain_optimizer, train
-
-
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    random.seed(1)
-    np.random.seed(1)
-    model, optimizer, scheduler = make_run(0)
-    train(model, optimizer, scheduler, 5)
-    save_checkpoint(tmp_path, model, optimizer, scheduler=scheduler, extra={"step": 5, "pair": (1, 2)})
-    expected = train(model, optimizer, scheduler, 5)
-
-    random.seed(2)
-    np.random.seed(2)
-    other, other_optimizer, other_scheduler = make_run(99)
-    train(other, other_optimizer, other_scheduler, 2)
-    extra = load_checkpoint(tmp_path, other, other_optimizer, scheduler=other_scheduler)
-    assert extra == {"step": 5, "pair": (1, 2)}
-    assert train(other, other_optimizer, other_scheduler, 5) == expected
-    for (name, value), (_, wanted) in zip(other.state_dict().items(), model.state_dict().items(), strict=True):
-        assert torch.equal(value, wanted), name
-    assert other_scheduler.get_last_lr() == scheduler.get_last_lr() == [0.01 * 0.25]
 
 
 def test_the_newest_saves_are_kept_and_numbered(tmp_path: Path) -> None:
@@ -192,13 +170,6 @@ def test_an_exported_folder_that_cannot_be_flushed_is_not_there(
     with pytest.raises(OSError, match="failed"), complete_folder(tmp_path / "model", "exported model") as scratch:
         (scratch / "file").touch()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_save_goes_where_a_link_leads(tmp_path: Path) -> None:
-    model, optimizer, _ = make_run(0)
-    (tmp_path / "link").symlink_to(tmp_path / "disk" / "saves")
-    save_checkpoint(tmp_path / "link", model, optimizer, extra="there")
-    assert load_checkpoint(tmp_path / "disk" / "saves", model, optimizer) == "there"
 
 
 def test_a_folder_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from protrain.common.trees import map_leaves, replace_leaves, tensors_in
+from protrain.common.trees import map_leaves, tensors_in
 
 Pair = namedtuple("Pair", "left right")
 
@@ -116,11 +116,3 @@ def test_objects_that_cannot_be_copied_are_named() -> None:
 
     with pytest.raises(ValueError, match=r"a Locked holds tensors but cannot be copied \(it has a lock\): give it"):
         map_leaves(lambda leaf: leaf, [Locked(tensors(1)[0])])
-
-
-def test_what_does_not_change_is_not_copied() -> None:
-    left, right = tensors(2)
-    tree = {"a": [left], "b": Frozen(right)}
-    assert replace_leaves(lambda leaf: leaf, tree) is tree
-    replaced = replace_leaves(lambda leaf: left if leaf is right else leaf, tree)
-    assert (replaced["b"].left, tree["b"].left) == (left, right)

@@ -38,17 +38,15 @@ class Record:
         """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
-        hints = _hints(cast(Any, cls))
-        fields = {field.name: field for field in _fields(cls)}
-        unknown = sorted(set(data) - set(fields))
+        fields = _fields(cls)
+        unknown = sorted(set(data) - {field.name for field in fields})
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}")
-        values = {}
-        for name, field in fields.items():
-            if name in data:
-                values[name] = _typed(hints[name], data[name], f"{cls.__name__}.{name}")
-            elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-                raise ValueError(f"{cls.__name__} lacks the field {name!r}")
+        for field in fields:
+            if field.name not in data and field.default is field.default_factory is dataclasses.MISSING:
+                raise ValueError(f"{cls.__name__} lacks the field {field.name!r}")
+        hints = _hints(cast(Any, cls))
+        values = {name: _typed(hints[name], value, f"{cls.__name__}.{name}") for name, value in data.items()}
         return cls(**values)
 
     @classmethod

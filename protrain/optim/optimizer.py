@@ -27,8 +27,9 @@ from protrain.engine.states.groups import Groups, check_options
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
 from protrain.optim.states import FirstCall, StatesInChunks, match_state
-from protrain.planning.answer import Answer, alternatives, explain, host_gparams, others_of
+from protrain.planning.answer import Answer, alternatives, explain, others_of
 from protrain.planning.plan import Plan
+from protrain.planning.predict import host_gparams
 
 
 class ProTrainOptimizer(torch.optim.Optimizer):

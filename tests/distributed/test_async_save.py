@@ -130,6 +130,16 @@ def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(
         assert names == ["00001-step-0"]
 
 
+def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path) -> None:
+    training = Training(0, 1, SECOND)  # its four micro-batches a step make the harness give no more than the plan takes
+    sizes = {name: p.numel() * (12 if p.requires_grad else 4) for name, p in training.model.named_parameters()}
+    with pytest.raises(protrain.BudgetError) as raised:
+        protrain.async_save(tmp_path, training.model, training.optimizer)
+    assert f"needs {format_bytes(sum(sizes.values()))} of host memory for a copy" in str(raised.value)
+    assert "the plan leaves 0 " in str(raised.value)
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> None:
     training = Training(0, 1, None)
     training.train(range(1))
@@ -140,29 +150,3 @@ def test_the_result_is_the_error_where_warnings_are_errors(tmp_path: Path) -> No
         go_on.set()
         with pytest.raises(OSError, match="was deleted while it was written"):
             save.result()
-
-
-def test_saves_and_loads_of_another_model_wait_for_one_to_their_folder(tmp_path: Path) -> None:
-    """As of generator and discriminator: a save would take the unfinished one for what a killed process has left."""
-    one, other = Training(0, 1, None), Training(0, 1, None)
-    for training in (one, other):
-        training.train(range(1))
-    with held() as go_on:
-        first = protrain.async_save(tmp_path, one.model, one.optimizer, scheduler=one.scheduler, extra="one")
-        threading.Timer(0.1, go_on.set).start()
-        other.save(str(tmp_path), extra="other")
-    assert [first.result(), tmp_path / "00002-step-1"] == list_saves(tmp_path)
-    with held() as go_on:
-        protrain.async_save(tmp_path, one.model, one.optimizer, scheduler=one.scheduler, extra="again")
-        threading.Timer(0.1, go_on.set).start()
-        assert other.load(str(tmp_path)) == "again"
-
-
-def test_it_is_refused_where_the_plan_leaves_no_memory_for_a_copy(tmp_path: Path) -> None:
-    training = Training(0, 1, SECOND)  # its four micro-batches a step make the harness give no more than the plan takes
-    sizes = {name: p.numel() * (12 if p.requires_grad else 4) for name, p in training.model.named_parameters()}
-    with pytest.raises(protrain.BudgetError) as raised:
-        protrain.async_save(tmp_path, training.model, training.optimizer)
-    assert f"needs {format_bytes(sum(sizes.values()))} of host memory for a copy" in str(raised.value)
-    assert "the plan leaves 0 " in str(raised.value)
-    assert not list(tmp_path.iterdir())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -95,10 +94,6 @@ def test_the_first_gradient_of_a_unit_comes_with_the_second_backward_of_a_step()
 def test_units_that_some_ranks_skip() -> None:
     for size, dtype, specs in ((2, "bfloat16", SPECS), (3, "float32", SPECS[1:])):
         check(size, Training(make, batches, dtype=dtype, reduction="sum", steps=4), specs)
-
-
-def test_frozen_blocks() -> None:
-    check(2, Training(functools.partial(make, freeze=True), batches, dtype="bfloat16", steps=4), SPECS[1:])
 
 
 def peak_on_rank(rank: int) -> tuple[int, int]:

@@ -21,11 +21,9 @@ from tests.engine.harness import (
     adamw,
     assert_same,
     plain_run,
-    seeded,
     states,
     wrap_under,
 )
-from tests.random_scripts.models import Routed
 
 SPECS = (
     *FEW_PLANS,
@@ -79,33 +77,6 @@ def test_the_plain_loops_bits_within_what_was_planned(
         assert plan.accumulation == loop.accumulate
         assert report.host_bytes <= plan.host_bytes, str(spec)
         assert report.device_bytes <= plan.device_bytes, str(spec)
-
-
-@pytest.mark.parametrize("accumulation", [3, 4], ids=["as planned", "fewer than planned"])
-@pytest.mark.parametrize("spec", [SPECS[1], *SPECS[-2:]], ids=str)
-def test_gradients_that_only_some_batches_bring(spec: Spec, accumulation: int, device: torch.device) -> None:
-    """A block that the last batch of a step leaves out has a finished sum before, one that none calls has no update."""
-
-    def make() -> nn.Module:
-        with seeded():
-            return Routed(48, 5)
-
-    def batch(*signs: int) -> tuple[Tensor, ...]:
-        x = torch.rand(4, 8, generator=torch.Generator().manual_seed(len(data)))
-        x[0, :2] = torch.tensor(signs)
-        return (x,)
-
-    data: list[tuple[Tensor, ...]] = []
-    for signs in [(-1, -1), (1, 1), (-1, 1), (1, -1), (1, 1), (1, 1), (1, 1), (1, 1), (1, 1)]:
-        data.append(batch(*signs))
-    loop = Loop(max_norm=0.5, accumulate=3)
-    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    expected, final = plain_run(make, data, loop=loop, **options)
-    model = make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], accumulation=accumulation, **options)
-    assert (optimizer.plan.n_device_sum > 0) == spec.sums
-    assert loop.run(wrapped, optimizer, data) == expected
-    assert_same(states(wrapped, optimizer), final)
 
 
 @pytest.fixture

@@ -260,38 +260,6 @@ def test_updates_inside_backward_are_not_begun(spec: Spec, device: torch.device)
     assert_same(states(model, optimizer), before)
 
 
-@ALL_SPECS
-def test_backwards_that_bring_the_parameter_no_second_gradient_go_on(spec: Spec, device: torch.device) -> None:
-    """They are refused for none of the hooks that torch does not call, or calls with the gradient alone."""
-
-    def run(model: nn.Module) -> list[Any]:
-        seen: list[Any] = []
-
-        def forget(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            seen.append(parameter.grad.double().norm().item())
-            parameter.grad = None
-
-        entering, leaving = model.get_parameter(FIRST), model.get_parameter("leave.weight")
-        hook = entering.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.double().norm().item()))
-        leaving.register_post_accumulate_grad_hook(forget)
-        backward(model, 0)
-        x = batches()[1][0].to(entering.device)
-        seen += [g.double().norm().item() for g in torch.autograd.grad(default_loss(model, (x,)), [entering])]
-        default_loss(model, (x,)).backward(inputs=[leaving])
-        entering.requires_grad_(False)
-        backward(model, 2)
-        entering.requires_grad_(True)
-        hook.remove()
-        entering.register_hook(lambda gradient: seen.append(gradient.double().norm().item()))
-        backward(model, 3)
-        return seen
-
-    expected = run(make().to(device).eval())
-    assert len(expected) == 2 + 1 + 1 + 1 + 2
-    assert run(in_fp32(spec, device, accumulation=4)[0].eval()) == pytest.approx(expected, rel=1e-5)
-
-
 class Shared(nn.Module):
     """Blocks that use one weight."""
 

@@ -239,23 +239,6 @@ def test_between(name: str, lateness: Lateness) -> None:
     check(lateness, BETWEEN[name], name, accumulation=3 if name == "several backwards" else 1)
 
 
-def test_steps_in_a_row(lateness: Lateness) -> None:
-    results = []
-    for spec in (Spec("all", "least", (NONE,)), *met(lateness, "steps in a row")):
-        model = make()
-        wrapped, optimizer = wrap_under(spec, model, adamw(model), batches()[0], device=CPU, dtype=torch.bfloat16)
-        torch.manual_seed(1)
-        for batch in batches(2):
-            default_loss(wrapped, batch).backward()
-            for max_norm in (0.5, 0.01):  # the second factor comes while updates with the first may still wait
-                optimizer.clip_grad_norm_(max_norm)
-                optimizer.step()
-            optimizer.zero_grad()
-        results.append(states(wrapped, optimizer))
-    for found in results[1:]:
-        assert_same(found, results[0])
-
-
 def test_a_model_is_dropped_while_copies_are_on_their_way(lateness: Lateness) -> None:
     for spec in met(lateness, "a dropped model"):
         model = make()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import protrain
-from protrain.common.errors import MisuseError, PlanError
+from protrain.common.errors import MisuseError
 from tests.engine import awkward, residual
 from tests.engine.harness import (
     CKPT,
@@ -21,12 +21,9 @@ from tests.engine.harness import (
     Loop,
     Spec,
     adamw,
-    assert_same,
     check_equal_to_plain,
     default_loss,
-    plain_run,
     seeded,
-    states,
     wrap_under,
 )
 
@@ -337,22 +334,6 @@ def test_structures_of_fp32(name: str, device: torch.device) -> None:
     """Every other structure meets the one half of the plans, and the others the other half."""
     specs = FEW_PLANS[list(OTHERS).index(name) % 2 :: 2]
     check_equal_to_plain(partial(seeded_build, name), OTHERS[name][1], device=device, specs=specs)
-
-
-@pytest.mark.parametrize("name", ["looks twice", "sparse outside", "nested", "weight.data"])
-def test_plans_that_are_found(name: str) -> None:
-    """The plain loop's bits under the plans that ``wrap`` finds for all memory, and for the least that it asks for."""
-    make, batches = partial(seeded_build, name), OTHERS[name][1]
-    expected, final = plain_run(make, batches, loop=Loop(), device=CPU, dtype=torch.float32)
-    model = make()
-    wrap: Any = partial(protrain.wrap, example_batch=batches[0], device="cpu", progress=False)
-    with pytest.raises(PlanError) as least:
-        wrap(model, adamw(model), device_memory=1024)
-    for device_memory in (None, least.value.needed_bytes):
-        model = make()
-        wrapped, trainer = wrap(model, adamw(model), device_memory=device_memory)
-        assert Loop().run(wrapped, trainer, batches) == expected, str(trainer.plan)
-        assert_same(states(wrapped, trainer), final, where=str(trainer.plan))
 
 
 def test_offsets_that_a_block_makes_are_refused_by_profile_and_engine() -> None:

@@ -184,27 +184,6 @@ def test_reading_state_waits_for_every_update(gates: Gates, reader: str) -> None
     assert gates.finished == list(range(BLOCKS))
 
 
-def test_updates_inside_backward_start_before_it_ends(gates: Gates) -> None:
-    model, optimizer = wrap_chain(step_during_backward=True)
-    watch(gates, optimizer)
-    begun: list[list[int]] = []
-
-    def at_first_block(*_: Any) -> None:
-        gates.open[BLOCKS - 1].set()  # the last block's update is the first that backward starts
-        wait_until(lambda: gates.finished == [BLOCKS - 1])
-        begun.append(list(gates.started))
-
-    first = model.get_submodule("layers.0")
-    first.register_forward_hook(lambda module, args, output: output.register_hook(at_first_block) and None)
-    model(*batch()).backward()
-    assert begun
-    assert begun[0][0] == BLOCKS - 1
-    optimizer.step()
-    gates.open_all()
-    optimizer.state_dict()  # waits for all
-    assert sorted(gates.finished) == list(range(BLOCKS))
-
-
 @pytest.mark.parametrize("failing", [0, 3])
 def test_an_error_in_an_update_is_raised_where_the_chunk_is_needed(gates: Gates, failing: int) -> None:
     model, optimizer = wrap_chain()

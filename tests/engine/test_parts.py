@@ -1,10 +1,13 @@
-"""The engine's parts on their own: arena, host worker, loss scale."""
+"""The engine's parts on their own: arena, host worker, loss scale, pinned memory."""
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,9 @@ import torch
 from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.states.arena import Arena
 from protrain.engine.updates.worker import HostWorker
+from protrain.planning.plan import BlockMode
+from tests.engine import residual
+from tests.engine.harness import Spec, adamw, default_loss, wrap_under
 
 
 def assert_true(value: bool) -> None:
@@ -54,20 +60,6 @@ def test_an_error_reaches_whoever_waits_and_no_other_job() -> None:
     assert followed == ["later"]
     fine.when_done(lambda: followed.append("at once"))
     assert followed == ["later", "at once"]
-
-
-def test_the_collector_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may run where its caller holds what a queued job waits for, as one kernel at a time compiles."""
-    monkeypatch.setattr("protrain.engine.updates.worker._JOIN_S", 0.1)
-    compiling = threading.Lock()
-    worker = HostWorker(threads=1, device=torch.device("cpu"))
-    thread, job = worker._thread, worker.submit(lambda: assert_true(compiling.acquire(timeout=20)))
-    with compiling:
-        del worker
-        assert not job.done
-    job.wait()
-    thread.join(20)
-    assert not thread.is_alive()
 
 
 @pytest.mark.slow
@@ -142,3 +134,103 @@ def test_an_error_of_a_follower_does_not_end_the_thread() -> None:
     with pytest.raises(ArithmeticError, match="a failing job"):
         job.wait()
     assert worker._thread.is_alive()
+
+
+# -- pinned memory -----------------------------------------------------------------------------------------------------
+
+
+CUDA = torch.device("cuda")
+SPEC = Spec("none", "all", (BlockMode.NONE,))
+
+
+class Driver:
+    """Stands for the CUDA runtime's: knows what is registered, and what was done in which order."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+        self.done: list[str] = []
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.registered[address] = size_bytes
+        return flags
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        self.done.append("unregister")
+        return 0
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    gc.collect()  # what the real one has pinned it unpins
+    one = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: one)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: one.done.append(f"synchronize {device}"))
+    yield one
+    gc.collect()  # what is pinned by this driver is unpinned by it
+
+
+def test_memory_is_unpinned_when_the_last_tensor_on_it_is_gone(driver: Driver) -> None:
+    arena = Arena(CUDA)
+    arena.reserve(2**20)
+    first, second = arena.take(100, torch.float32), arena.take(100, torch.bfloat16)
+    unpinned = arena.take(100, torch.int16, transferred=False)
+    addresses = {first.data_ptr(), second.data_ptr()}
+    assert set(driver.registered) == addresses
+    part = second[50:]
+    del arena, first, second, unpinned
+    gc.collect()
+    assert set(driver.registered) == addresses, "somebody may still copy from what is left"
+    assert part.eq(0).all()
+    assert driver.done == []
+    del part
+    assert driver.registered == {}
+    assert driver.done == ["synchronize cuda", "unregister", "unregister"]
+
+
+def test_what_the_driver_refuses_is_not_taken_for_pinned(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena(CUDA)
+    kept = arena.take(100, torch.float32)
+    monkeypatch.setattr(driver, "cudaHostRegister", lambda *_: 2)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch, "ones", lambda _, device: asked.append(device))
+    with pytest.warns(UserWarning, match="refuses to pin host memory") as warned:
+        refused = [arena.take(2000, torch.float32) for _ in range(2)]
+    assert len(warned) == 1
+    assert not arena.all_pinned
+    assert all(piece.eq(0).all() for piece in refused)
+    assert asked == [CUDA, CUDA], "the driver keeps an error until somebody asks"
+    assert set(driver.registered) == {kept.data_ptr()}
+    del arena, kept, refused
+    assert driver.done == ["synchronize cuda", "unregister"]
+
+
+@pytest.mark.gpu
+def test_models_are_dropped_while_updates_and_uploads_are_on_their_way() -> None:
+    """On a GPU a copy from memory that is unpinned meanwhile would end the whole context."""
+    data = residual.batches(1)
+    for _ in range(20):
+        model = residual.make()
+        wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=CUDA, dtype=torch.bfloat16)
+        default_loss(wrapped, data[0]).backward()
+        optimizer.step()
+        del model, wrapped, optimizer
+        gc.collect()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_pinned_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, results = residual.batches(3), []
+    for refused in (False, True):
+        if refused:
+            monkeypatch.setattr("protrain.common.host_memory.register", lambda memory, device: 2)
+        model = residual.make()
+        with pytest.warns(UserWarning, match="refuses to pin") if refused else nullcontext():
+            wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=CUDA, dtype=torch.bfloat16)
+        for batch in data:
+            default_loss(wrapped, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([value.cpu() for value in wrapped.state_dict().values()])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))

@@ -166,40 +166,6 @@ def test_plans_that_do_not_suit(
     attempt("the plan's block_modes name", ValueError, dataclasses.replace(plan, n_ckpt=0))
 
 
-def test_more_host_memory_than_is_free_is_warned_of_before_it_is_taken(
-    model: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def wrap() -> Plan:
-        optimizer = adamw(model)
-        _, wrapped = protrain.wrap(
-            model, optimizer, example_batch=batch, device_memory="500KiB", host_memory="1GiB", progress=False
-        )
-        return wrapped.plan
-
-    of_model = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))  # it is freed before
-    planned: list[Plan] = []
-
-    def build(model: nn.Module, profile: Any, plan: Plan, **_: Any) -> Any:
-        planned.append(plan)
-        raise InterruptedError  # what follows takes the memory
-
-    monkeypatch.setattr(wrapping, "build_engine", build)
-    with pytest.raises(InterruptedError):
-        wrap()
-    (plan,) = planned
-    free = plan.host_bytes - of_model
-    assert free > 0
-    monkeypatch.setattr(wrapping, "available_host_bytes", lambda: free)
-    with pytest.raises(InterruptedError):
-        wrap()
-    monkeypatch.setattr(wrapping, "available_host_bytes", lambda: free - 1)
-    words = (
-        f"the plan takes .* of this machine's host memory, and .* pass host_memory='{(plan.host_bytes - 1) >> 20}MiB'"
-    )
-    with pytest.raises(InterruptedError), pytest.warns(UserWarning, match=words):
-        wrap()
-
-
 # -- where a GPU cannot even run the model for its profile -------------------------------------------------------------
 
 

@@ -22,12 +22,10 @@ from tests.engine.harness import (
     Loop,
     Spec,
     adamw,
-    assert_same,
     check_equal_to_plain,
     seeded,
     wrap_under,
 )
-from tests.engine.plain_loop import prepare_plain
 from tests.engine.profiles import shared_profile
 from tests.engine.residual import batches, make
 
@@ -175,33 +173,6 @@ def test_a_huge_buffer_that_is_first_changed_later_is_refused_once(device: torch
         loss.backward()
     optimizer.zero_grad()
     assert len(Loop().run(wrapped, optimizer, batches(2))) == 2
-
-
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
-def test_parameters_that_the_call_gives(spec: Spec, device: torch.device) -> None:
-    """torch.func.functional_call: no parameter of the model's own is used, in no run of a block."""
-
-    def given(model: nn.Module) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        made = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
-        return {name: value.to(device).requires_grad_() for name, value in made.items()}
-
-    def gradients(model: nn.Module) -> dict[str, Tensor]:
-        parameters = given(model)
-        loss = torch.func.functional_call(model, parameters, batches()[0]).square().mean()
-        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
-
-    model = changing(Counting)
-    expected = gradients(prepare_plain(model, adamw(model), device=device, dtype=torch.float32)[0])
-    model = changing(Counting)
-    wrapped, _ = wrap_under(spec, model, adamw(model), batches()[0], device=device)
-    assert_same(gradients(wrapped), expected)
-    parameters = given(wrapped)
-    loss = torch.func.functional_call(wrapped, parameters, batches()[0]).square().mean()
-    with torch.no_grad():
-        parameters["blocks.2.linear.weight"].mul_(2.0)
-    with pytest.raises(MisuseError, match=r"blocks\.2 needs weight as it was in forward"):
-        loss.backward()
 
 
 # -- what happens between forward and backward -------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -130,31 +128,6 @@ def test_accumulation_begins_in_the_last_backward(spec: Spec, device: torch.devi
         assert counts(optimizer) == (STEPS // 2 * n_chunks, 0)
     optimizer, n_chunks = trained(clipping(1e6, accumulate=2), device, spec, accumulation=3)
     assert counts(optimizer) == (0, 0), "a step of fewer backwards than planned has none"
-
-
-def test_what_the_host_has_not_begun_by_the_end_of_backward_is_not_speculative(
-    spec: Spec, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.undo()
-
-    def run(model: nn.Module, optimizer: Trainer, data: list[Batch]) -> None:
-        for batch in data:
-            go = threading.Event()
-            if isinstance(optimizer, ProTrainOptimizer):
-                optimizer._engine.updates.worker.submit(functools.partial(_hold, go))
-            default_loss(model, batch).backward()
-            optimizer.step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            go.set()
-            optimizer.zero_grad()
-
-    optimizer, _ = trained(run, device, spec)
-    assert counts(optimizer) == (0, 0)
-
-
-def _hold(go: threading.Event) -> None:
-    go.wait(60)
 
 
 @pytest.mark.parametrize(("changes", "speculative_steps"), [(STEPS, 1), (3, 3)], ids=["always", "at-first"])

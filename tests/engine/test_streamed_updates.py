@@ -218,22 +218,3 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     monkeypatch.setattr(Rate, "timing", lambda *_: nullcontext())
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
     assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
-
-
-def test_the_device_leaves_the_host_the_update_that_it_is_at(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The norm comes while the host does a speculative update. Nobody does that update a second time."""
-    speculate = Chunk.step_speculatively
-
-    def slowly(*args: Any, **options: Any) -> None:
-        time.sleep(0.1)
-        speculate(*args, **options)
-
-    monkeypatch.setattr(Chunk, "step_speculatively", slowly)
-    monkeypatch.setattr(Rate, "timing", lambda *_: nullcontext())
-    slow_down(monkeypatch, seconds=0.02)
-    spec = Spec("none", "least", (NONE, CKPT), small=True, speculate=True, stream=True)
-    report = trained_beside_a_late_host(device, monkeypatch, spec=spec)
-    assert report.streamed_updates > 0 < report.speculative_updates
-    assert report.redone_updates == 0

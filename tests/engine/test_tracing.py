@@ -74,24 +74,6 @@ def test_a_trace_has_every_unit_copy_and_update(
     assert {f"weights {chunk}" for chunk in away} <= up
 
 
-def test_a_trace_without_kernels_has_the_rest(
-    tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path, device: torch.device
-) -> None:
-    model = tiny_model("llama")
-    batches = [tiny_batch(seed=seed) for seed in range(2)]
-    spec = Spec("none", "least", (CKPT, NONE))
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), batches[0], device=device)
-    with protrain.trace(optimizer, tmp_path / "trace.json", kernels=False):
-        LOOP.run(wrapped, optimizer, batches)
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert len({event["pid"] for event in events}) == 2, "measured and predicted"
-    rows = read(tmp_path / "trace.json")
-    spans = Counter(event["name"] for event in rows["ProTrain, measured", "GPU"])
-    assert spans["forward model.layers.1"] == spans["backward model.layers.1"] == 2
-    measured, predicted = (min(event["ts"] for event in rows[who, "GPU"]) for who in _BOTH)
-    assert abs(predicted - measured) < 60e6, "on one clock"
-
-
 def test_an_error_inside_leaves_the_engine_as_it_was(
     tiny_model: Callable[..., nn.Module], tiny_batch: Callable[..., Batch], tmp_path: Path
 ) -> None:

@@ -14,7 +14,6 @@ from protrain.hardware.calibration.report import (
     clock_warnings,
     link_warnings,
     machine_warnings,
-    pinning_warnings,
     warnings_of_all,
 )
 from protrain.hardware.calibration.timing import Effort
@@ -128,15 +127,13 @@ def _of_machine(*, seconds: float = 30.0, names: tuple[str, ...] = ("H100",), to
 
 
 def test_what_slows_a_machine_down_before_it_is_measured_is_told() -> None:
-    assert _of_machine(names=("H100", "H100")) == pinning_warnings(pinned=True) == []
+    assert _of_machine(names=("H100", "H100")) == []
     (line,) = _of_machine(torch_threads=1)
     assert "torch uses 1 of the 4 cores of this process: unset OMP_NUM_THREADS" in line
     (line,) = _of_machine(names=("H100", "A100", "H100"))
     assert "ranks have unlike GPUs: H100 and A100" in line
     (line,) = _of_machine(seconds=3.0)
     assert "so little time that tensors of 102 MiB were measured" in line
-    (line,) = pinning_warnings(pinned=False)
-    assert "raise the limit of locked memory (ulimit -l" in line
     assert warnings_of_all([["hot", "narrow"], ["hot"]]) == ["hot", "rank 0: narrow"]
 
 

@@ -19,8 +19,8 @@ from protrain.planning import (
     fingerprint,
     search,
 )
-from protrain.planning.answer import host_gparams
 from protrain.planning.plan import name_other_use, refuse_other_model
+from protrain.planning.predict import host_gparams
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.machines import H100
 from tests.planning.models import GIB, MIB, machine, make_profile

@@ -18,6 +18,7 @@ from protrain.hardware.detection import detect
 from protrain.planning import BlockMode, evaluate, pack
 from protrain.planning.rates import COPY_MS
 from protrain.planning.schedule import Fetches
+from protrain.planning.timeline import DOWN, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import DEVICE_UPDATE_MS, MACHINE, MOVE_MS, UPDATE_MS, N, chain, model_of, placed
 
@@ -93,6 +94,13 @@ def test_speculative_updates_hide_in_backward() -> None:
     assert steps[8] >= inside.step_ms((NONE,) * 8, placed(0, 8)) - 1e-9
 
 
+def test_speculative_updates_take_effect_when_the_last_of_them_is_done() -> None:
+    # The last gradient is in host memory 3.44 ms before backward ends, its update takes 4, and three weights go up.
+    slow = replace(MACHINE, host_adam_gparams=MACHINE.host_adam_gparams / 4)
+    step = model_of(chain(1.0, 6.0), slow).step_ms((NONE,) * 4, placed(1, 3, 3))
+    assert step == pytest.approx(4 * UPDATE_MS - 3.44 + 3 * MOVE_MS + 1.0 + 4 * 6.0, abs=0.02)
+
+
 def test_chunks_that_forward_never_uses_are_neither_updated_nor_waited_for() -> None:
     profile, slow = chain(1.0, 2.0, n=6), replace(MACHINE, host_adam_gparams=0.0128)
     segments = tuple(segment for segment in profile.segments if segment.block is not None and segment.block < 4)
@@ -150,6 +158,14 @@ def test_a_step_of_several_batches_updates_once() -> None:
     on_device = model.step_ms((NONE,) * 4, placed(1, 2)._replace(n_device_sum=3))
     assert on_device == pytest.approx(2 * 36.0 + last - 2 / 26 * 300.0, rel=0.1)
     assert on_device < step_ms(three, (NONE,) * 4, 1, 2, **slow)
+
+
+def test_sums_in_host_memory_come_up_and_go_down_with_four_bytes_a_parameter() -> None:
+    timeline = model_of(replace(chain(3.0, 6.0), accumulation=2)).timeline((NONE,) * 4, placed(1, 2))
+    for lane, kind in ((UP, "sum"), (DOWN, "gradients")):
+        found = {one.name: one.end_ms - one.start_ms for one in timeline.operations if one.lane == lane}
+        times = {name: time_ms for name, time_ms in found.items() if name.startswith(kind)}
+        assert times == pytest.approx({f"{kind} {chunk}": 2 * MOVE_MS for chunk in (1, 2, 3)})
 
 
 def test_the_papers_formula() -> None:

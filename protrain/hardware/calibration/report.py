@@ -12,6 +12,10 @@ from protrain.hardware.nvml import GpuFacts
 from protrain.hardware.profile import RATE_UNITS, HardwareProfile
 
 _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
+NOT_PINNED = (
+    "host memory cannot be pinned, so that copies are slow and nothing overlaps them: raise the limit of locked memory "
+    "(ulimit -l, or --ulimit memlock=-1 of a container)"
+)
 
 
 def report(profile: HardwareProfile) -> str:
@@ -96,16 +100,6 @@ def clock_warnings(loaded: GpuFacts | None) -> list[str]:
     if loaded is None or not loaded.throttled:
         return []
     return ["the card slows itself down, by heat or a fault of its supply: check its cooling"]
-
-
-def pinning_warnings(*, pinned: bool) -> list[str]:
-    """Warns of host memory that the driver refused to pin."""
-    if pinned:
-        return []
-    return [
-        "host memory cannot be pinned, so that copies are slow and nothing overlaps them: raise the limit of locked "
-        "memory (ulimit -l, or --ulimit memlock=-1 of a container)"
-    ]
 
 
 def warnings_of_all(of_ranks: Sequence[Sequence[str]]) -> list[str]:

@@ -36,10 +36,10 @@ from protrain.hardware.calibration.contention import (
 )
 from protrain.hardware.calibration.ranks import Collectives, most_contended, slowest
 from protrain.hardware.calibration.report import (
+    NOT_PINNED,
     clock_warnings,
     link_warnings,
     machine_warnings,
-    pinning_warnings,
     warnings_of_all,
 )
 from protrain.hardware.calibration.timing import FULL_SECONDS, Effort, load, one_core_taken
@@ -151,7 +151,7 @@ class Calibration:
             collectives = Collectives(ranks, self._device, effort.transfer_bytes)
             work.activities["collective"] = on_device(collectives.both, 1.0, self._device)
         with pinned(*work.pinned, device=self._device) as accepted:
-            warnings = [*warnings, *self._card_warnings(work), *pinning_warnings(pinned=accepted)]
+            warnings = [*warnings, *self._card_warnings(work), *([] if accepted else [NOT_PINNED])]
             if not all(ranks.all_values(accepted, "whether memory can be pinned")):
                 del work.activities["streamed_adam"]
             runs = self._runs(work.activities, collectives)

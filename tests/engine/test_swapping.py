@@ -1,4 +1,4 @@
-"""Blocks swapped in one buffer, and storage by storage: the plain loop's bits, one copy each way, planned memory."""
+"""Swapped blocks, and inputs of recomputed ones, in host memory: the plain loop's bits, and planned memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from protrain.engine.streams import streams_for
+from protrain.engine.streams import Streams, streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
+    CKPT_SWAP,
     NONE,
     SWAP,
     Batch,
@@ -140,3 +142,120 @@ def test_on_a_gpu_a_block_is_one_copy_each_way_and_within_the_plan(family: str) 
             n_copies = sum(name.startswith(way) for name in names)
             assert n_copies <= n_blocks + 6 if packed else n_copies >= 8 * n_blocks, way
         assert optimizer.report().device_bytes <= optimizer.plan.device_bytes
+
+
+# -- inputs of recomputed blocks ---------------------------------------------------------------------------------------
+
+
+ROWS, ROW_WIDTH, N_BLOCKS = 64, 32, 6
+INPUT_BYTES = ROWS * ROW_WIDTH * 4
+MOVES = (
+    Spec("all", "least", (CKPT_SWAP,)),
+    Spec("none", "least", (CKPT_SWAP,), small=True),
+    Spec("none", "least", (CKPT_SWAP, CKPT)),
+    Spec("some", "least", (SWAP, CKPT_SWAP, NONE)),
+)
+
+
+@pytest.fixture
+def offloaded(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> list[int]:
+    """Bytes of every storage that goes to host memory; gradients are of another dtype."""
+    found: list[int] = []
+    kind = type(streams_for(device))
+    offload = kind.offload
+
+    def counted(self: Streams, target: Tensor, source: Tensor, **marks: Any) -> None:
+        if source.dtype is torch.uint8:
+            found.append(source.nbytes)
+        offload(self, target, source, **marks)
+
+    monkeypatch.setattr(kind, "offload", counted)
+    return found
+
+
+def step(model: nn.Module, optimizer: ProTrainOptimizer, batch: Batch) -> None:
+    optimizer.backward(default_loss(model, batch))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Rows(nn.Module):
+    """Blocks that are given everything at once: a tuple of two views of one tensor, a tensor and a table for all."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(ROW_WIDTH // 2)
+            self.linear = nn.Linear(ROW_WIDTH // 2, ROW_WIDTH // 2)
+            self.drop = nn.Dropout(0.1)
+
+        def forward(self, halves: tuple[Tensor, Tensor], *, extra: dict[str, Any], scale: float) -> Tensor:
+            left, right = halves
+            hidden = torch.tanh(self.linear(self.norm(left))) * extra["table"].to(left.dtype)
+            hidden = hidden + extra["memory"][0] * scale
+            return torch.cat([right.tanh() + self.drop(hidden), left * hidden.sigmoid()], dim=-1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(8, ROW_WIDTH)
+        self.encoder = nn.Linear(8, ROW_WIDTH // 2)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(N_BLOCKS))
+        self.leave = nn.Linear(ROW_WIDTH, 4)
+        self.table: Tensor
+        self.register_buffer("table", torch.linspace(0.5, 1.5, ROWS * ROW_WIDTH // 2).view(ROWS, ROW_WIDTH // 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        extra = {"table": self.table * 2, "memory": [self.encoder(x)]}
+        hidden = self.enter(x)
+        for block in self.blocks:
+            hidden = block(hidden.chunk(2, dim=-1), extra=extra, scale=0.5)
+        return self.leave(hidden)
+
+
+def make_rows() -> nn.Module:
+    with seeded():
+        return Rows()
+
+
+def rows(count: int = 4) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(ROWS, 8, generator=generator),) for _ in range(count)]
+
+
+@pytest.mark.parametrize(("dtype", "specs"), [(torch.float32, MOVES[::2]), (torch.bfloat16, MOVES[1::2])])
+def test_nested_views_and_shared_tensors_have_the_bits_of_the_plain_loop(
+    device: torch.device, dtype: torch.dtype, specs: tuple[Spec, ...]
+) -> None:
+    check_equal_to_plain(make_rows, rows(2), device=device, dtype=dtype, specs=specs)
+
+
+def test_inputs_are_offloaded_once_and_shared_tensors_stay(device: torch.device, offloaded: list[int]) -> None:
+    for modes, count in (((CKPT_SWAP,), N_BLOCKS), ((CKPT_SWAP, CKPT), N_BLOCKS // 2), ((CKPT,), 0)):
+        model = make_rows()
+        wrapped, optimizer = wrap_under(Spec("none", "least", modes), model, adamw(model), rows()[0], device=device)
+        step(wrapped, optimizer, rows()[0])
+        assert offloaded == [INPUT_BYTES] * count, modes
+        offloaded.clear()
+
+
+# -- device memory -----------------------------------------------------------------------------------------------------
+
+
+def make_residual() -> nn.Module:
+    return residual.make(ROW_WIDTH, depth=N_BLOCKS)
+
+
+def test_the_peak_falls_by_what_is_claimed() -> None:
+    batch, peak, planned = rows()[0], {}, {}
+    for mode in (CKPT, CKPT_SWAP):
+        model = make_residual()
+        spec = Spec("all", "least", (mode,))
+        wrapped, optimizer = wrap_under(spec, model, adamw(model), batch, device=CPU, tight=True)
+        for _ in range(2):
+            step(wrapped, optimizer, batch)
+        peak[mode], planned[mode] = optimizer.report().device_bytes, optimizer.plan.device_bytes
+        assert peak[mode] <= planned[mode]
+    # One is being computed with, one is on its way out or back.
+    claimed = (N_BLOCKS - 2) * INPUT_BYTES
+    assert peak[CKPT] - peak[CKPT_SWAP] >= claimed - INPUT_BYTES
+    assert claimed - INPUT_BYTES <= planned[CKPT] - planned[CKPT_SWAP] <= N_BLOCKS * INPUT_BYTES
