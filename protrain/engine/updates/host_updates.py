@@ -183,11 +183,11 @@ class HostUpdate:
         if not self.window.is_closed():
             self.job.run()
 
-    def speculate(self) -> None:
-        """Do the update speculatively, if there is still time for it."""
+    def speculate(self, pieces: list[Piece]) -> None:
+        """Do the update speculatively, by ``pieces`` as they are in backward, if there is still time for it."""
         if self.window.is_closed():
             return
-        chunk, pieces = self.chunk, self.pieces  # step() may replace the pieces
+        chunk = self.chunk
         _wait_for_gradient(chunk, NO_SCALE)
         self.assumed = chunk.version, pieces, self.factor
         scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")

@@ -154,7 +154,8 @@ class Updates:
             return
         update = self._begun[chunk] = self._made(chunk, pieces, factor=self._unscaling)
         what = "weight" if chunk.speculates_weight_only else "update"
-        update.early = self.worker.submit(update.speculate, f"speculative {what} {chunk.index}")
+        speculate = functools.partial(update.speculate, pieces)
+        update.early = self.worker.submit(speculate, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, update.early)
 
     def forget(self) -> None:
