@@ -223,13 +223,9 @@ def _begin(
                 save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
                 save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
                 save.manifest |= {} if base is None else {"base": base.to_dict()}
-                save.serial = _new_save(root, save.unlock)
+                save.serial = new_save(root, save.unlock)
                 others = {BUFFERS: unmanaged_tensors(model, base_weights(model, base))}
-                others |= {MODULES: tensors} if tensors else {}
-                save.manifest["files"] = {
-                    name: {**write_tensors(save.scratch / name, found), "parameters": []}
-                    for name, found in others.items()
-                }
+                save.manifest["files"] = write_others(save.scratch, others | ({MODULES: tensors} if tensors else {}))
         save.serial = ranks.of_first(save.serial)
         with raised_on_all(ranks):
             if not first and not save.scratch.is_dir():
@@ -308,7 +304,7 @@ def _manifest(
     }
 
 
-def _new_save(root: Path, unlock: ExitStack) -> int:
+def new_save(root: Path, unlock: ExitStack) -> int:
     """Remove what killed saves have left in ``root``, and make the hidden folder of a new one. Returns its number.
 
     Until ``unlock`` is closed, no other process can do so there. It would take this save for what a killed one has
@@ -332,6 +328,11 @@ def _new_save(root: Path, unlock: ExitStack) -> int:
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
     (root / f".{serial:05d}.tmp").mkdir()
     return serial
+
+
+def write_others(scratch: Path, others: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """Write the files of ``others``, tensors of no parameters. Returns the entries of the files in the manifest."""
+    return {name: {**write_tensors(scratch / name, tensors), "parameters": []} for name, tensors in others.items()}
 
 
 def _delete_all_but(saves: list[Path], keep: int) -> None:

@@ -63,7 +63,8 @@ _EXPORT_EXAMPLE = """example:
   protrain export path/to/checkpoints exported --model path/to/model
 """
 _CONVERT_EXAMPLE = """example:
-  protrain convert runs/mine dcp  # its newest checkpoint
+  protrain convert runs/mine dcp          # its newest checkpoint
+  protrain convert dcp other/checkpoints  # and back
 """
 
 
@@ -286,11 +287,11 @@ def _add_export(add_parser: AddParser) -> None:
 
 def _add_convert(add_parser: AddParser) -> None:
     parser = add_parser(
-        description="Convert a checkpoint, of any number of GPUs, to the format of torch.distributed.checkpoint.",
+        description="Convert a checkpoint, of any number of GPUs, to torch.distributed.checkpoint, or back.",
         epilog=_CONVERT_EXAMPLE,
     )
-    parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint")
-    parser.add_argument("target", metavar="TARGET", type=writable_folder, help="where to write it")
+    parser.add_argument("source", metavar="SOURCE", type=Path, help="a run, or a checkpoint of either format")
+    parser.add_argument("target", metavar="TARGET", type=writable_folder, help="where to write it in the other format")
     parser.set_defaults(run="protrain.cli.export_run:convert")
 
 
@@ -300,7 +301,10 @@ COMMANDS = {
     "plan": ("show the plan for a model", _add_plan),
     "train": ("fine-tune a language model by TRL: SFT, or DPO", _add_train),
     "export": ("write a checkpoint as a Hugging Face folder", _add_export),
-    "convert": ("write a checkpoint in the format of torch.distributed.checkpoint", _add_convert),
+    "convert": (
+        "write a checkpoint in the format of torch.distributed.checkpoint, or the other way round",
+        _add_convert,
+    ),
     "bench": ("measure parts of ProTrain against their peers", add_bench),
 }
 

@@ -56,8 +56,8 @@ def convert(args: argparse.Namespace) -> None:
     import protrain.checkpoint.dcp as dcp  # no other command should wait for torch's checkpoints to be imported
 
     with stage(f"converting {args.source}"):
-        dcp.convert(_saves_of(args.source), args.target)
-    print(args.target)
+        written = dcp.convert(_saves_of(args.source), args.target)
+    print(written)
 
 
 def _saves_of(folder: Path) -> Path:

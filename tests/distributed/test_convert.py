@@ -1,7 +1,8 @@
-"""A checkpoint of several ranks goes to torch.distributed.checkpoint, and loses nothing that plain torch has."""
+"""A checkpoint of several ranks goes to torch.distributed.checkpoint and back, and loses nothing."""
 
 from __future__ import annotations
 
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from protrain.checkpoint.manifest import find_save
 from protrain.cli.main import main
 from tests.checkpoints import make_counting
 from tests.distributed.pool import on_ranks
-from tests.distributed.saves import FIRST, Outcome, Run, go_on, make
+from tests.distributed.saves import FIRST, SECOND, THIRD, Outcome, Run, go_on, make
 from tests.engine.harness import assert_same
 
 Saved: TypeAlias = tuple[str, Path, dict[str, Tensor]]
@@ -41,10 +42,9 @@ def _load(folder: Path, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_plain_torch_reads_whole_tensors(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_torch_reads_whole_tensors(saved: Saved, tmp_path: Path) -> None:
     dtype, folder, expected = saved
-    assert main(["convert", str(folder), str(tmp_path / "dcp")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "dcp")]
+    assert convert(folder, tmp_path / "dcp") == tmp_path / "dcp"
     assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
     shapes = {name: (p.shape, p.requires_grad) for name, p in make().named_parameters()}
     state: dict[str, Any] = {"model": {name: torch.full(shape, torch.nan) for name, (shape, _) in shapes.items()}}
@@ -70,6 +70,41 @@ def test_plain_torch_reads_whole_tensors(saved: Saved, tmp_path: Path, capsys: p
     assert torch.equal(torch.tensor([group["lr"] for group in state["optim"]["param_groups"]]), expected["lr"])
 
 
+@pytest.mark.slow
+def test_converted_back_it_goes_on_with_the_same_bits(
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dtype, folder, expected = saved
+    back = tmp_path / "back"
+    assert main(["convert", str(folder), str(tmp_path / "dcp")]) == 0
+    assert main(["convert", str(tmp_path / "dcp"), str(back)]) == 0
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "dcp"), str(back / "00001-step-2")]
+    final = go_on(0, 1, Run(THIRD, dtype, load=str(folder), after=range(2, 4))).final
+    for outcome in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4)), timeout_s=200):
+        assert_same(outcome.saved, expected)
+        assert_same(outcome.final, final)
+
+
+def test_extra_states_and_whole_parameters_come_back(tmp_path: Path) -> None:
+    model: Any
+    other: Any
+    model, optimizer = make_counting()
+    states = [{"seen": torch.arange(5), 3: ("a", b"b")}, [torch.zeros(0), 1.5]]
+    model[0].state, model[1][0].state = states
+    protrain.save_checkpoint(tmp_path / "save", model, optimizer, extra={"epoch": 3})
+    convert(tmp_path / "save", tmp_path / "dcp")
+    convert(tmp_path / "dcp", tmp_path / "back")
+    other, other_optimizer = make_counting()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert protrain.load_checkpoint(tmp_path / "back", other, other_optimizer) == {"epoch": 3}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter), name
+    assert torch.equal(other[0].state["seen"], torch.arange(5))
+    assert other[0].state[3] == ("a", b"b")
+
+
 def test_what_is_no_checkpoint_or_damaged_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     model, optimizer = make_counting()
     save = protrain.save_checkpoint(tmp_path / "save", model, optimizer)
@@ -81,8 +116,18 @@ def test_what_is_no_checkpoint_or_damaged_is_refused_and_leaves_nothing(tmp_path
     (used / "file").touch()
     with pytest.raises(ValueError, match="is not empty: give a folder of its own"):
         convert(save, used)
+    convert(save, target)
+    (piece,) = target.glob("*.distcp")
+    piece.write_bytes(piece.read_bytes()[:-2000])
+    with pytest.raises(protrain.CheckpointError, match="dcp is damaged: "):
+        convert(target, tmp_path / "back")
+    shutil.rmtree(target)
+    with warnings.catch_warnings(action="ignore"):
+        dcp.save({"a": torch.zeros(2)}, storage_writer=dcp.FileSystemWriter(target), no_dist=True)
+    with pytest.raises(protrain.CheckpointError, match="was not written by `protrain convert`"):
+        convert(target, tmp_path / "back")
     file = find_save(tmp_path / "save") / "state-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
     with pytest.raises(protrain.CheckpointError, match="is damaged: its checksum differs"):
-        convert(save, target)
-    assert {path.name for path in tmp_path.iterdir()} == {"save", "used"}
+        convert(save, tmp_path / "again")
+    assert {path.name for path in tmp_path.iterdir()} == {"save", "dcp", "used"}
