@@ -6,7 +6,7 @@ With several ranks, a parameter may lie in the shards of some of them. What a ra
 in the order of a contiguous tensor:
 
 - ``read_own_master`` copies that run, or some of it, and ``export_part`` tells of it. Other ranks need not call them.
-- ``whole`` makes whole values of such copies, and ``read_weight`` reads a whole weight. Both are collectives, which all
+- ``whole`` makes whole values of such copies, and ``read_weights`` reads whole weights. Both are collectives, which all
   ranks must call in the same order, and give all of them the same.
 - ``write_...`` and ``import_...`` are given the whole value or any run of its elements, and take from that what this
   rank has. To set a parameter, every rank must be given what it has.
@@ -15,7 +15,7 @@ in the order of a contiguous tensor:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, Member
-from protrain_kernels import join, split
+from protrain_kernels import join, split, unflatten
 
 _STATES = ("exp_avg", "exp_avg_sq")
 _ALL = slice(None)
@@ -50,7 +50,22 @@ def whole(member: Member, own: Tensor) -> Tensor:
 
 def read_weight(member: Member) -> Tensor:
     """A copy of the weight on the CPU, in the parameter's shape and dtype. All ranks must call it."""
-    return whole(member, _copy(member, member.chunk.weight, _ALL))
+    return read_weights([member])[0]
+
+
+def read_weights(members: Sequence[Member]) -> list[Tensor]:
+    """Copies as ``read_weight`` makes them, with one transfer and one exchange for each chunk."""
+    copies = [torch.empty(member.shape, dtype=member.chunk.weight.dtype, device="cpu") for member in members]
+    by_chunk: dict[Chunk, list[int]] = {}
+    for at, member in enumerate(members):
+        by_chunk.setdefault(member.chunk, []).append(at)
+    for chunk, found in by_chunk.items():
+        first = min(members[at].offset for at in found)
+        stop = max(members[at].stop for at in found)
+        own = chunk.weight[max(0, first - chunk.shard.start) : max(0, stop - chunk.shard.start)].cpu()
+        offsets = [members[at].offset - first for at in found]
+        unflatten(_assembled(chunk, own, first, stop), [copies[at] for at in found], offsets)
+    return copies
 
 
 def write_master(member: Member, value: Tensor, elements: slice | None = None) -> None:

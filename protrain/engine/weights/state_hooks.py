@@ -25,7 +25,7 @@ from protrain.distributed.agreement import raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.engine import Engine
 from protrain.engine.states.chunks import Member
-from protrain.engine.states.parameter_state import read_weight, write_weight
+from protrain.engine.states.parameter_state import read_weight, read_weights, write_weight
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.engine.weights.released import ReleasedParameter, end_full, make_full
 
@@ -144,7 +144,7 @@ def full_parameters(module: nn.Module | nn.Parameter) -> Iterator[None]:
     with engine.quiet():
         # An outer full_parameters may have some of them already.
         members = [member for member in members if member.index not in engine.bindings.full]
-        copies = [*map(read_weight, members)]
+        copies = read_weights(members)
         given_out = [copy.clone() for copy in copies]
     try:
         for member, full in zip(members, given_out, strict=True):
