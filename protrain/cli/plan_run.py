@@ -64,6 +64,7 @@ class _Asked:
         self.step = ProfiledStep.of(args, hardware.device_type)
         self.inside: bool = args.step_during_backward
         self._elsewhere = bool(args.hardware or args.compare)
+        self._profiles: dict[Batch, ModelProfile] = {}  # that ``profile`` has found
 
     def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
         """The profile of ``step`` from the shapes of its tensors."""
@@ -76,8 +77,14 @@ class _Asked:
 
         return replace(counted_profile(step.description(), count), moment_dtype=self.args.moment_dtype)
 
-    def profile(self, batch: Batch, show: Callable[[str], None]) -> ModelProfile:
+    def profile(self, batch: Batch) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
+        if batch not in self._profiles:
+            with stage("profiling the model") as show:
+                self._profiles[batch] = self._new_profile(batch, show)
+        return self._profiles[batch]
+
+    def _new_profile(self, batch: Batch, show: Callable[[str], None]) -> ModelProfile:
         step, profile = replace(self.step, batch=batch.batch), None
         if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
             with importing():
@@ -89,14 +96,15 @@ class _Asked:
         profile = profile or self.counted(step, show)
         return replace(profile, accumulation=batch.accumulation, moment_dtype=self.args.moment_dtype)
 
-    def batches(self, show: Callable[[str], None]) -> tuple[Batch, ...]:
+    def batches(self) -> tuple[Batch, ...]:
         """The batch of --batch, or those by which a step can have --step-tokens, the fastest first.
 
         A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         """
         if self.args.batch is not None or self.hardware.device_type == "cpu":
             return (Batch(batch=self.step.batch, accumulation=self.args.accumulation or 1),)
-        low, high = (self.counted(replace(self.step, batch=batch), show) for batch in (_LOW, _HIGH))
+        with stage("profiling two batches") as show:
+            low, high = (self.counted(replace(self.step, batch=batch), show) for batch in (_LOW, _HIGH))
         n_sequences = self.args.step_tokens * _LOW // (low.tokens * self.hardware.world_size)
         return fastest_batches(
             lambda batch: at_batch(low, high, (batch - _LOW) / (_HIGH - _LOW)),
@@ -119,8 +127,7 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
 
     How fast batches are is known from two of them, so the fastest may turn out not to fit. Then the next is taken.
     """
-    with stage("profiling the model") as show:
-        batches = asked.batches(show)
+    batches = asked.batches()
     answer = _answer_with(asked, batches[0])
     while not answer.fits and len(batches) > 1:
         batches = batches[1:]
@@ -129,8 +136,7 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
 
 
 def _answer_with(asked: _Asked, batch: Batch) -> Answer:
-    with stage("profiling the model") as show:
-        profile = asked.profile(batch, show)
+    profile = asked.profile(batch)
     try:
         with stage("planning"):
             plan = search(profile, asked.hardware, step_during_backward=asked.inside)
@@ -142,8 +148,7 @@ def _answer_with(asked: _Asked, batch: Batch) -> Answer:
 def _plan(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
     answer = asked.kept("plan", partial(_answer, asked, _prices(args, 1)[0]))
-    with stage("profiling the model") as show:
-        profile = asked.profile(answer.batches[0], show)
+    profile = asked.profile(answer.batches[0])
     fits = "fits on" if answer.fits else "does not fit"
     title = _title(args, profile, hardware.world_size)
     sections = [wrapped(f"{fits} {answer.machine}\n{title}", indent="  ") + f"\n{summary_text(answer)}"]
@@ -210,8 +215,7 @@ def _other_trainings(
 
 def _frontier(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
-    with stage("profiling the model") as show:
-        profile = asked.profile(asked.batches(show)[0], show)
+    profile = asked.profile(asked.batches()[0])
     with stage("planning under every limit"):
         found = frontier(profile, hardware, step_during_backward=asked.inside)
     if args.picture is not None:

@@ -11,6 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import protrain
+import protrain_kernels
+from protrain.engine.activations import swap
+from protrain.engine.gradients import reduction
+from protrain.engine.states import parameter_state
 from protrain.engine.streams import Streams, streams_for
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
@@ -120,6 +125,26 @@ def test_a_packed_block_is_one_copy_each_way(monkeypatch: pytest.MonkeyPatch) ->
     assert found[True] == {"offload": DEPTH, "upload": DEPTH}
     assert found[False] == {"offload": found[False]["upload"], "upload": found[False]["upload"]}
     assert found[False]["upload"] == 10 * DEPTH
+
+
+def test_the_engine_moves_tensors_by_the_public_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: Counter[str] = Counter()
+    users = {"flatten": reduction, "unflatten": parameter_state, "pack": swap, "unpack": swap}
+    for name, module in users.items():
+
+        def counted(*args: Any, _name: str = name, **how: Any) -> Any:
+            called[_name] += 1
+            return getattr(protrain_kernels, _name)(*args, **how)
+
+        monkeypatch.setattr(module, name, counted)
+    model: nn.Module = make_stack()
+    model, optimizer = wrap_under(BOTH[1], model, adamw(model), stack_batches()[0], device=CPU)
+    x = stack_batches()[0][0].requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().mean(), [x], create_graph=True)
+    optimizer.backward(slope.square().mean())
+    with protrain.full_parameters(model):
+        assert model.blocks[0].down.weight.shape == (WIDTH, WIDTH)
+    assert called.keys() == users.keys()
 
 
 @pytest.mark.gpu
