@@ -198,6 +198,12 @@ def _activation_bytes(profile: ModelProfile, plan: Plan) -> int:
 
 def _move_the_rest(model: nn.Module, device: torch.device) -> None:
     """Move buffers, and parameters that are not managed, to the device. Their dtype and class do not change."""
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"buffer {name} is on the meta device, and only the model's constructor knows its values: build the "
+                "model under `with protrain.empty_parameters():`, which keeps buffers that follow from no parameter"
+            )
     others = (parameter for parameter in model.parameters() if not is_managed(parameter))
     there = {id(parameter): _on_device(parameter, device) for parameter in others if parameter.device != device}
     for module in model.modules():
