@@ -143,7 +143,7 @@ def test_the_engine_moves_tensors_by_the_public_kernels(monkeypatch: pytest.Monk
     (slope,) = torch.autograd.grad(model(x).square().mean(), [x], create_graph=True)
     optimizer.backward(slope.square().mean())
     with protrain.full_parameters(model):
-        assert model.blocks[0].down.weight.shape == (WIDTH, WIDTH)
+        assert model.get_parameter("blocks.0.down.weight").shape == (WIDTH, WIDTH)
     assert called.keys() == users.keys()
 
 
