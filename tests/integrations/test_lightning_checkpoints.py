@@ -32,13 +32,13 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 def refuse_gathering(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error for whoever takes a whole state where there is a plan."""
+    from protrain.engine.states import parameter_state
     from protrain.engine.weights.state_hooks import StateHooks
-    from protrain.optim.optimizer import ProTrainOptimizer
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("a whole state was taken")
 
-    monkeypatch.setattr(ProTrainOptimizer, "_states_of", refuse)
+    monkeypatch.setattr(parameter_state, "export_state", refuse)
     monkeypatch.setattr(StateHooks, "export", refuse)
 
 
