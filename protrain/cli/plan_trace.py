@@ -52,7 +52,7 @@ def _token_bytes(loaded: LoadedModel, step: ProfiledStep) -> int:
 def counted(step: ProfiledStep, *, show: Callable[[str], None] | None = None) -> ModelProfile:
     """The profile of ``step`` from the shapes of its tensors, as times of another machine cannot be measured here.
 
-    Of a named shape a few blocks are traced.
+    If the model is a named shape, the trace is of a few of its blocks.
     """
     n_blocks = step.layers or (SHAPES[step.model].layers if step.model in SHAPES else 0)
     if step.model not in SHAPES or n_blocks <= TRACED_BLOCKS or step.freeze:  # which may tell blocks apart

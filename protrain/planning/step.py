@@ -162,8 +162,8 @@ class Steps:
     def _gradients_under(self, n_persist: int, n_device_sum: int) -> list[tuple[Gradient, ...]]:
         """By visit of backward its gradients under these placements.
 
-        Those of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step. Ranks
-        that reduce the gradients of a chunk offload one shard, with the last of them.
+        Gradients of persistent chunks are not offloaded, nor are sums on the device before the last batch of a step.
+        Ranks that reduce the gradients of a chunk offload one shard, with the last of them.
         """
         on_device = summed_on_device(len(self._layout.chunks), n_persist, n_device_sum)
         stay = on_device if self._only_adds else ()
@@ -182,7 +182,7 @@ class Steps:
         ]
 
     def _gradient(self, part: GradientPart, staging: int, on_device: Container[int]) -> Gradient:
-        """What is done with ``part``. Sums of chunks that are offloaded and not ``on_device`` are in host memory."""
+        """What is done with ``part``. The sum of an offloaded chunk is in host memory, unless it is ``on_device``."""
         element = self._profile.element_bytes  # what flattening reads, and writes
         offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
         if self._memory.accumulates and staging >= 0 and part.chunk not in on_device:
