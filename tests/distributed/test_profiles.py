@@ -122,5 +122,6 @@ def test_a_rank_fails_in_the_profile_while_the_others_are_in_a_collective_of_the
     for rank in (0, 2):
         (error,) = endings[rank].errors
         assert error.startswith("RuntimeError: "), error
-        said = endings[rank].text
-        assert f"The ranks are out of step: rank 1 has raised an exception in protrain.wrap: {FAILED}" in said, said
+        said = endings[rank].text  # which may name the other waiting rank before rank 1
+        assert "The ranks are out of step: " in said, said
+        assert f"rank 1 has raised an exception in protrain.wrap: {FAILED}" in said, said
