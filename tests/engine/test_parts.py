@@ -21,8 +21,8 @@ from tests.engine import residual
 from tests.engine.harness import Spec, adamw, default_loss, wrap_under
 
 
-def assert_true(value: bool) -> None:
-    assert value
+def wait_for(gate: threading.Event) -> None:
+    assert gate.wait(240)
 
 
 # -- arena -------------------------------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def fail() -> None:
 def test_an_error_reaches_whoever_waits_and_no_other_job() -> None:
     worker = HostWorker(threads=1, device=torch.device("cpu"))
     gate = threading.Event()
-    blocked = worker.submit(lambda: assert_true(gate.wait(20)))
+    blocked = worker.submit(lambda: wait_for(gate))
     failing, fine = worker.submit(fail), worker.submit(lambda: None)
     gate.set()
     for _ in range(2):
@@ -71,7 +71,7 @@ for worker, file in (kept, {str(tmp_path / "kept")!r}), (dropped, {str(tmp_path 
 del worker, dropped
 """
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "dropped"}
 
 
@@ -85,7 +85,7 @@ from protrain.engine.updates.worker import HostWorker
 worker = HostWorker(threads=1, device=torch.device("cpu"))
 """
     environment = {"PYTHONPATH": str(Path(__file__).parents[2]), "PATH": ""}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
     assert (tmp_path / "done").exists()
 
 
