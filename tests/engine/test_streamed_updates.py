@@ -17,7 +17,7 @@ from torch import nn
 
 from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import HostUpdates, Rate, Window
+from protrain.engine.updates.host_updates import HostOptimizer, Rate, Window
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning.sharing import Waiting
@@ -128,7 +128,7 @@ def test_after_a_backward_with_updates_inside(
 def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    monkeypatch.setattr(Chunk, "step_streamed", _fail)
+    monkeypatch.setattr(Chunk, "adam_streamed", _fail)
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
     ways: dict[str, Callable[[], Any]] = {
@@ -149,13 +149,13 @@ def _fail(*_: Any, **__: Any) -> None:
 def slow_down(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
     """Let the host take longer for an update. Otherwise it may be done before the other thread looks."""
 
-    update = HostUpdates.update
+    update = HostOptimizer.update
 
     def slow(*args: Any) -> None:
         time.sleep(seconds)
         update(*args)
 
-    monkeypatch.setattr(HostUpdates, "update", slow)
+    monkeypatch.setattr(HostOptimizer, "update", slow)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
@@ -185,6 +185,38 @@ def test_whoever_does_it_the_bits_are_the_same(
         optimizer.report().streamed_updates,
     )
     assert steps // 5 < streamed < n_updates - steps // 5
+
+
+def test_a_second_step_by_the_same_gradients_waits_for_the_first(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host could otherwise begin to update a chunk that the device still updates."""
+    at_work: list[Chunk] = []
+    met: list[int] = []
+
+    def alone(update: Callable[..., None]) -> Callable[..., None]:
+        def watched(chunk: Chunk, *args: Any, **options: Any) -> None:
+            if chunk in at_work:
+                met.append(chunk.index)
+            at_work.append(chunk)
+            time.sleep(0.02)
+            update(chunk, *args, **options)
+            at_work.remove(chunk)
+
+        return watched
+
+    def twice(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+        for batch in data:
+            default_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for name in ("adam", "adam_streamed"):
+        monkeypatch.setattr(Chunk, name, alone(getattr(Chunk, name)))
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
+    trained(twice, device)
+    assert met == []
 
 
 def trained_beside_a_late_host(

@@ -197,7 +197,7 @@ class Chunk:
         """Whether a speculative update computes the weight only."""
         return isinstance(self.speculative, Tensor)
 
-    def step(
+    def adam(
         self,
         pieces: list[Piece],
         gradient: Tensor,
@@ -219,7 +219,7 @@ class Chunk:
             states, own = self.states.part(part), gradient[part]
             adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
 
-    def step_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
+    def adam_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
 
         ``gradient`` is in host memory, and ``scale`` on the device.
@@ -228,7 +228,7 @@ class Chunk:
             states = self.states.part(part)
             streamed_adam(*states, gradient[part], scalars, staging, gradient_factor=self.gradient_factor, scale=scale)
 
-    def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+    def adam_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
         copy = self.speculative
         assert copy is not None
@@ -238,7 +238,7 @@ class Chunk:
             adam(*self.states.part(part), gradient[part], scalars, out=new, **how)
 
     def commit(self) -> None:
-        """Take over what ``step_speculatively`` wrote. If that is the weight only, the other states come later."""
+        """Take over what ``adam_speculatively`` wrote. If that is the weight only, the other states come later."""
         assert self.speculative is not None
         if isinstance(self.speculative, Tensor):
             self.uploaded.synchronize()  # it reads the weight before: from now on uploads read the speculative one

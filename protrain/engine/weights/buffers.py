@@ -217,7 +217,7 @@ class BufferPool:
             assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
-    def issue(self, chunk: Chunk) -> None:
+    def issue_upload(self, chunk: Chunk) -> None:
         """Issue the upload of ``chunk``, whose weight is that of the last step, if a buffer is assigned to it."""
         with self._lock:
             buffer = self._by_chunk.get(chunk.index)
@@ -246,7 +246,7 @@ class BufferPool:
         found.become(Residency.ASSIGNED)
         self._by_chunk[chunk.index] = found
         if chunk.is_updated():
-            self.issue(chunk)
+            self.issue_upload(chunk)
         return found
 
     def _evict(self, buffer: Buffer) -> None:
@@ -279,7 +279,7 @@ class BufferPool:
         """
         if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
-            self.issue(chunk)
+            self.issue_upload(chunk)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
                 running = self.streams.running(self.streams.gather, after=buffer.uploaded, done=buffer.gathered)
