@@ -144,9 +144,7 @@ def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
         waits = [wait for _, _, wait in found]
         assert len(set(waits)) == len(waits), found  # one warning for each wait
         if rank == 1:
-            _, *stacks = ending.text.split(
-                "Other ranks wait for rank 1, which is here:"
-            )  # perhaps at its start as well
+            _, *stacks = ending.text.split("Other ranks wait for rank 1, which is here:")  # at its start, too
             assert any(re.search(r"out_of_step\.py\", line \d+ in _misbehave", stack) for stack in stacks), stacks
         else:
             assert (str(rank), "rank 1 in the gather of chunk 0") in [(who, what) for who, what, _ in found]
