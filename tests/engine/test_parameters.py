@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -76,15 +75,10 @@ def test_a_parameter_reads_as_the_plain_models(spec: Spec, device: torch.device)
         assert _comparable(read(parameter)) == _comparable(read(plain)), name
 
 
-def _penalty(model: nn.Module, *, late_s: float = 0.0) -> Tensor:
-    """A term of the loss that is made of weights: their squares, and how far a matrix is from orthogonal.
-
-    In backward the gradient of the latter comes ``late_s`` seconds late.
-    """
+def _penalty(model: nn.Module) -> Tensor:
+    """A term of the loss that is made of weights: their squares, and how far a matrix is from orthogonal."""
     matrix = model.get_parameter(NAME)
     gram = matrix.t() @ matrix
-    if late_s:
-        gram.register_hook(lambda _: time.sleep(late_s))
     total = (gram - torch.eye(len(gram), dtype=gram.dtype, device=gram.device)).square().mean()
     for parameter in model.parameters():
         total = total + parameter.pow(2).sum() * 1e-3

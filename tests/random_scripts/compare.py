@@ -66,7 +66,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
         if case.ranks == 1:
             of_ranks = [run_wrapped(0, case, script, folder)]
         else:
-            of_ranks = on_ranks(case.ranks, run_wrapped, case, list(script), folder, timeout_s=120)
+            of_ranks = on_ranks(case.ranks, run_wrapped, case, list(script), folder)
         loaded = _loaded(case, Path(folder, "final"))
     traces = [trace for trace, _ in of_ranks]
     plain, refused = Plain(case), []
