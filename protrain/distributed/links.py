@@ -23,6 +23,7 @@ import torch.distributed as dist
 from protrain.common.errors import MisuseError
 
 DIED = "rank {} has died: its process was killed or crashed. See what it printed last"
+UNTOLD = "its script has caught it, and autograd does not tell what it was. See what that rank printed"
 STORE_IS_GONE = "the process has ended that has the store of all ranks, which is rank 0 or the launcher"
 
 REMEDY = (
@@ -43,7 +44,7 @@ class Raised(NamedTuple):
 
     number: int  # of the last note before it
     place: str  # in words that follow "an exception"
-    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
+    error: str  # its type and text, or in words that they are not known
     times: int  # how many are known since all ranks agreed, with this one
 
 
