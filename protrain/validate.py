@@ -140,7 +140,10 @@ def _check_supported(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise a ValueError if ``model`` or ``optimizer`` cannot be trained as they are."""
+    """Raise a ValueError if ``model`` or ``optimizer`` cannot be trained as they are.
+
+    Parameters that would not be trained are warned of.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         _check_kind(name, tensor)
     refuse_scripted(model)
@@ -168,7 +171,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "accelerate.hooks.remove_hook_from_submodules(model), before the optimizer is made"
                 )
     known = set(model.parameters())
-    held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    held = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
     others = [tuple(parameter.shape) for parameter in held if parameter not in known]
     if others:
         raise ValueError(
@@ -185,6 +188,12 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 "requires_grad=False, as adapters beside a quantised weight do"
             )
     refuse_gradients(model, before="protrain.wrap")
+    forgotten = [name for name, p in model.named_parameters() if p.requires_grad and p not in held]
+    if forgotten:  # plain torch would give them gradients, which another optimizer or a norm may use
+        warn_user(
+            f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
+            f"have no .grad. One of them is {forgotten[0]}. Another optimizer cannot train them: give this one a group"
+        )
 
 
 def refuse_gradients(model: nn.Module, *, before: str) -> None:

@@ -162,6 +162,10 @@ class Wrapped(Side):
                 parameter.data.mul_(0.5)
             elif how == "replaced":
                 parameter.data = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+            elif how == "rows":
+                parameter.detach().view(-1)[:2].fill_(0.25)
+            elif how == "out":
+                torch.zeros(parameter.shape, out=parameter.detach())
             elif how == "foreach":
                 with torch.no_grad():
                     torch._foreach_mul_(list(self.model.parameters()), 0.5)
