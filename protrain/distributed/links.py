@@ -23,7 +23,6 @@ import torch.distributed as dist
 from protrain.common.errors import MisuseError
 
 DIED = "rank {} has died: its process was killed or crashed. See what it printed last"
-UNTOLD = "its script has caught it, and autograd does not tell what it was. See what that rank printed"
 STORE_IS_GONE = "the process has ended that has the store of all ranks, which is rank 0 or the launcher"
 
 REMEDY = (

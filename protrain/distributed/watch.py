@@ -55,7 +55,6 @@ from protrain.common.errors import MisuseError, warn_user
 from protrain.distributed.links import (
     DIED,
     REMEDY,
-    UNTOLD,
     Links,
     Message,
     Raised,
@@ -211,7 +210,11 @@ class Watch:
         is_told = known.number == self._number  # of a failed backward autograd tells before or after its error is known
         if error is not None or not is_told:
             place = f" in {where}" if where else known.place if is_told else ""
-            text = UNTOLD if error is None else f"{type(error).__name__}: {error}"
+            text = (
+                "its script has caught it, and autograd does not tell what it was. See what that rank printed"
+                if error is None
+                else f"{type(error).__name__}: {error}"
+            )
             self._raised = Raised(self._number, place, text, known.times + (error is not None))
 
     def end(self) -> None:
