@@ -100,7 +100,7 @@ def test_dropping_model_and_optimizer_frees_everything(
         engine.updates.wait()
         job = engine.updates.worker.submit(functools.partial(_fail, engine))
         with pytest.raises(ArithmeticError):
-            job.wait()
+            job.result()
         del job
     thread = engine.updates.worker._thread
     things = (engine, engine.memory.arena._segments[0], model, *engine.buffers.buffers, *engine.chunks)
@@ -110,7 +110,7 @@ def test_dropping_model_and_optimizer_frees_everything(
     model(**tiny_batch()).loss.backward()
     optimizer.step()  # its updates come after that wait
     assert chunk.update is not None
-    assert not chunk.update.done
+    assert not chunk.update.done()
     del model, optimizer, scheduler, engine, chunk, things
     threading.Timer(0.2, going_on.set).start()
     gc.collect()  # waits for the updates and frees everything at once

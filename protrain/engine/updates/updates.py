@@ -78,7 +78,7 @@ class Updates:
         self.host = HostUpdates(
             threads=worker.threads,
             rate=Rate(0.0) if streamer is None else streamer.host_rate,
-            link_is_idle=buffers.link_is_idle,
+            buffers=buffers,
         )
         self._streams = streams = memory.streams
         self._chunks = managed.chunks
@@ -104,18 +104,6 @@ class Updates:
         for chunk in self._chunks:
             if chunk.state is ChunkState.UPDATING:
                 chunk.wait()
-
-    def publish(self, factor: Tensor) -> Scale:
-        """``factor``, 0-d on the device, for updates by the device and by the host."""
-        for job in self._all_done:
-            job.wait()  # usually done long ago: a forward and a backward have come in between
-        streams, (on_device, on_host, ready) = self._streams, self._published
-        streams.compute.wait_for(ready)  # the copy of the step before may still read it
-        on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
-        computed = streams.mark()
-        streams.compute.place(computed)
-        streams.offload(on_host, on_device, after=computed, done=ready)
-        return Scale(on_device, on_host, ready)
 
     # -- speculative updates -------------------------------------------------------------------------------------------
 
@@ -152,9 +140,9 @@ class Updates:
         pieces = self._pieces(chunk)
         if not pieces:  # the shard is padding
             return
-        update = self._begun[chunk] = self._made(chunk, pieces, factor=self._unscaling)
+        update = self._begun[chunk] = self._new_update(chunk)
         what = "weight" if chunk.speculates_weight_only else "update"
-        speculate = functools.partial(update.speculate, pieces)
+        speculate = functools.partial(update.speculate, pieces, self._unscaling)
         update.early = self.worker.submit(speculate, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, update.early)
 
@@ -181,19 +169,31 @@ class Updates:
 
     def commit(self, work: Callable[[], None]) -> None:
         """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
-        self._committer.submit(work).wait()
+        self._committer.submit(work).result()
 
     def _step(self, factor: Tensor | None, assumed_factor: float | None, pieces: list[list[Piece]]) -> None:
+        for job in self._all_done:  # usually done long ago: a forward and a backward have come in between
+            job.result()
         with self._streams.computing():
             if self.loss_scale is not None:
                 self.loss_scale.note_step()
-            self._last_scale = scale = NO_SCALE if factor is None else self.publish(factor)
+            self._last_scale = scale = NO_SCALE if factor is None else self._publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
             updates = [
                 self._update(*each, scale, self._streams.compute) for each in zip(self._chunks, pieces, strict=True)
             ]
             self._queue([*filter(None, updates)], norm, scale, assumed_factor)
+
+    def _publish(self, factor: Tensor) -> Scale:
+        """``factor``, 0-d on the device, for updates by the device and by the host."""
+        streams, (on_device, on_host, ready) = self._streams, self._published
+        streams.compute.wait_for(ready)  # the copy of the step before may still read it
+        on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
+        computed = streams.mark()
+        streams.compute.place(computed)
+        streams.offload(on_host, on_device, after=computed, done=ready)
+        return Scale(on_device, on_host, ready)
 
     def _update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
@@ -245,17 +245,15 @@ class Updates:
             chunk.step(pieces, chunk.gradient, scale.on_device, threads=self.worker.threads)
         return None
 
-    def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
-        """An update of ``chunk``, which is in host memory, before anything is done for it."""
-        return HostUpdate(
-            chunk=chunk, pieces=pieces, gradient=chunk.gradient, window=self._window, host=self.host, factor=factor
-        )
+    def _new_update(self, chunk: Chunk) -> HostUpdate:
+        """An update of ``chunk``, which is in host memory, before anything is done or asked for."""
+        return HostUpdate(chunk=chunk, gradient=chunk.gradient, window=self._window, host=self.host)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale) -> HostUpdate:
         """The update of a chunk in host memory, which nobody does yet."""
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
-            update = self._made(chunk, pieces)
+            update = self._new_update(chunk)
         elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         update.pieces, update.scale = pieces, scale

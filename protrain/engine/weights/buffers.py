@@ -15,15 +15,14 @@ chunks are resident. With several ranks no chunk is, as a rank has one shard of 
 The buffer of a resident chunk is RESIDENT. No transition leads to that state or out of it.
 
 Only the main thread assigns and evicts, in the order of the schedule, whatever the timing: other threads do no more
-than fill a buffer that is assigned already. (The thread that commits a step evicts what it updates, and the main thread
-waits for it.) With several ranks an upload is the rank's own shard. Between UPLOADED and
-WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one visit of the
-schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is the whole weight.
+than fill a buffer that is assigned already, at the end of the update of its chunk. (The thread that commits a step
+evicts what it updates, and the main thread waits for it.) With several ranks an upload is the rank's own shard. Between
+UPLOADED and WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one
+visit of the schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is the whole weight.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable
 
@@ -34,7 +33,6 @@ from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member, State
 from protrain.engine.streams import Mark, Streams, span
-from protrain.engine.updates.worker import Job
 from protrain.engine.weights.views import storage_address
 from protrain.planning.schedule import EMPTY, Schedule, claim
 from protrain.planning.timeline import GATHER, UP
@@ -62,7 +60,6 @@ class Buffer:
     def __init__(self, memory: Tensor, streams: Streams, *, resident: Chunk | None = None) -> None:
         self.memory = memory
         self.chunk = resident
-        self.awaited: Job | None = None  # the update that must be done before the assigned chunk is uploaded
         self.users = 0  # units that use the content now
         self.uploaded: Mark = streams.mark()  # the upload is done
         self.gathered: Mark = streams.mark()  # the gather is done
@@ -144,28 +141,25 @@ class BufferPool:
         self.fetches = 0  # uploads that were issued
         self.uploaded_bytes = 0  # by those from host memory
 
-    def acquire(self, chunk: Chunk, schedule: Schedule) -> None:
-        """Have the weight of ``chunk`` on the device until ``release``. Blocks for its own update only."""
-        buffer = self._by_chunk.get(chunk.index) or self._assign(chunk, schedule, needed_in=0)
-        if buffer is None:
-            names = ", ".join(list(chunk.parameters.values())[:3])
-            raise MisuseError(
-                f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
-                "step that was profiled: pass an example_batch with which the model runs as it will be trained"
-            )
-        self._make_whole(buffer, chunk)
-        if not buffer.users:
-            self.streams.compute.wait_for(buffer.gathered)
-            buffer.begin_use()
-        buffer.users += 1
+    def acquire(self, chunks: list[Chunk], schedule: Schedule) -> None:
+        """Have the weights of ``chunks``, all that a unit needs, on the device until ``release`` of each.
 
-    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> None:
-        """Acquire all chunks that a unit needs.
-
-        Chunks that are in a buffer already come first, so that the others cannot evict them.
+        This blocks for their own updates only.
         """
+        # Chunks that are in a buffer already come first, so that the others cannot evict them.
         for chunk in sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk):
-            self.acquire(chunk, schedule)
+            buffer = self._by_chunk.get(chunk.index) or self._assign(chunk, schedule, needed_in=0)
+            if buffer is None:
+                names = ", ".join(list(chunk.parameters.values())[:3])
+                raise MisuseError(
+                    f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
+                    "step that was profiled: pass an example_batch with which the model runs as it will be trained"
+                )
+            self._make_whole(buffer, chunk)
+            if not buffer.users:
+                self.streams.compute.wait_for(buffer.gathered)
+                buffer.begin_use()
+            buffer.users += 1
 
     def used(self, chunk: Chunk) -> Buffer:
         """The buffer in which a unit uses ``chunk`` now."""
@@ -180,7 +174,7 @@ class BufferPool:
         return buffer is not None and buffer.users > 0
 
     def release(self, chunk: Chunk) -> None:
-        """End one ``acquire``."""
+        """End one ``acquire`` of ``chunk``."""
         buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
         buffer.users -= 1
@@ -223,6 +217,14 @@ class BufferPool:
             assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
+    def issue(self, chunk: Chunk) -> None:
+        """Issue the upload of ``chunk``, whose weight is that of the last step, if a buffer is assigned to it."""
+        with self._lock:
+            buffer = self._by_chunk.get(chunk.index)
+            if buffer is not None and buffer.state is Residency.ASSIGNED:
+                self._upload(buffer, chunk)
+                buffer.become(Residency.UPLOADED)
+
     def link_is_idle(self) -> bool:
         """Whether all uploads that were issued are done."""
         return self._last_upload.reached()
@@ -241,13 +243,10 @@ class BufferPool:
         if found.state is not Residency.EMPTY:
             self._evict(found)
         found.chunk = chunk
-        found.awaited = update = chunk.update
         found.become(Residency.ASSIGNED)
         self._by_chunk[chunk.index] = found
-        if update is None:
-            self._issue(found, chunk, None)
-        else:
-            update.when_done(functools.partial(self._issue, found, chunk, update))
+        if chunk.is_updated():
+            self.issue(chunk)
         return found
 
     def _evict(self, buffer: Buffer) -> None:
@@ -262,16 +261,6 @@ class BufferPool:
                 buffer.memory.fill_(float("nan"))
                 self.streams.compute.place(buffer.free)
 
-    def _issue(self, buffer: Buffer, chunk: Chunk, update: Job | None) -> None:
-        """Issue the upload of ``chunk``, which waited for ``update``, unless another thread has issued it.
-
-        The thread that updates chunks may call this late, when the chunk waits for the update after ``update``.
-        """
-        with self._lock:
-            if buffer.state is Residency.ASSIGNED and buffer.awaited is update:
-                self._upload(buffer, chunk)
-                buffer.become(Residency.UPLOADED)
-
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         weight, h2d, self._last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
         self.fetches += 1
@@ -285,12 +274,12 @@ class BufferPool:
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
         """Let compute use the whole weight of ``chunk`` in its ``buffer``. The main thread alone calls this.
 
-        The thread waits for an update of the chunk, and issues an upload that nobody has issued. The device waits for
-        the upload. With several ranks it gathers their shards.
+        The thread waits for an update of the chunk, and issues the upload if nobody has: the update may have ended just
+        when the buffer was assigned. The device waits for the upload. With several ranks it gathers their shards.
         """
         if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
-            self._issue(buffer, chunk, buffer.awaited)
+            self.issue(chunk)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
                 running = self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered)

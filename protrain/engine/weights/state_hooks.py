@@ -31,7 +31,10 @@ from protrain.engine.weights.released import ReleasedParameter, end_full, make_f
 
 
 class _Exported(ReleasedParameter):
-    """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads."""
+    """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads.
+
+    One that Ctrl-C has left like this is like all others again when its unit runs.
+    """
 
     @classmethod
     def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -51,6 +54,7 @@ class StateHooks:
         self.engine = engine
         self._outermost: nn.Module | None = None  # whose state_dict() or load_state_dict() runs
         self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # made for the outermost state_dict()
+        self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
@@ -64,7 +68,7 @@ class StateHooks:
 
     def export(self, index: int) -> Tensor:
         """A copy of a weight on the CPU. Tied names in one state_dict have the same copy."""
-        copy = self.engine.bindings.kept.get(index)
+        copy = self.kept.get(index)
         if copy is None:
             copy = self._copies.get(index)
         if copy is None:
@@ -81,7 +85,7 @@ class StateHooks:
         if self._outermost is None or not prefix:  # it is no call for a part of that
             self._outermost = module
             self._copies.clear()
-            if not keep_vars and not self.engine.bindings.kept:  # inside first_rank_saves one rank calls it alone
+            if not keep_vars and not self.kept:  # inside first_rank_saves one rank calls it alone
                 self._meet(module, "state_dict()")
         if members and not keep_vars:
             self._enter(members)
@@ -114,14 +118,14 @@ class StateHooks:
         with self.engine.quiet():
             for member in members:
                 if member.index not in self.engine.bindings.full:  # full_parameters gives a copy of its own
-                    self.engine.bindings.in_state_dict[member.index] = member
                     member.parameter.__class__ = _Exported
 
     def _end(self, members: list[Member], module: nn.Module, *_: Any) -> None:
         """The end of either call for ``module``."""
         if self._outermost is module:
             self._outermost = None
-        self.engine.bindings.end_state_dict(member.index for member in members)
+        for member in [member for member in members if type(member.parameter) is _Exported]:
+            member.parameter.__class__ = PresentParameter if member.bound else ReleasedParameter
 
 
 @contextmanager
@@ -219,7 +223,7 @@ def first_rank_saves(module: nn.Module, *, what: str) -> Iterator[None]:
         yield
         return
     engine, members = members_of(module, "first_rank_saves")
-    ranks, kept = engine.memory.ranks, engine.bindings.kept
+    ranks, kept = engine.memory.ranks, engine.state_hooks.kept
     try:
         if ranks.several:
             ranks.meet(what)
