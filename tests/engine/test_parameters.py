@@ -256,42 +256,6 @@ def test_nothing_runs_inside_full_parameters(spec: Spec, device: torch.device) -
 
 # -- edits elsewhere ---------------------------------------------------------------------------------------------------
 
-EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
-    "data": lambda p: p.data.mul_(0.5),
-    "no_grad": lambda p: torch.no_grad()(p.mul_)(0.5),
-    "init": lambda p: nn.init.zeros_(p),  # zero and a negative remainder would be NaN
-    "rows": lambda p: p.data[1:3].fill_(0.25),
-    "a view of a view": lambda p: p.detach().view(-1)[3:9].view(2, 3).add_(1.0),
-    "out": lambda p: torch.no_grad()(torch.zeros)(p.shape, out=p.detach()),
-    "replaced": lambda p: setattr(p, "data", torch.zeros(p.shape, dtype=p.dtype, device=p.device)),
-}
-
-
-@pytest.mark.parametrize(
-    ("spec", "dtype"),
-    [(PLANS[0], torch.bfloat16), (PLANS[1], torch.float32), (PLANS[2], torch.float16)],
-    ids=str,
-)
-def test_an_edit_outside_full_parameters_is_refused_at_once_and_changes_nothing(
-    spec: Spec, dtype: torch.dtype, device: torch.device
-) -> None:
-    data, inner, other = batches(2), make(), make()
-    model, optimizer = wrap_under(spec, inner, adamw(inner), data[0], device=device, dtype=dtype)
-    untouched = wrap_under(spec, other, adamw(other), data[0], device=device, dtype=dtype)
-    for moment in ("before a step", "between forward and backward", "before step()"):
-        for edit in EDITS.values():
-            if moment == "between forward and backward":
-                loss = default_loss(model, data[1])
-            elif moment == "before step()":
-                optimizer.backward(default_loss(model, data[1]))
-            with pytest.raises(MisuseError, match=r"data of blocks\.1\.first\.weight was .*full_parameters"):
-                edit(model.get_parameter("blocks.1.first.weight"))
-            if moment == "between forward and backward":
-                optimizer.backward(loss)
-            optimizer.zero_grad()
-    assert Loop().run(model, optimizer, data) == Loop().run(*untouched, data)
-    assert_same(states(model, optimizer), states(*untouched))
-
 
 class Renormed(nn.Module):
     """An embedding changes its own weight in forward when it has a max_norm."""

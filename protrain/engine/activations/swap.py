@@ -214,7 +214,8 @@ class SwapFrame(Frame):
     def keep(self, tensor: Tensor) -> Any:
         if not is_plain(tensor) and (parts := split_up(tensor)) is not None:
             return self.keep_parts(*parts)
-        if storage_address(tensor) in self._stays or not self.offload.accepts(tensor):
+        # A nested tensor of the older layout, which has no shape, stays.
+        if tensor.is_nested or storage_address(tensor) in self._stays or not self.offload.accepts(tensor):
             return super().keep(tensor)
         return self.offload.add(tensor)
 
