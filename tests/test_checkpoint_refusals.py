@@ -82,8 +82,8 @@ def _flip(path: Path, at: int = -1) -> None:
         (lambda save: _flip(save / "state-00001.safetensors"), "state-00001.safetensors is damaged: its checksum"),
         (lambda save: _flip(save / "buffers.safetensors"), "buffers.safetensors is damaged: its checksum"),
         (lambda save: _flip(save / "state-00001.safetensors", at=7), "state-00001.safetensors is damaged: "),
-        (lambda save: (save / MANIFEST).write_text('{"format": 1'), "checkpoint.json is damaged"),
-        (lambda save: (save / MANIFEST).write_text('{"format": 1}'), "checkpoint.json is damaged: its checksum"),
+        (lambda save: (save / MANIFEST).write_text('{"format": 4'), "checkpoint.json is damaged"),
+        (lambda save: (save / MANIFEST).write_text('{"format": 4}'), "checkpoint.json is damaged: its checksum"),
         (lambda save: (save / MANIFEST).unlink(), "checkpoint.json is missing"),
     ],
 )
@@ -107,10 +107,8 @@ def test_a_save_of_a_newer_version_is_not_to_be_deleted(tmp_path: Path) -> None:
     model, optimizer, _ = make_run(0)
     for _ in range(2):
         save_checkpoint(tmp_path, model, optimizer)
-    (list_saves(tmp_path)[-1] / MANIFEST).write_text('{"format": 4}')
-    words = (
-        "has format 4, and this version of ProTrain reads formats up to 3: load it with the version that wrote it, or a"
-    )
+    (list_saves(tmp_path)[-1] / MANIFEST).write_text('{"format": 5}')
+    words = "has format 5, and this version of ProTrain reads format 4: load it with the version that wrote it"
     with pytest.raises(CheckpointError, match=words) as raised:
         load_checkpoint(tmp_path, model, optimizer)
     assert "delete" not in str(raised.value)
@@ -194,14 +192,14 @@ def test_a_buffer_with_less_room_than_the_save_needs_is_named(tmp_path: Path) ->
 def test_random_states_are_checked_before_anything_changes(tmp_path: Path, generator: str) -> None:
     model, optimizer, _ = make_run(0)
     save = save_checkpoint(tmp_path, model, optimizer)
-    states = json.loads((save / MANIFEST).read_text())["random"]
-    version, words, gauss = states["python"]
+    states = json.loads((save / MANIFEST).read_text())["random"][0]
+    python, numpy = states["python"]["__tuple__"], states["numpy"]["__tuple__"]
     cut = {
-        "torch": states["torch"][:400],
-        "python": [version, words[:5], gauss],
-        "numpy": {**states["numpy"], "key": states["numpy"]["key"][:5]},
+        "torch": {"__bytes__": states["torch"]["__bytes__"][:400]},
+        "python": {"__tuple__": [python[0], {"__tuple__": python[1]["__tuple__"][:5]}, python[2]]},
+        "numpy": {"__tuple__": [numpy[0], numpy[1][:5], *numpy[2:]]},
     }
-    rewrite(save, random={**states, generator: cut[generator]})
+    rewrite(save, random=[{**states, generator: cut[generator]}])
     other, other_optimizer, _ = make_run(1)
     before = {name: value.clone() for name, value in other.state_dict().items()}
     drawn = random_state()

@@ -8,7 +8,7 @@ The tensors have the names that torch.distributed.checkpoint.state_dict.get_stat
     optim.param_groups                           hyperparameters, and the names of parameters
     weight.NAME                                  the 16-bit weight, which is no state: it follows from the master
     protrain                                     JSON: the rest of the manifest, and which of all tensors is what
-    protrain.FILE.KEY                            tensors that only ProTrain knows
+    protrain.KEY                                 tensors that only ProTrain knows
 
 One process converts, and holds one parameter at a time. The planner of DCP gets tensors without memory, and reads a
 parameter when that is written.
@@ -17,10 +17,9 @@ parameter when that is written.
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,10 +31,17 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from protrain.checkpoint.export import weight_of
-from protrain.checkpoint.manifest import check_files, decode, find_save, read_manifest, verify_bytes, write_manifest
-from protrain.checkpoint.parameter_files import BESIDE, BUFFERS, saved_parameters, write_parameters
-from protrain.checkpoint.saving import MODULES, new_save, write_others
-from protrain.checkpoint.tensor_files import complete_folder, open_tensors, put_in_place
+from protrain.checkpoint.manifest import (
+    EXTRA,
+    check_files,
+    decode,
+    find_save,
+    read_manifest,
+    verify_bytes,
+)
+from protrain.checkpoint.parameter_files import BESIDE, BUFFERS, saved_parameters
+from protrain.checkpoint.saving import begin_save, finish_save
+from protrain.checkpoint.tensor_files import complete_folder, open_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import DTYPES
 from protrain.distributed.ranks import Ranks
@@ -69,25 +75,25 @@ def _to_dcp(save: Path, target: Path) -> Path:
     files = manifest.pop("files")
     check_files(save, {"files": files})
     verify_bytes(save, files)
-    parameters, others = saved_parameters(save, files), dict[str, list[str]]()
+    parameters = saved_parameters(save, files)
     state, reads = dict[str, Any](), dict[str, Callable[[], Tensor]]()
     dtype = DTYPES[manifest["dtype"]]
-    for name, states in parameters.items():
-        for kind, saved in states.items():
-            state[_key(name, kind)], reads[_key(name, kind)] = saved.on_meta(), saved.read
-        if "master" in states and dtype is not torch.float32:
-            state[f"weight.{name}"] = torch.empty_like(state[_key(name, "master")], dtype=dtype)
-            reads[f"weight.{name}"] = partial(weight_of, states, dtype)
-    for file in (BUFFERS, MODULES):
-        if file in files:
-            with open_tensors(save / file) as tensors:
-                others[file] = list(tensors.keys())
-                state |= {_other_key(file, key): tensors.get_tensor(key) for key in others[file]}
+    for name, saved in parameters.items():
+        for kind in saved.kinds:
+            empty = saved.on_meta(kind)
+            state[_key(name, kind)] = empty.to(dtype) if kind == "weight" else empty
+            reads[_key(name, kind)] = partial(saved.read, kind)
+        if "master" in saved.kinds and dtype is not torch.float32:
+            state[f"weight.{name}"] = saved.on_meta("master").to(dtype)
+            reads[f"weight.{name}"] = partial(weight_of, saved, dtype)
+    with open_tensors(save / BUFFERS) as tensors:
+        others = list(tensors.keys())
+        state |= {_other_key(key): tensors.get_tensor(key) for key in others}
     scalars = decode(manifest["scalars"])
     state["optim.param_groups"] = [
         {**group, "params": names} for group, names in zip(scalars["param_groups"], scalars["parameters"], strict=True)
     ]
-    kinds = {name: list(states) for name, states in parameters.items()}
+    kinds = {name: saved.kinds for name, saved in parameters.items()}
     state[_OWN] = json.dumps({"manifest": manifest, "parameters": kinds, "others": others})
 
     with complete_folder(target, "converted checkpoint") as scratch, _alone():
@@ -132,23 +138,9 @@ def _from_dcp(source: Path, root: Path) -> Path:
             shape = next(value.shape for kind, value in states.items() if kind != "step")
             yield name, Part(shape, slice(0, shape.numel()), states)
 
-    others = {
-        file: dict(zip(keys, load([_other_key(file, key) for key in keys]), strict=True))
-        for file, keys in own["others"].items()
-    }
-    with ExitStack() as unlock:
-        serial = new_save(root, unlock)
-        scratch = root / f".{serial:05d}.tmp"
-        try:
-            files = write_others(scratch, others)
-            written, step = write_parameters(scratch, parts(), Ranks(None))
-            target = root / f"{serial:05d}-step-{step}"
-            write_manifest(scratch, {**own["manifest"], "step": step, "files": files | written})
-            put_in_place(scratch, target)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
-    return target
+    others = dict(zip(own["others"], load([_other_key(key) for key in own["others"]]), strict=True))
+    save = begin_save(root, 1, [], Ranks(None), lambda: (own["manifest"], others))
+    return finish_save(save, parts(), Ranks(None))
 
 
 def _room_for(entry: Any) -> Tensor | None:
@@ -160,8 +152,8 @@ def _key(name: str, kind: str) -> str:
     return f"model.{name}" if kind in ("master", "weight") else f"optim.state.{name}.{kind}"
 
 
-def _other_key(file: str, key: str) -> str:
-    return f"model.{key}" if file == BUFFERS and not key.startswith(BESIDE) else f"{_OWN}.{file}.{key}"
+def _other_key(key: str) -> str:
+    return f"{_OWN}.{key}" if key.startswith((BESIDE, EXTRA)) else f"model.{key}"
 
 
 @contextmanager

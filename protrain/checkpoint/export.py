@@ -24,7 +24,7 @@ from protrain.checkpoint.adapters import (
     write_adapter_config,
 )
 from protrain.checkpoint.manifest import verify_bytes
-from protrain.checkpoint.parameter_files import BUFFERS, SavedTensor, compare_names, saved_parameters
+from protrain.checkpoint.parameter_files import BUFFERS, SavedParameter, compare_names, saved_parameters
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, complete_folder, open_tensors
 from protrain.common.adapters import within_peft
 from protrain.common.errors import CheckpointError
@@ -98,10 +98,10 @@ def export_save(
     """
     verify_bytes(save, manifest["files"])
     parameters = saved_parameters(save, manifest["files"])
-    for name, states in parameters.items():
-        found, shape = next(iter(states.values())).parts[0].shape, model.get_parameter(name).shape
-        if found != shape:
-            raise CheckpointError(f"{save} is of another model: {name} is {[*found]} there and {[*shape]} here")
+    for name, saved in parameters.items():
+        shape = model.get_parameter(name).shape
+        if saved.shape != shape:
+            raise CheckpointError(f"{save} is of another model: {name} is {[*saved.shape]} there and {[*shape]} here")
 
     whole = [name for name, parameter in model.named_parameters() if is_managed(parameter)]
     names = whole if merge else list(parameters)
@@ -122,17 +122,15 @@ def export_save(
         _write(folder, model, names, read, tensors, dtype, tokenizer, Ranks(None), merge)
 
 
-def weight_of(states: dict[str, SavedTensor], dtype: torch.dtype) -> Tensor:
-    """The weight in ``dtype`` that training used, from the states of a parameter in a save.
+def weight_of(saved: SavedParameter, dtype: torch.dtype) -> Tensor:
+    """The weight in ``dtype`` that training used, of a parameter in a save.
 
     A bf16 weight is its master with ties rounded away from zero (design: numerics), which torch's own cast does not do.
     """
-    if "weight" in states:
-        return states["weight"].read().to(dtype)
-    master = states["master"].read()
-    if dtype is not torch.bfloat16:
-        return master.to(dtype)
-    return split(master)[0]
+    if "weight" in saved.kinds:
+        return saved.read("weight").to(dtype)
+    master = saved.read("master")
+    return split(master)[0] if dtype is torch.bfloat16 else master.to(dtype)
 
 
 def _write(

@@ -13,18 +13,16 @@ from torch.optim.lr_scheduler import LRScheduler
 from protrain.checkpoint.adapters import Base, base_weights, check_base
 from protrain.checkpoint.manifest import (
     check_files,
-    check_random_state,
     decode,
     find_save,
     list_saves,
+    random_state,
     read_manifest,
     set_random_state,
     verify_bytes,
 )
-from protrain.checkpoint.parameter_files import check_parameters, compare_names, match_saved, own_parts
+from protrain.checkpoint.parameter_files import BUFFERS, check_parameters, compare_names, match_saved, own_parts
 from protrain.checkpoint.saving import (
-    MODULES,
-    OTHER_RANDOMS,
     check_wrapped,
     class_of,
     own_saves,
@@ -104,7 +102,9 @@ def load_checkpoint(
     optimizer.load_scalar_state(scalars)
     if scheduler is not None:
         scheduler.load_state_dict(scheduler_state)
-    _load_extra_state(save, modules, manifest["modules"], has_tensors=MODULES in files)
+    with open_tensors(save / BUFFERS) as tensors:
+        for path, module in modules.items():
+            module.set_extra_state(decode(manifest["modules"][path], tensors.get_tensor))
     if random is not None:
         set_random_state(random)
     own_saves(optimizer).extend(each for each in list_saves(save.parent) if each.name <= save.name)
@@ -126,19 +126,22 @@ def check_model(save: Path, manifest: dict[str, Any], model: nn.Module, names: l
 
 def _random_of(ranks: Ranks, save: Path, manifest: dict[str, Any]) -> dict[str, Any] | None:
     """The random states that the save has of this rank, checked. None, and a warning, if it has none."""
-    states = [manifest["random"], *manifest.get(OTHER_RANDOMS, [])]
+    states = manifest["random"]
     if ranks.rank >= len(states):
         warn_user(
             f"{save} was made by {len(states)} processes, so it has no random states of rank {ranks.rank}, which keeps "
             "its own"
         )
         return None
-    state: dict[str, Any] = states[ranks.rank]
+    state: dict[str, Any] = decode(states[ranks.rank])
+    before = random_state()
     try:
-        check_random_state(state)
+        set_random_state(state)
     except ValueError as error:
         remedy = "load another save, or this one with the versions of torch and numpy that wrote it"
         raise CheckpointError(f"{save} holds {error}; {remedy}") from None
+    finally:
+        set_random_state(before)
     return state
 
 
@@ -153,12 +156,3 @@ def _check_scheduler(save: Path, saved_class: str | None, scheduler: LRScheduler
             f"{save} holds the state of {saved_class or 'no scheduler'}, and {present_class or 'none'} was given; pass "
             "the scheduler it was saved with"
         )
-
-
-def _load_extra_state(save: Path, modules: dict[str, nn.Module], states: dict[str, Any], *, has_tensors: bool) -> None:
-    found: dict[str, torch.Tensor] = {}
-    if has_tensors:
-        with open_tensors(save / MODULES) as tensors:
-            found = {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118 - it is no mapping
-    for name, module in modules.items():
-        module.set_extra_state(decode(states[name], found))

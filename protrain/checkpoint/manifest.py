@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protrain.checkpoint.tensor_files import file_crc32
+from protrain.checkpoint.tensor_files import file_crc32, sync
 from protrain.common.errors import CheckpointError
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "checkpoint.json"
+EXTRA = "extra/"  # the prefix of tensors that ``encode`` takes out of values
 STATES = "protrain"  # the folder of saves in a checkpoint of the Trainer
 _SAVE = re.compile(r"(\d{5,})-step-(\d+)")
 
@@ -49,10 +50,8 @@ def write_manifest(save: Path, manifest: dict[str, Any]) -> None:
     """Write ``manifest``, with its format and its own CRC-32, and flush it to the disk. An OSError names the file."""
     whole = {"format": FORMAT, **manifest}
     try:
-        with open(save / MANIFEST, "w", encoding="utf-8") as file:
-            json.dump({**whole, "crc32": _own_crc32(whole)}, file)
-            file.flush()
-            os.fsync(file.fileno())
+        (save / MANIFEST).write_text(json.dumps({**whole, "crc32": _own_crc32(whole)}), encoding="utf-8")
+        sync(save / MANIFEST)
     except OSError as error:
         raise OSError(f"cannot write {save / MANIFEST}: {error.strerror or error}") from error
 
@@ -66,10 +65,10 @@ def read_manifest(save: Path) -> dict[str, Any]:
     except ValueError:
         manifest = None
     found = manifest.get("format") if isinstance(manifest, dict) else None
-    if isinstance(found, int) and found > FORMAT:
+    if isinstance(found, int) and found != FORMAT:
         raise CheckpointError(
-            f"{save / MANIFEST} has format {found}, and this version of ProTrain reads formats up to {FORMAT}: "
-            "load it with the version that wrote it, or a newer one"
+            f"{save / MANIFEST} has format {found}, and this version of ProTrain reads format {FORMAT}: load it with "
+            "the version that wrote it"
         )
     if found is None or manifest.pop("crc32", None) != _own_crc32(manifest):
         raise CheckpointError(f"{save / MANIFEST} is damaged: its checksum differs; {_remedy(save)}")
@@ -153,7 +152,7 @@ def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> A
     if isinstance(value, bytes):
         return {"__bytes__": base64.b64encode(value).decode()}
     if isinstance(value, Tensor) and tensors is not None:
-        key = str(len(tensors))
+        key = f"{EXTRA}{len(tensors)}"
         tensors[key] = value.detach().cpu().clone().contiguous()
         return {"__tensor__": key}
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():  # a learning rate may be a 0-d tensor
@@ -162,17 +161,17 @@ def encode(value: Any, what: str, tensors: dict[str, Tensor] | None = None) -> A
     raise ValueError(f"{what} holds a {type(value).__name__}; a checkpoint keeps {kinds}")
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor] | None = None) -> Any:
-    """What ``encode`` was given. ``tensors`` are those that it filled."""
+def decode(value: Any, read: Callable[[str], Tensor] | None = None) -> Any:
+    """What ``encode`` was given. ``read`` gives the tensors that it took, by their keys."""
     if isinstance(value, list):
-        return [decode(item, tensors) for item in value]
+        return [decode(item, read) for item in value]
     if not isinstance(value, dict):
         return value
-    found = {key: decode(item, tensors) for key, item in value.items()}
+    found = {key: decode(item, read) for key, item in value.items()}
     mark = next(iter(found), "")  # the only key of a marked value
     if mark == "__tensor__":
-        assert tensors is not None
-        return tensors[found[mark]]
+        assert read is not None
+        return read(found[mark])
     return _MARKED[mark](found[mark]) if mark in _MARKED else found
 
 
@@ -187,60 +186,36 @@ _MARKED: dict[str, Callable[[Any], Any]] = {
 
 def random_state() -> dict[str, Any]:
     """The states of torch's CPU and CUDA generators, of Python's ``random``, and of numpy's global generator."""
-    version, words, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=False)
+    numpy_state: Any = np.random.get_state()
+    generator, key, *rest = numpy_state
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
-        "torch": _text_of(torch.get_rng_state()),
-        "cuda": [_text_of(state) for state in cuda],
-        "python": [version, list(words), gauss],
-        "numpy": {
-            **{key: numpy_state[key] for key in ("bit_generator", "has_gauss", "gauss")},
-            "key": numpy_state["state"]["key"].tolist(),
-            "pos": numpy_state["state"]["pos"],
-        },
+        "torch": _bytes_of(torch.get_rng_state()),
+        "cuda": [_bytes_of(state) for state in cuda],
+        "python": random.getstate(),
+        "numpy": (generator, key.tolist(), *rest),
     }
 
 
-def check_random_state(state: dict[str, Any]) -> None:
-    """Raise a ValueError if ``set_random_state`` could not set ``state``, by setting it in new generators."""
-    _set(
-        state,
-        torch.Generator().set_state,
-        lambda cuda, device: torch.Generator(f"cuda:{device}").set_state(cuda),
-        random.Random().setstate,
-        np.random.RandomState().set_state,
-    )
-
-
 def set_random_state(state: dict[str, Any]) -> None:
-    """Set what ``random_state`` returned. CUDA devices beyond those of the save keep their states."""
-    _set(state, torch.set_rng_state, torch.cuda.set_rng_state, random.setstate, np.random.set_state)
+    """Set what ``random_state`` returned. CUDA devices beyond those of the save keep their states.
 
-
-def _set(
-    state: dict[str, Any],
-    set_torch: Callable[[Tensor], Any],
-    set_cuda: Callable[[Tensor, int], Any],
-    set_python: Callable[[tuple[Any, ...]], None],
-    set_numpy: Callable[[tuple[Any, ...]], None],
-) -> None:
+    Raises:
+        ValueError: a generator does not take its state, as one of another version. Others may be set by then.
+    """
     try:
-        set_torch(_tensor_of(state["torch"]))
-        for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            set_cuda(_tensor_of(text), device)
-        version, words, gauss = state["python"]
-        set_python((version, tuple(words), gauss))
-        saved = state["numpy"]
-        key = np.array(saved["key"], np.uint32)
-        set_numpy((saved["bit_generator"], key, saved["pos"], saved["has_gauss"], saved["gauss"]))
+        torch.set_rng_state(_tensor_of(state["torch"]))
+        for device, own in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_tensor_of(own), device)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
     except (LookupError, OverflowError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"random states that cannot be set: {error}") from error
 
 
-def _text_of(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode()
+def _bytes_of(state: Tensor) -> bytes:
+    return state.numpy().tobytes()
 
 
-def _tensor_of(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+def _tensor_of(state: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

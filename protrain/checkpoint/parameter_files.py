@@ -1,20 +1,19 @@
 """The files of a save: those with the states of parameters, each of which one rank writes with what it has, and others.
 
-The tensors of a parameter are named "KIND/NAME". One that lies whole on one rank has its shape there. If several ranks
-have parts of it, each of their files has a run of its elements, 1-d, and the entry of the file in the manifest says
-which::
+The tensors of a parameter are named "KIND/NAME". If several ranks have parts of it, each of their files has a run of
+its elements. The entry of a file in the manifest says what it has of which parameters::
 
-    "state-00002-00001.safetensors": {..., "parts": {NAME: {"shape": [4, 6], "elements": [9, 24]}}}
+    "state-00002-00001.safetensors": {..., "parameters": {NAME: {"shape": [4, 6], "elements": [9, 24], "kinds": [...]}}}
 
 A load reads from every file what the loading rank has of it. So no rank holds more than its own part, whatever the
 numbers of ranks and the plans of the save and of the load are.
 
-Buffers, and parameters that are not managed, are in a file of their own, which the first rank writes.
+All other tensors are in one file, which the first rank writes: buffers and parameters that are not managed by their
+names, and with a prefix what quantised weights need besides their numbers, and what extra states of modules hold.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from protrain.checkpoint.manifest import EXTRA
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of, same_bytes
@@ -47,32 +47,48 @@ def write_parameters(
     # The ranks of a node share its memory, in which an async_save has the tensors of the file that it writes.
     writer = TensorWriter(scratch, prefix, FILE_BYTES // ranks.on_node)
     step = 0
-    cuts: dict[str, dict[str, Any]] = {}
+    written: dict[str, dict[str, Any]] = {}
     for name, part in parts:
         elements = part.elements
         if elements.start == elements.stop and (ranks.rank > 0 or not part.is_whole):
             continue
         step = max(step, int(part.tensors.get("step", 0)))
-        if not part.is_whole:
-            cuts[name] = {"shape": list(part.shape), "elements": [elements.start, elements.stop]}
+        written[name] = {
+            "shape": [*part.shape],
+            "elements": [elements.start, elements.stop],
+            "kinds": [*part.tensors],
+        }
         writer.add({f"{kind}/{name}": tensor for kind, tensor in part.tensors.items()})
     writer.flush()
     entries: dict[str, dict[str, Any]] = {}
     for file in writer.files:
-        names = list(dict.fromkeys(key.partition("/")[2] for key in file.keys))
-        cut = {name: cuts[name] for name in names if name in cuts}
-        entries[file.name] = {**file.entry, "parameters": names, **({"parts": cut} if cut else {})}
+        names = dict.fromkeys(key.partition("/")[2] for key in file.keys)
+        entries[file.name] = {**file.entry, "parameters": {name: written[name] for name in names}}
     return entries, step
 
 
-def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer) -> None:
-    """Raise a CheckpointError unless the save has every element of every parameter once, in the shapes of the model."""
-    for name, parts in _parts(save, files).items():
-        for part in parts:
-            try:
-                optimizer.check_parameter(name, part.on_meta())
-            except ValueError as error:
-                raise CheckpointError(f"{part.path} is of another model: {error}") from None
+@dataclass(frozen=True)
+class _Part:
+    """What one file has of a parameter of ``shape``: the elements ``first`` to ``stop``, of each kind of state."""
+
+    path: Path
+    name: str
+    shape: torch.Size
+    first: int
+    stop: int
+    kinds: tuple[str, ...]
+
+    def read(self, tensors: Any, kind: str, first: int, stop: int) -> Tensor:
+        """The elements ``first`` to ``stop`` of the parameter, 1-d, or its step, which the file ``tensors`` has."""
+        value: Tensor = tensors.get_tensor(f"{kind}/{self.name}")
+        return value if kind == "step" else value.view(-1)[first - self.first : stop - self.first]
+
+
+def _parts_in(path: Path, entry: dict[str, Any]) -> Iterator[_Part]:
+    """What the file at ``path`` has, by its ``entry`` in the manifest."""
+    for name, part in entry["parameters"].items():
+        first, stop = part["elements"]
+        yield _Part(path, name, torch.Size(part["shape"]), first, stop, tuple(part["kinds"]))
 
 
 def own_parts(
@@ -84,121 +100,64 @@ def own_parts(
     """
     for file, entry in files.items():
         with open_tensors(save / file) as tensors:
-            for stored in _stored(save / file, entry, tensors):
-                own = optimizer.own_elements(stored.name)
-                first = max(own.start, stored.first)
-                stop = max(first, min(own.stop, stored.stop))
-                yield (
-                    stored.name,
-                    slice(first, stop),
-                    {kind: stored.read(tensors, kind, first, stop) for kind in stored.kinds},
-                )
+            for part in _parts_in(save / file, entry):
+                own = optimizer.own_elements(part.name)
+                first = max(own.start, part.first)
+                stop = max(first, min(own.stop, part.stop))
+                states = {kind: part.read(tensors, kind, first, stop) for kind in part.kinds}
+                yield part.name, slice(first, stop), states
 
 
-def saved_parameters(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, SavedTensor]]:
-    """The whole states of all parameters in a save, by name and kind. None is read here.
+@dataclass(frozen=True)
+class SavedParameter:
+    """The whole states of one parameter in the files of a save."""
+
+    parts: list[_Part]  # in the order of their elements
+    shape: torch.Size
+    kinds: tuple[str, ...]
+
+    def read(self, kind: str) -> Tensor:
+        """The state of that ``kind``. If it lies whole in one file, memory is taken by what is used of it."""
+        values = []
+        for part in self.parts if kind != "step" else self.parts[:1]:
+            with open_tensors(part.path) as tensors:
+                values.append(part.read(tensors, kind, part.first, part.stop))
+        if kind == "step":
+            return values[0]
+        return (values[0] if len(values) == 1 else torch.cat(values)).view(self.shape)
+
+    def on_meta(self, kind: str) -> Tensor:
+        """A float32 tensor of the shape of that state, without memory."""
+        return torch.empty(() if kind == "step" else self.shape, dtype=torch.float32, device="meta")
+
+
+def saved_parameters(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, SavedParameter]:
+    """The parameters in a save, by their names. None is read here.
 
     Raises:
         CheckpointError: the save does not have every element of them once.
     """
-    return {
-        name: {kind: SavedTensor(kind, tuple(parts)) for kind in parts[0].kinds}
-        for name, parts in _parts(save, files).items()
-    }
-
-
-@dataclass(frozen=True)
-class SavedTensor:
-    """A whole state of one parameter in the files of a save."""
-
-    kind: str
-    parts: tuple[_Stored, ...]  # in the order of their elements
-
-    def read(self) -> Tensor:
-        """The state. If it lies whole in one file, memory is taken by what is used of it."""
-        values = []
-        for part in self.parts if self.kind != "step" else self.parts[:1]:
-            with open_tensors(part.path) as tensors:
-                values.append(tensors.get_tensor(f"{self.kind}/{part.name}"))
-        return values[0] if len(values) == 1 else torch.cat(values).view(self.parts[0].shape)
-
-    def on_meta(self) -> Tensor:
-        """A tensor of the same shape and type without memory."""
-        part = self.parts[0]
-        with open_tensors(part.path) as tensors:
-            dtype = tensors.get_tensor(f"{self.kind}/{part.name}").dtype  # reads nothing
-        return torch.empty(part.on_meta()[self.kind].shape, dtype=dtype, device="meta")
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """What one file has of a parameter of ``shape``: the elements ``first`` to ``stop``, of each kind of state."""
-
-    path: Path
-    name: str
-    shape: tuple[int, ...]
-    first: int
-    stop: int
-    kinds: tuple[str, ...]
-
-    def on_meta(self) -> dict[str, Tensor]:
-        """Tensors with the shapes of the whole states and no memory."""
-        return {kind: torch.empty(() if kind == "step" else self.shape, device="meta") for kind in self.kinds}
-
-    def read(self, tensors: Any, kind: str, first: int, stop: int) -> Tensor:
-        """The elements ``first`` to ``stop`` of the parameter, or its step, which lie in the file."""
-        value: Tensor = tensors.get_tensor(f"{kind}/{self.name}")
-        return value if kind == "step" else value.view(-1)[first - self.first : stop - self.first]
-
-
-def _stored(path: Path, entry: dict[str, Any], tensors: Any) -> Iterator[_Stored]:
-    """What the file at ``path`` has, checked against the shapes of its tensors."""
-    kinds: dict[str, list[str]] = {}
-    for key in tensors.keys():  # noqa: SIM118 - it is no mapping
-        kind, _, name = key.partition("/")
-        kinds.setdefault(name, []).append(kind)
-    for name in entry["parameters"]:
-        shapes = {kind: tensors.get_tensor(f"{kind}/{name}").shape for kind in kinds[name]}
-        shapes.pop("step", None)
-        part = entry.get("parts", {}).get(name)
-        if part is None:
-            shape = next(iter(shapes.values()), ())
-            first, stop, expected = 0, math.prod(shape), shape
-        else:
-            shape, (first, stop) = tuple(part["shape"]), part["elements"]
-            expected = (stop - first,)
-        for kind, present in shapes.items():
-            if present != expected:
-                raise CheckpointError(
-                    f"{path} is damaged: {kind} of {name} has the shape {list(present)} there, not {list(expected)}"
-                )
-        yield _Stored(path, name, shape, first, stop, tuple(kinds[name]))
-
-
-def _parts(save: Path, files: Mapping[str, dict[str, Any]]) -> dict[str, list[_Stored]]:
-    """What the files have of each parameter, in the order of its elements. CheckpointError unless that is all of it."""
-    found: dict[str, list[_Stored]] = {}
+    found: dict[str, list[_Part]] = {}
     for file, entry in files.items():
-        with open_tensors(save / file) as tensors:
-            for stored in _stored(save / file, entry, tensors):
-                found.setdefault(stored.name, []).append(stored)
+        for part in _parts_in(save / file, entry):
+            found.setdefault(part.name, []).append(part)
+    saved = {}
     for name, parts in found.items():
         parts.sort(key=lambda part: (part.first, part.stop))
-        _check_complete(save, name, parts)
-    return found
+        shape = parts[0].shape
+        if [0, *(part.stop for part in parts)] != [*(part.first for part in parts), shape.numel()]:
+            raise CheckpointError(f"{save} is damaged: it does not have every element of {name} once")
+        saved[name] = SavedParameter(parts, shape, parts[0].kinds)
+    return saved
 
 
-def _check_complete(save: Path, name: str, parts: list[_Stored]) -> None:
-    """Raise a CheckpointError unless ``parts`` have every element of the parameter once, of the same kinds of state."""
-    reached, shape, kinds = 0, parts[0].shape, set(parts[0].kinds)
-    for part in parts:
-        if part.first != reached or part.shape != shape or set(part.kinds) != kinds:
-            raise CheckpointError(
-                f"{save} is damaged: the parts of {name} do not fit together at element {min(part.first, reached)}"
-            )
-        reached = part.stop
-    if reached != math.prod(shape):
-        raise CheckpointError(f"{save} is damaged: it lacks the elements of {name} from {reached} on")
+def check_parameters(save: Path, files: Mapping[str, dict[str, Any]], optimizer: ProTrainOptimizer) -> None:
+    """Raise a CheckpointError unless the save has every element of every parameter once, in the shapes of the model."""
+    for name, saved in saved_parameters(save, files).items():
+        try:
+            optimizer.check_parameter(name, {kind: saved.on_meta(kind) for kind in saved.kinds})
+        except ValueError as error:
+            raise CheckpointError(f"{save} is of another model: {error}") from None
 
 
 def unmanaged_tensors(model: nn.Module, left_out: set[str]) -> dict[str, Tensor]:
@@ -216,7 +175,7 @@ def match_saved(save: Path, model: nn.Module, left_out: set[str]) -> list[tuple[
     found = []
     with open_tensors(save / BUFFERS) as tensors:
         keys = set(tensors.keys())
-        saved_names = {key for key in keys if not key.startswith(BESIDE)}
+        saved_names = {key for key in keys if not key.startswith((BESIDE, EXTRA))}
         compare_names(save, "buffer", saved_names - unmanaged.keys(), set(buffers))
         compare_names(save, "frozen parameter", saved_names & unmanaged.keys(), set(unmanaged))
         for name, target in {**buffers, **unmanaged}.items():

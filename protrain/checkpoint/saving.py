@@ -4,8 +4,8 @@
 
     folder/00007-step-3500/
         checkpoint.json            manifest: format, files with size and CRC-32, step, scalars, scheduler, random states
-        buffers.safetensors        model.named_buffers(), and parameters that are not managed
-        modules.safetensors        tensors of get_extra_state(), whose rest is in the manifest; only if there are any
+        buffers.safetensors        model.named_buffers(), parameters that are not managed, and tensors of
+                                   get_extra_state(), whose rest is in the manifest
         state-00001.safetensors    "master/NAME", "exp_avg/NAME", ...: about 1 GiB each; several ranks each write files
                                    of their own, state-RANK-00001.safetensors, ...
 
@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -54,8 +55,6 @@ from protrain.engine.states.parameter_state import Part
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.optim.optimizer import ProTrainOptimizer
 
-MODULES = "modules.safetensors"
-OTHER_RANDOMS = "random_of_other_ranks"  # the random states of rank 1 and those after it
 _SCRATCH = re.compile(r"\.\d{5,}(-step-\d+)?\.tmp")  # an unfinished save, or one that is being deleted
 
 _of_run: WeakKeyDictionary[ProTrainOptimizer, list[Path]] = WeakKeyDictionary()
@@ -104,7 +103,7 @@ def save_checkpoint(
     optimizer.ranks.meet("save_checkpoint()")
     save = _begin(Path(folder).absolute(), model, optimizer, scheduler, extra, keep, base)
     parts = optimizer.export_parts(_saved_names(model, optimizer, base))
-    return _finish(save, parts, optimizer.ranks)
+    return finish_save(save, parts, optimizer.ranks)
 
 
 def async_save(
@@ -184,15 +183,15 @@ def _given_up(parts: list[tuple[str, Part]]) -> Iterable[tuple[str, Part]]:
 
 
 @dataclass
-class _Save:
-    """One save from its beginning to its end."""
+class Save:
+    """A save that is being written."""
 
     root: Path
     keep: int
     of_run: list[Path]  # the saves that are not another run's
     manifest: dict[str, Any] = field(default_factory=dict)  # what it says so far, on the first rank
     serial: int = 0
-    unlock: ExitStack = field(default_factory=ExitStack)  # lets others save to the folder
+    close: ExitStack = field(default_factory=ExitStack)  # removes what is not complete, and lets others save there
 
     @property
     def scratch(self) -> Path:
@@ -208,42 +207,49 @@ def _begin(
     extra: Any,
     keep: int,
     base: Base | None,
-) -> _Save:
-    """Make the hidden folder of a new save and write everything but parameters to it."""
+) -> Save:
+    """Begin a save with what a training has beside its parameters."""
     if not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be at least 1, and a whole number, not {keep!r}")
     wait_for_async_saves(optimizer, root)
-    ranks, save = optimizer.ranks, _Save(root, keep, own_saves(optimizer))
-    first = ranks.rank == 0
-    randoms = ranks.all_values(random_state())
-    try:
+    randoms = optimizer.ranks.all_values(encode(random_state(), "the random states"))
+    contents = partial(_contents, model, optimizer, scheduler, extra, base, randoms)
+    return begin_save(root, keep, own_saves(optimizer), optimizer.ranks, contents)
+
+
+def begin_save(
+    root: Path,
+    keep: int,
+    of_run: list[Path],
+    ranks: Ranks,
+    contents: Callable[[], tuple[dict[str, Any], dict[str, torch.Tensor]]],
+) -> Save:
+    """Make the hidden folder of a new save, and write everything but parameters to it.
+
+    The first rank calls ``contents`` for what the manifest says, and for the tensors that are of no parameter.
+    """
+    save, first = Save(root, keep, of_run), ranks.rank == 0
+    with save.close:
         with raised_on_all(ranks):
             if first:
-                tensors: dict[str, torch.Tensor] = {}
-                save.manifest = _manifest(model, optimizer, scheduler, extra, tensors)  # an error in it leaves no trace
-                save.manifest |= {"random": randoms[0], **({OTHER_RANDOMS: randoms[1:]} if ranks.several else {})}
-                save.manifest |= {} if base is None else {"base": base.to_dict()}
-                save.serial = new_save(root, save.unlock)
-                others = {BUFFERS: unmanaged_tensors(model, base_weights(model, base))}
-                save.manifest["files"] = write_others(save.scratch, others | ({MODULES: tensors} if tensors else {}))
+                save.manifest, tensors = contents()  # an error in it leaves no trace
+                save.serial = _new_folder(root, save.close)
+                entry = write_tensors(save.scratch / BUFFERS, tensors)
+                save.manifest["files"] = {BUFFERS: {**entry, "parameters": {}}}
         save.serial = ranks.of_first(save.serial)
         with raised_on_all(ranks):
             if not first and not save.scratch.is_dir():
                 raise OSError(
                     f"{save.scratch}, which rank 0 has made, is not there on rank {ranks.rank}: all must see it"
                 )
-    except BaseException:
-        if first and save.serial:
-            shutil.rmtree(save.scratch, ignore_errors=True)
-        save.unlock.close()
-        raise
+        save.close = save.close.pop_all()
     return save
 
 
-def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside) -> Path:
+def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside) -> Path:
     """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
-    with save.unlock:
-        first = ranks.rank == 0
+    first = ranks.rank == 0
+    with save.close:
         try:
             with raised_on_all(ranks):
                 own = write_parameters(save.scratch, parts, ranks)
@@ -256,15 +262,11 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
                         save.manifest["files"] |= files
                     write_manifest(save.scratch, {**save.manifest, "step": step})
                     put_in_place(save.scratch, target)
-        except BaseException as error:  # a full disk gets the space back, and Ctrl-C leaves nothing half done
-            if first:
-                shutil.rmtree(save.scratch, ignore_errors=True)
-            if isinstance(error, FileNotFoundError):
-                raise OSError(
-                    f"{save.scratch} was deleted while it was written, as by another process that saves to "
-                    f"{save.root}: give each run a folder of its own"
-                ) from error
-            raise
+        except FileNotFoundError as error:
+            raise OSError(
+                f"{save.scratch} was deleted while it was written, as by another process that saves to {save.root}: "
+                "give each run a folder of its own"
+            ) from error
         with raised_on_all(ranks):
             if first:
                 save.of_run.append(target)
@@ -272,26 +274,28 @@ def _finish(save: _Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
         return target
 
 
-def _finish_beside(save: _Save, parts: Iterable[tuple[str, Part]], aside: Aside, warn: Callable[[str], None]) -> Path:
-    """Do what ``_finish`` does, in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
+def _finish_beside(save: Save, parts: Iterable[tuple[str, Part]], aside: Aside, warn: Callable[[str], None]) -> Path:
+    """Finish the save in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
     try:
-        return _finish(save, parts, aside)
+        return finish_save(save, parts, aside)
     except Exception as error:
         with suppress(UserWarning):  # a script may turn warnings into errors, and the result is this error
             warn(f"an async_save has failed: {type(error).__name__}: {error}")
         raise
 
 
-def _manifest(
+def _contents(
     model: nn.Module,
     optimizer: ProTrainOptimizer,
     scheduler: LRScheduler | None,
     extra: Any,
-    tensors: dict[str, torch.Tensor],
-) -> dict[str, Any]:
-    """What a manifest says of the state that is the same on all ranks. Tensors of extra state go to ``tensors``."""
+    base: Base | None,
+    randoms: list[Any],
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What the manifest says of the state that is no parameter's, and the tensors of that state."""
     dtypes = {model.get_parameter(name).dtype for name in optimizer.parameter_names()}
-    return {
+    tensors: dict[str, torch.Tensor] = {}
+    manifest = {
         "dtype": str(dtypes.pop()).removeprefix("torch."),  # of weights, all of which have one
         "scalars": encode(optimizer.scalar_state(), "the optimizer's scalar state"),
         "scheduler": None if scheduler is None else encode(scheduler.state_dict(), "the scheduler's state"),
@@ -301,14 +305,17 @@ def _manifest(
             name: encode(module.get_extra_state(), f"the extra state of module {name!r}", tensors)
             for name, module in with_extra_state(model).items()
         },
+        "random": randoms,  # of each rank
+        **({} if base is None else {"base": base.to_dict()}),
     }
+    return manifest, tensors | unmanaged_tensors(model, base_weights(model, base))
 
 
-def new_save(root: Path, unlock: ExitStack) -> int:
+def _new_folder(root: Path, close: ExitStack) -> int:
     """Remove what killed saves have left in ``root``, and make the hidden folder of a new one. Returns its number.
 
-    Until ``unlock`` is closed, no other process can do so there. It would take this save for what a killed one has
-    left.
+    Until ``close`` is called, which removes the folder if it is still hidden, no other process can do so there. It
+    would take this save for what a killed one has left.
 
     Raises:
         ValueError: ``root`` is itself a save, so a load from it would not look for others in it; or it is no folder.
@@ -320,19 +327,16 @@ def new_save(root: Path, unlock: ExitStack) -> int:
         Path(os.path.realpath(root)).mkdir(parents=True, exist_ok=True)  # a link may lead to a folder to be made
     except FileExistsError:
         raise ValueError(f"{root} is no folder: give one to save to") from None
-    unlock.enter_context(used_alone(root, "give each run a folder of its own"))
+    close.enter_context(used_alone(root, "give each run a folder of its own"))
     for leftover in root.glob(".*.tmp"):
         if _SCRATCH.fullmatch(leftover.name) and leftover.is_dir():
             delete(leftover)
     saves = list_saves(root)
     serial = int(saves[-1].name.partition("-")[0]) + 1 if saves else 1
-    (root / f".{serial:05d}.tmp").mkdir()
+    scratch = root / f".{serial:05d}.tmp"
+    close.callback(shutil.rmtree, scratch, ignore_errors=True)
+    scratch.mkdir()
     return serial
-
-
-def write_others(scratch: Path, others: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
-    """Write the files of ``others``, tensors of no parameters. Returns the entries of the files in the manifest."""
-    return {name: {**write_tensors(scratch / name, tensors), "parameters": []} for name, tensors in others.items()}
 
 
 def _delete_all_but(saves: list[Path], keep: int) -> None:

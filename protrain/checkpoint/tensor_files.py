@@ -153,21 +153,15 @@ def complete_folder(folder: Path, what: str) -> Iterator[Path]:
             for path in scratch.iterdir():
                 sync(path)
             put_in_place(scratch, folder)
-        except BaseException:
+        finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            raise
 
 
 def put_in_place(scratch: Path, folder: Path) -> None:
-    """Rename ``scratch``, all of whose files are on the disk, to ``folder``. After an error it has its name again."""
+    """Rename ``scratch``, all of whose files are on the disk, to ``folder``."""
     sync(scratch)
     os.rename(scratch, folder)
-    try:
-        sync(folder.parent)
-    except BaseException:
-        with suppress(OSError):
-            os.rename(folder, scratch)
-        raise
+    sync(folder.parent)
 
 
 def delete(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import shutil
 import threading
 import time
@@ -50,7 +51,6 @@ def test_a_save_of_any_number_of_ranks_loads_on_any_other(
     assert_same(expected[3].saved, expected[0].saved, where="another rank")
     saved, final = expected[0].saved, expected[0].final
     assert not torch.equal(saved["exp_avg.blocks.1.first.weight"], final["exp_avg.blocks.1.first.weight"])
-    assert any("parts" in entry for entry in read_manifest(list_saves(of_four)[-1])["files"].values())
 
     goes_on = replace(begun, load=of_four, save=None, before=range(0))
     once = go_on(0, 1, replace(goes_on, spec=SECOND, save=of_one))
@@ -102,8 +102,8 @@ def test_damage_is_an_error_on_all_ranks_before_anything_changes(tmp_path: Path)
     expected = {
         "flipped": r"state-00001-00001.safetensors is damaged: its checksum differs",
         "missing": r"state-00002-00001.safetensors is missing",
-        "gap": "do not fit together at element",
-        "end": "lacks the elements of",
+        "gap": "does not have every element of",
+        "end": "does not have every element of",
         "empty": "holds no checkpoint",
     }
     for kind in expected:
@@ -127,8 +127,8 @@ def _lose(save: Path, rank: int) -> None:
     """Let the manifest know nothing of one part of a parameter: the first or last, if ``rank`` is that."""
     manifest = read_manifest(save)
     entry = manifest["files"][f"state-{rank:05d}-00001.safetensors"]
-    name = next(iter(entry["parts"]))
-    entry["parameters"].remove(name)
+    parts = entry["parameters"].items()
+    del entry["parameters"][next(name for name, part in parts if part["elements"] != [0, math.prod(part["shape"])])]
     write_manifest(save, manifest)
 
 
@@ -209,7 +209,7 @@ def save_and_load(rank: int, size: int, folder: Path) -> None:
 def test_a_large_parameter_takes_little_memory(tmp_path: Path) -> None:
     size, folder = 2, tmp_path / "saves"
     with Group(size, save_and_load, folder, folder=tmp_path) as group:
-        endings = group.endings(range(size), timeout_s=180)
+        endings = group.endings(range(size))
     assert [ending.status for ending in endings.values()] == [0] * size, endings
     taken = [json.loads((folder / f"taken {rank}.json").read_text()) for rank in range(size)]
     for what, most_bytes in MOST_BYTES.items():
