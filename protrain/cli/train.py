@@ -109,6 +109,15 @@ class Options:
     wrap: WrapOptions
 
 
+class _Parser(trl.TrlParser):
+    """TRL's parser, for which a file may use each name that an option has on the command line, such as data."""
+
+    def set_defaults_with_config(self, **config: Any) -> list[str]:
+        names = {option.lstrip("-"): action.dest for action in self._actions for option in action.option_strings}
+        unknown: list[str] = super().set_defaults_with_config(**{names.get(key, key): config[key] for key in config})
+        return unknown
+
+
 def parse(words: Sequence[str]) -> Options:
     """The options in ``words``, which may begin with sft or dpo, and in the YAML file of --config.
 
@@ -118,7 +127,7 @@ def parse(words: Sequence[str]) -> Options:
     """
     task = words[0] if words[:1] in (["sft"], ["dpo"]) else None
     kind = trl.DPOConfig if task == "dpo" else trl.SFTConfig
-    parser = trl.TrlParser(
+    parser = _Parser(
         (ModelOptions, DataOptions, WrapOptions, kind),
         prog=f"protrain train {task or ''}".strip(),
         usage="%(prog)s --model MODEL --data DATA [--config FILE.yaml] [OPTION ...]",
@@ -294,5 +303,5 @@ def _describe(trainer: Any, name: str, rows: Any) -> None:
     lengths = (compute.list_value_length(table[each]) for table in tables for each in columns)
     tokens = sum(compute.sum(length).as_py() or 0 for length in lengths)
     steps = trainer.args.max_steps
-    passes = f"{steps} steps" if steps > 0 else f"{trainer.args.num_train_epochs:g} passes"
+    passes = f"steps: {steps}" if steps > 0 else f"passes: {trainer.args.num_train_epochs:g}"
     note(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {passes}")
