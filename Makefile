@@ -15,6 +15,9 @@ CLIENTS = accelerate|lightning|peft|transformers|trl
 # One more than cores, as some tests wait for other processes; more than eight wait for memory.
 TEST_WORKERS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 2 ? 3 : n > 7 ? 8 : n + 1)))
 
+# Which tests `make unit` runs; MARKS= runs all in one go.
+MARKS ?= not slow
+
 .PHONY: help demo test lint format types unit slow float8 clients newest lowest kernels bench docs clean
 
 help:
@@ -49,13 +52,13 @@ types: $(VENV)/.dev
 	$(RUN)/mypy
 
 unit: $(VENV)/.dev
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "not slow"
+	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m "$(MARKS)"
 
-slow: $(VENV)/.dev
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) --dist loadgroup -m slow
+slow:
+	$(MAKE) unit MARKS=slow
 
 float8: $(VENV)/.dev $(VENV)/.float8
-	$(RUN)/python -m pytest -n $(TEST_WORKERS) tests/engine/test_low_precision.py tests/engine/test_quantised.py
+	$(RUN)/python -m pytest -k "float8 or torchao" tests/engine/test_low_precision.py tests/engine/test_quantised.py
 
 clients: $(VENV)/.dev
 	$(RUN)/python -m pip list | grep -E '^($(CLIENTS)|torch) '

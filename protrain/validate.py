@@ -6,12 +6,10 @@ The optimizer that it was given is refused afterwards, as it would do nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +27,11 @@ from protrain.engine.states.weight_files import WeightSources, check_weights
 from protrain.engine.weights.parameter import PresentParameter, has_moved
 from protrain.optim.optimizer import ProTrainOptimizer
 from protrain.planning import Plan
-from protrain.planning.plan import refuse_other_parameters
-from protrain.profiler.blocks import find_blocks, refuse_scripted
+from protrain.profiler.blocks import refuse_scripted
 from protrain.profiler.operations import storage_key
-from protrain.profiler.trace import parameter_records
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +42,6 @@ class TrainingOptions:
     dtype: torch.dtype
     moment_dtype: str
     plan: Plan | None
-    plan_file: str | os.PathLike[str] | None  # the file that the plan was read from
     device_memory: int | str | None
     host_memory: int | str | None
     weights: WeightSources | None
@@ -59,7 +53,7 @@ class TrainingOptions:
 
     def same_on_all_ranks(self) -> list[str]:
         """What must be the same on all ranks, as text."""
-        own = ("device", "plan", "plan_file", "device_memory", "host_memory", "weights")
+        own = ("device", "plan", "device_memory", "host_memory", "weights")
         same = [f"{name}={value}" for name, value in vars(self).items() if name not in own]
         return [f"device={self.device.type}", *same]
 
@@ -119,17 +113,11 @@ def check_arguments(
         raise ValueError(f"gradient_reduction must be mean or sum, not {gradient_reduction!r}")
     _check_model(model, optimizer)
     check_start_values(model, loaded=weights is not None)
-    file = None if isinstance(plan, Plan) else plan
-    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
-    if given is not None:
-        with naming(file):
-            check_plan(given, model, optimizer, kind)
     return TrainingOptions(
         device=target,
         dtype=kind,
         moment_dtype=moments,
-        plan=given,
-        plan_file=file,
+        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
         # The path is absolute, whatever the folder is at the first call.
         weights=None if weights is None else check_weights(model, Path(os.path.abspath(weights))),
         step_during_backward=step_during_backward,
@@ -149,24 +137,6 @@ def _check_supported(optimizer: torch.optim.Optimizer) -> None:
             "returns to whatever prepares model and optimizer (accelerator.prepare, fabric.setup)"
         )
     check_options(optimizer.param_groups)
-
-
-def check_plan(plan: Plan, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-    """Raise a ValueError if ``plan`` was made for another model, dtype or optimizer. It needs no profile."""
-    records, n_blocks = parameter_records(model, optimizer), len(find_blocks(model))
-    name = str(dtype).removeprefix("torch.")
-    refuse_other_parameters(plan, type(model).__name__, records, name, n_blocks=n_blocks)
-
-
-@contextmanager
-def naming(file: str | os.PathLike[str] | None) -> Iterator[None]:
-    """Put the name of the plan's ``file`` before the message of a ValueError that is raised inside, if it has one."""
-    try:
-        yield
-    except ValueError as error:
-        if file is not None:
-            error.args = (f"{os.fspath(file)}: {error}",)  # the same error, because a PlanError has more than its text
-        raise
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -200,8 +170,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                     "Weights that were in memory before come back by "
                     "accelerate.hooks.remove_hook_from_submodules(model), before the optimizer is made"
                 )
-    held = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
     known = set(model.parameters())
+    held = dict.fromkeys(parameter for group in optimizer.param_groups for parameter in group["params"])
     others = [tuple(parameter.shape) for parameter in held if parameter not in known]
     if others:
         raise ValueError(
@@ -219,7 +189,7 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
     refuse_gradients(model, before="protrain.wrap")
     forgotten = [name for name, p in model.named_parameters() if p.requires_grad and p not in held]
-    if forgotten:
+    if forgotten:  # plain torch would give them gradients, which another optimizer or a norm may use
         warn_user(
             f"{len(forgotten)} parameters require a gradient but are in no optimizer group: they will not change, and "
             f"have no .grad. One of them is {forgotten[0]}. Another optimizer cannot train them: give this one a group"
@@ -290,30 +260,26 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     Its param_groups stay live, and schedulers that were made with it keep working.
     """
     for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-        vars(optimizer)[name] = _refused(name)
+        vars(optimizer)[name] = partial(_refuse, name)
     # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
-    if not _retired:
-        register_optimizer_step_pre_hook(_check_step)
-    _retired.add(optimizer)
+    _watch_steps()
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise MisuseError(
-            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
-            "its state have moved: use the optimizer that it returned"
-        )
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise MisuseError(
+        f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and its "
+        "state have moved: use the optimizer that it returned"
+    )
 
-    return refuse
+
+@cache
+def _watch_steps() -> None:
+    """Let ``_check_step`` look at the steps of all optimizers, from the first call on."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse a step of any optimizer that ProTrain does not know of, as it would do nothing.
-
-    It finds no gradients of parameters that are in no group of the wrapped optimizer.
-    """
-    if optimizer in _retired:
-        _refused("step")()
+    """Refuse a step of any optimizer that ``protrain.wrap`` did not return, as it would find no gradients."""
     if isinstance(optimizer, ProTrainOptimizer):
         return
     for group in optimizer.param_groups:

@@ -55,7 +55,7 @@ from protrain.profiler.blocks import checkpointing_switches, find_blocks, switch
 from protrain.profiler.cache import cached_profile
 from protrain.profiler.model_profile import ModelProfile
 from protrain.profiler.trace import profile
-from protrain.validate import TrainingOptions, check_arguments, naming, refuse_gradients, retire
+from protrain.validate import TrainingOptions, check_arguments, refuse_gradients, retire
 
 Model = TypeVar("Model", bound=nn.Module)
 _NOT_CALIBRATED = (
@@ -239,7 +239,7 @@ def _begin_training(
             _profile(model, batch, optimizer, options, changes, ranks, device_bytes=hardware.device_bytes),
         )
         model_profile = replace(model_profile, accumulation=options.accumulation, moment_dtype=options.moment_dtype)
-        with stage("planning"), naming(options.plan_file):
+        with stage("planning"):
             chosen = plan_of_first(ranks, partial(_plan, options, model_profile, hardware))
             models = Models.of(chosen, model_profile, hardware, step_during_backward=inside)
         said = f"{in_short(chosen, models)}\nthe plan: {chosen}"

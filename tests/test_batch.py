@@ -53,7 +53,9 @@ def test_objects_move_themselves_and_the_callers_stay() -> None:
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
     ours = _Moving()
     meta = torch.device("meta")
-    moved = batches.to_device({"ours": [ours], "packed": packed, "plain": _Part(torch.ones(1))}, meta)
+    moved = batches.move(
+        {"ours": [ours], "packed": packed, "plain": _Part(torch.ones(1))}, meta, lambda tensor: tensor.to(meta)
+    )
     assert moved["ours"][0].values.is_meta
     assert moved["ours"][0].lengths.is_cpu
     assert ours.values.is_cpu, "the caller may have a list of them"

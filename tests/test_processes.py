@@ -29,7 +29,7 @@ SAID = {
 @pytest.mark.slow
 def test_every_order_in_both_processes(tmp_path: Path) -> None:
     with Group(2, processes.run_all, tmp_path, folder=tmp_path) as group:
-        endings = group.endings(range(2), timeout_s=100)
+        endings = group.endings(range(2))
     for ending in endings.values():
         assert ending.status == 0, ending.text
         lines = dict(line.split(": ", 1) for line in ending.text.splitlines() if ": " in line)

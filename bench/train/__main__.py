@@ -178,7 +178,8 @@ def _compare(args: argparse.Namespace, task: Task, contestants: tuple[Contestant
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
     if any(one.is_ours for one in contestants):
         calibrate_once(task.gpus)
-    with tempfile.TemporaryDirectory() as name:
+    # What a contestant started may still write there while it is being killed.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         make_tokens(task, folder / "tokens.pt")
         for contestant in contestants:

@@ -122,11 +122,6 @@ def growth(shape: tuple[int, ...], planned: tuple[int, ...], *, rows_first: bool
     return longer * max(1.0, math.prod(shape) / max(1, math.prod(planned)))
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """``tree`` with every tensor on ``device``. It is ``tree`` itself if all tensors are there already."""
-    return move(tree, device, lambda tensor: tensor.to(device))
-
-
 def move(tree: Any, device: torch.device, moved: Callable[[Tensor], Tensor]) -> Any:
     """``tree`` with each tensor replaced by ``moved`` of it, which is on ``device``.
 

@@ -68,7 +68,8 @@ def made_of(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
 def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]] | None:
     """The tensors that ``tensor`` consists of, and a function that makes such a tensor of others in their place.
 
-    It is None for a tensor that consists of itself alone. The function does not keep ``tensor``.
+    It is None for a tensor that consists of itself alone, and for a nested one of the older layout, which has a storage
+    but no shape. The function does not keep ``tensor``.
     """
     layout = tensor.layout
     if layout in _SPARSE_PARTS:
@@ -80,10 +81,6 @@ def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Ten
             return parts, lambda parts: make(*parts.values(), shape, layout=layout)
         coalesced = tensor.is_coalesced()
         return parts, lambda parts: make(*parts.values(), shape, is_coalesced=coalesced)
-    if layout is torch.strided and tensor.is_nested:  # of the older layout: it has a storage and no shape
-        form = tensor._nested_tensor_size(), tensor._nested_tensor_strides(), tensor._nested_tensor_storage_offsets()
-        memory = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-        return {"memory": memory}, lambda parts: torch._nested_view_from_buffer(_whole(parts["memory"]), *form)
     if is_traceable_wrapper_subclass(tensor):
         shape, stride = tensor.shape, tensor.stride()
         names, context = tensor.__tensor_flatten__()
@@ -93,11 +90,6 @@ def split_up(tensor: Tensor) -> tuple[dict[str, Tensor], Callable[[dict[str, Ten
         offsets = {name: part for name, part in parts.items() if layout is torch.jagged and name != "_values"}
         return parts, lambda parts: kind.__tensor_unflatten__(parts | offsets, context, shape, stride)
     return None
-
-
-def _whole(memory: Tensor) -> Tensor:
-    """``memory``, or a copy if its storage is larger, because operators on nested tensors take all of a storage."""
-    return memory if memory.untyped_storage().nbytes() == memory.nbytes else memory.clone()
 
 
 def is_plain(tensor: Tensor) -> bool:

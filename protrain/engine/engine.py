@@ -111,7 +111,7 @@ class Engine:
         self.unfinished = 0
         self._process = os.getpid()
         self._ranks = memory.ranks
-        self.visits = Visits(managed, self, buffers=buffers, bindings=bindings)
+        self.visits = Visits(managed, self)
         # In the current forward every block is recomputed, and nothing is offloaded: it takes less memory than planned.
         self.recompute_all = False
         # To the callback that autograd calls at the end of backward. None: there is no backward; dead: it has raised.
@@ -150,9 +150,9 @@ class Engine:
                     "backward() after a backward that raised an error, which other ranks have not seen: end all "
                     "processes and resume from a checkpoint"
                 )
-            self.visits.leave_backward()  # its gradients are added, as autograd adds to ``.grad``
+            self.visits.end_backward()  # its gradients are added, as autograd adds to ``.grad``
         self.reset()
-        self.bindings.begin_use("backward()")
+        self.bindings.refuse_inside_full_parameters("backward()")
         refuse_hooks_on_sums(self.members, self.gradients.indices())
         end = partial(self._end_backward)
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -165,7 +165,7 @@ class Engine:
         self.gradients.begin_backward()
 
     def in_backward_of(self, frame: Frame) -> bool:
-        """Whether ``enter_backward`` would do nothing. Every saved tensor asks, so it must be fast."""
+        """Whether the backward of this call of a unit runs already. Every saved tensor asks, so this must be fast."""
         return (
             self.visits.current_frame() is frame
             and frame.weights_version == self.weights_version
@@ -216,8 +216,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         with self.streams.computing():  # autograd calls this on the stream that was current in backward()
-            self.visits.leave_backward()
-            self.visits.make_up_rest()
+            self.visits.end_backward()
             self.gradients.combine(self.updates.settings)
             if self.phase is Phase.BACKWARD:  # torch.autograd.grad brings no gradients
                 if self.updates.inside and not self._groups.no_sync:
@@ -393,8 +392,8 @@ class Engine:
         """The weights of ``chunks`` were written outside of a step, so that their buffers are out of date."""
         self.unfinished += 1
         for chunk in chunks:
-            chunk.version += 1
-            self.streams.compute.place(chunk.updated)
+            chunk.wait()  # no step commits what was done speculatively with the weights before
+            self.streams.compute.record_event(chunk.updated)
             self.buffers.invalidate(chunk)
         self.weights_version += 1
         self.unfinished -= 1

@@ -37,24 +37,17 @@ from protrain.planning.timeline import GPU
 
 
 class Visits:
-    """The visits of this rank.
+    """The visits of this rank to the units of ``managed``, in steps of ``engine``."""
 
-    Args:
-        managed: the model.
-        engine: whose step they are part of.
-        buffers: where chunks are fetched to.
-        bindings: put parameters there.
-    """
-
-    def __init__(self, managed: ManagedModel, engine: Engine, *, buffers: BufferPool, bindings: Bindings) -> None:
+    def __init__(self, managed: ManagedModel, engine: Engine) -> None:
         units, calls = managed.units, managed.profile.calls
         fetched = [[chunk.index for chunk in unit.chunks if not chunk.resident] for unit in units]
         self._training = Schedule([*calls, *reversed(calls)], fetched)
         self._inference = Schedule(calls, fetched)
         self._engine = engine
         self._managed = managed
-        self._buffers = buffers
-        self._bindings = bindings
+        self._buffers: BufferPool = engine.buffers
+        self._bindings: Bindings = engine.bindings
         self._ranks = managed.memory.ranks
         self._several = self._ranks.several
         self.schedule = self._training  # the one that is followed now
@@ -80,14 +73,14 @@ class Visits:
         run once.
         """
         engine, bindings, buffers = self._engine, self._bindings, self._buffers
-        bindings.begin_use(f"the forward of {unit.label}")
+        bindings.refuse_inside_full_parameters(f"the forward of {unit.label}")
         engine.reset()
         self._enter_forward(unit)
         if not around:
             args, kwargs = copy_escaping_weights((args, kwargs), buffers, own=unit)
         engine.unfinished += 1
         bindings.bind(unit, self.schedule)
-        self.prefetch()
+        self._prefetch()
         running = self.running
         try:
             self.running = running + 1
@@ -106,14 +99,14 @@ class Visits:
         if torch.is_grad_enabled():
             refuse_leaked_views(unit, buffers)
         if not around:
-            self.gather_ahead()
+            self._gather_ahead()
         return output
 
     def enter_backward(self, frame: Frame) -> None:
         """Backward has reached the call of a unit that ``frame`` stands for, and is done with the unit before."""
         unit = frame.unit
         if self._current is not unit:
-            self.leave_backward()
+            self._leave_backward()
             is_visit = unit.index not in self._enclosing
             # The chunks of an enclosing unit are there, and its gradients are reduced after those of the units inside.
             if is_visit:
@@ -123,14 +116,19 @@ class Visits:
             self._span = span(GPU, f"backward {unit.label}")
             self._span.__enter__()
             if is_visit:
-                self.prefetch()
-                self.gather_ahead()
+                self._prefetch()
+                self._gather_ahead()
             before = self._unit_before.get(unit.index)
             if before is not None and not self._engine.in_forward:
                 self._engine.swaps.fetch_ahead(self._managed.units[before])
         self.current_frame = weakref.ref(frame)
 
-    def leave_backward(self) -> None:
+    def end_backward(self) -> None:
+        """Backward is over: leave the last unit, and make up for the visits that are left."""
+        self._leave_backward()
+        self._make_up_rest()
+
+    def _leave_backward(self) -> None:
         """Backward has left a unit: release it, and bring the gradients that have arrived into chunks."""
         self.abandon_backward()
         if not self._several or self.schedule.position > self._reduced:
@@ -149,11 +147,11 @@ class Visits:
 
     def begin_forward(self, *, training: bool) -> None:
         """A forward of the model begins, or comes next after a step: fetch the chunks that it needs first."""
-        self.make_up_rest()
+        self._make_up_rest()
         self._ranks.note("a forward" if training else "a forward under torch.no_grad()")
         self.schedule = self._training if training else self._inference
         self.schedule.restart()
-        self.prefetch()
+        self._prefetch()
 
     def _enter_forward(self, unit: Unit) -> None:
         if self._current is not None:  # inside a backward, in a checkpoint of the user's own
@@ -164,10 +162,10 @@ class Visits:
                 )
             # The current unit must free its buffers for this one, unless it encloses it.
             if self._current.index not in self._within[unit.index]:
-                self.leave_backward()
+                self._leave_backward()
         if self._several:
             if self.schedule.skipped(unit.index) is None:  # it runs more often than in the profiled step
-                self.make_up_rest()
+                self._make_up_rest()
                 self.schedule.restart()
                 self._ranks.note("a forward")
             skipped = self.schedule.skipped(unit.index)
@@ -185,11 +183,11 @@ class Visits:
             self._release_left(unit)
         self.schedule.enter(unit.index)
 
-    def prefetch(self) -> None:
+    def _prefetch(self) -> None:
         """Fetch the chunks of later visits, as far as buffers are free."""
         self._buffers.prefetch(self._managed.chunks, self.schedule)
 
-    def gather_ahead(self) -> None:
+    def _gather_ahead(self) -> None:
         """The ranks gather the weights of the next visit."""
         if self._several and self.schedule.position + 1 < len(self.schedule.visits):
             self._buffers.make_whole(self._managed.units[self.schedule.visits[self.schedule.position + 1]].chunks)
@@ -200,11 +198,11 @@ class Visits:
         if not self._several:
             return
         if self.schedule.position < self.backward_start:
-            self.make_up_rest()
+            self._make_up_rest()
         self.schedule.position = self._reduced = self.backward_start - 1
         self._ranks.note("a backward")
         for outer in self._enclosing:
-            self._buffers.acquire_all(self._managed.units[outer].chunks, self.schedule)
+            self._buffers.acquire(self._managed.units[outer].chunks, self.schedule)
             self._held.append(self._managed.units[outer])
 
     def _enter_backward(self, unit: Unit) -> None:
@@ -228,19 +226,19 @@ class Visits:
         self.schedule.position = visit
         unit = self._managed.units[self.schedule.visits[visit]]
         self._release_left(unit)
-        self._buffers.acquire_all(unit.chunks, self.schedule)
-        self.prefetch()
+        self._buffers.acquire(unit.chunks, self.schedule)
+        self._prefetch()
         if visit >= self.backward_start:
-            self.gather_ahead()
+            self._gather_ahead()
             self._release(unit)
-            self.leave_backward()
+            self._leave_backward()
         elif unit.index in self._enclosing:
             self._held.append(unit)
         else:
             self._release(unit)
-            self.gather_ahead()
+            self._gather_ahead()
 
-    def make_up_rest(self) -> None:
+    def _make_up_rest(self) -> None:
         """Make up for the visits that are left of this forward or backward, and release the units that enclose them."""
         position = self.schedule.position
         if self._several and position >= 0:

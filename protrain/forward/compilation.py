@@ -27,8 +27,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from protrain.forward.autocast import AutocastOnMeta
-
 # The modules of torch.compile take longer to import than the rest of torch, so functions import them when they compile.
 # A model whose profile is cached never needs them.
 
@@ -116,12 +114,7 @@ def graphs_alone() -> Any:
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-
-    def run(graph: Any, inputs: Any) -> Any:
-        with AutocastOnMeta():  # here, as the compiler would have traced the mode around every operator
-            return split(graph, inputs)
-
-    return _saving_little(run)
+    return _saving_little(split)
 
 
 def inside_graph() -> bool:

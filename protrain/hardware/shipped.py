@@ -61,18 +61,18 @@ def load(name_or_path: str | os.PathLike[str]) -> HardwareProfile:
 _GIB = 1024**3
 _MORE_RAM_BYTES = 64 * _GIB
 _MOST_GPUS = 8  # of a machine
-# The RAM in GiB of machines with so many GPUs or fewer, as they are sold or rented: docs/new-gpu.md names them.
+# The RAM in GiB of machines with so many GPUs or fewer: of desktops for RTX cards, else of machines that are rented.
 _RAM_GIB = {
     "rtx3090": {8: 64},
     "rtx4090": {8: 128},
     "rtx5090": {8: 128},
-    "a10g": {1: 128, 4: 192, 8: 768},
-    "l40s": {1: 128, 4: 384, 8: 1536},
-    "a100": {1: 220, 2: 440, 4: 880, 8: 1152},
-    "h100": {1: 128, 2: 256, 4: 512, 8: 1740},
-    "h200": {1: 128, 2: 256, 4: 512, 8: 2048},
-    "b200": {1: 256, 2: 512, 4: 1024, 8: 2048},
-    "mi300x": {1: 231, 2: 462, 4: 925, 8: 1850},
+    "a10g": {1: 128, 4: 192, 8: 768},  # g5
+    "l40s": {1: 128, 4: 384, 8: 1536},  # g6e
+    "a100": {1: 220, 2: 440, 4: 880, 8: 1152},  # NC A100 v4, p4de.24xlarge
+    "h100": {1: 128, 2: 256, 4: 512, 8: 1740},  # those that were measured, a3-highgpu-8g
+    "h200": {1: 128, 2: 256, 4: 512, 8: 2048},  # those that were measured, p5en.48xlarge
+    "b200": {1: 256, 2: 512, 4: 1024, 8: 2048},  # p6-b200.48xlarge and, assumed, parts of it
+    "mi300x": {1: 231, 2: 462, 4: 925, 8: 1850},  # ND MI300X v5 and, assumed, parts of it
 }
 # By number of GPUs, the hosts of machines with H100s or H200s as they are rented. The names are those of the profile's
 # fields. One GPU comes with an eighth of a server, as h100 and h200 have it. AdamW is measured on two H200s

@@ -360,10 +360,7 @@ class ProTrainOptimizer(torch.optim.Optimizer):
 
     def check_parameter(self, name: str, tensors: Mapping[str, Any]) -> None:
         """Raise a ValueError if ``import_parts`` could not set ``tensors``, of which only the shapes count."""
-        parameter = self._parameters.get(name)
-        if parameter is None:
-            raise ValueError(f"the model has no parameter {name!r}: load a checkpoint of the same model")
-        parameter_state.check_shapes(name, parameter.shape, tensors)
+        parameter_state.check_shapes(name, self._parameters[name].shape, tensors)
         if name not in self._trained and not {"weight", "master"} & set(tensors):
             raise ValueError(f"there is neither a weight nor a master of {name}: load a whole checkpoint")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ from typing_extensions import override
 
 from protrain.common.parameters import is_plain
 from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_in, tensors_of_cache
-from protrain.forward.autocast import AutocastOnMeta
 from protrain.forward.compilation import eager_of, graphs_compiled
 from protrain.forward.module_state import BlockModules, RandomState
 from protrain.forward.recomputation import Recomputation
@@ -89,27 +88,16 @@ class CheckpointedCall(Recomputation):
 
     It keeps a tensor object of its own for each tensor that the block was given, so that it counts as one more user of
     the storage. A block that changes its own inputs in place is recomputed with the changed ones: a plan may do without
-    recomputing that block. ``around`` makes a further context for the second run.
+    recomputing that block.
     """
 
-    def __init__(
-        self,
-        label: str,
-        modules: BlockModules,
-        device: torch.device,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
+    def __init__(self, label: str, modules: BlockModules, device: torch.device) -> None:
         super().__init__(label, modules, device)
-        self._around = around
         self.kept: Tensor | None = None  # takes the memory of what else a call keeps
 
     @override
     def as_given(self, leaf: Any) -> Any:
         return self.fresh_input(leaf) if isinstance(leaf, Tensor) else super().as_given(leaf)
-
-    @override
-    def around_second_run(self) -> AbstractContextManager[Any]:
-        return self._around()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The first run, after ``first_run_begins``."""
@@ -171,7 +159,7 @@ def measure_block(
 def without_own_modes() -> Iterator[None]:
     """Take away the function modes of a step, which the compiler would trace around every operator."""
     with ExitStack() as stack:
-        while isinstance(_get_current_function_mode(), Uses | AutocastOnMeta):
+        while isinstance(_get_current_function_mode(), Uses):
             stack.enter_context(_pop_mode_temporarily())
         yield
 

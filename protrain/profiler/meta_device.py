@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from protrain.common.trees import map_leaves, tensors_in
-from protrain.forward.autocast import AutocastOnMeta, autocast_dtype
 from protrain.forward.dispatch import RuntimeMode
 from protrain.profiler.operations import storage_key, storages_in
 
@@ -28,8 +27,6 @@ _USUAL = F.scaled_dot_product_attention
 def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) -> Iterator[None]:
     """Inside, meta tensors run fused attention and answer ``bool(tensor)``, truly where that follows from ``known``.
 
-    They are cast as torch.autocast casts tensors of a GPU.
-
     Attention is replaced in torch.nn.functional and in modules that have imported it from there by its name, in
     backward too. With ``compiled`` the compiler takes this one operator as it is.
     """
@@ -39,7 +36,7 @@ def as_if_on_gpu(known: KnownIntegers | None = None, *, compiled: bool = False) 
     for names in (vars(F), *importers):
         names[_USUAL.__name__] = replacement
     try:
-        with _Values(known or KnownIntegers()), AutocastOnMeta():
+        with _Values(known or KnownIntegers()):
             yield
     finally:
         for names in (vars(F), *importers):
@@ -65,9 +62,6 @@ def _attention(
     learned_mask = attn_mask is not None and attn_mask.requires_grad
     if not query.is_meta or query.ndim != 4 or learned_mask or query.shape[-1] != value.shape[-1]:
         return _USUAL(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    own_type = autocast_dtype("meta")
-    if own_type is not None:
-        query, key, value = (each.to(own_type) for each in (query, key, value))
     result: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
     )[0]

@@ -34,7 +34,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protrain.common import batch as batches
 from protrain.common.trees import tensors_in
-from protrain.forward.autocast import AutocastOnMeta
 from protrain.forward.compilation import CompiledForward, eager_of, replace_attributes
 from protrain.forward.module_state import BlockModules, Contents
 from protrain.profiler.block_forward import BlockInputs, BlockUse, CheckpointedCall, measure_block, without_own_modes
@@ -280,9 +279,7 @@ class TracedStep:
             self._switch(path)
             assert self._open is not None
             call, inputs = Call(path), tensors_in((args, kwargs))
-            # torch suspends function modes while a backward runs
-            around = AutocastOnMeta if self._device.type == "meta" and not self.compiled else nullcontext
-            checkpointed_call = CheckpointedCall(path, self._modules[path], self._device, around)
+            checkpointed_call = CheckpointedCall(path, self._modules[path], self._device)
             with torch._C.DisableTorchFunction():  # to look at parameters is no use of them
                 checkpointed_call.first_run_begins(self._recomputed(call, traced), args, kwargs)
             if self._measure:

@@ -12,6 +12,7 @@ from tests.engine.profiles import share_profiles
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks at the marks, also where this folder was asked for by name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:

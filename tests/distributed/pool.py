@@ -22,7 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.apart import environments
+from tests.distributed.apart import LIMIT_S, environments
 from tests.distributed.warm import Process, import_early
 from tests.engine.profiles import share_profiles
 
@@ -57,12 +57,12 @@ class Pool:
         """Whether all processes run, and none was told to end: a killed one takes a moment to be gone."""
         return not self._killed and all(process.status is None for process in self._processes)
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
-        """``function(rank, *args)`` on every rank. Returns what each returned. RankError if any raised."""
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """``function(rank, *args)`` on every rank. Returns what each returned. RankError if any raised or hangs."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         found: list[tuple[bool, Any] | None] = [None] * len(self._pipes)
-        end = monotonic() + timeout_s
+        end = monotonic() + LIMIT_S
         while any(answer is None for answer in found):
             ready = wait(
                 [pipe for pipe, answer in zip(self._pipes, found, strict=True) if answer is None], end - monotonic()
@@ -92,12 +92,12 @@ class Pool:
             process.send(signal.SIGKILL)
 
 
-def on_ranks(size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def on_ranks(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """``function(rank, *args)`` on each of ``size`` ranks. ``function`` must be importable."""
     pool = _pools.get(size)
     if pool is None or not pool.is_alive:
         pool = _pools[size] = Pool(size)
-    return pool.run(function, *args, timeout_s=timeout_s)
+    return pool.run(function, *args)
 
 
 def import_in_pools(*names: str) -> None:

@@ -21,6 +21,7 @@ import protrain
 import protrain.checkpoint.saving as saving
 from protrain.checkpoint.manifest import list_saves
 from protrain.common.tables import format_bytes
+from tests.distributed.apart import LIMIT_S
 from tests.distributed.pool import on_ranks
 from tests.distributed.saves import FIRST, SECOND, THIRD, Run, Training, go_on
 from tests.engine.harness import assert_same
@@ -33,7 +34,7 @@ def held(*, by: bool = True) -> Iterator[threading.Event]:
 
     def wait_and_write(*args: Any) -> Any:
         if by:
-            assert go_on.wait(60)
+            assert go_on.wait(LIMIT_S)
         return write(*args)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,13 +103,13 @@ def fail_to_save(rank: int, size: int, folder: str) -> tuple[str, list[tuple[str
 
 @pytest.mark.slow
 def test_training_goes_on_and_does_not_change_what_is_saved(tmp_path: Path) -> None:
-    found = on_ranks(3, save_and_train, 3, str(tmp_path), timeout_s=200)
+    found = on_ranks(3, save_and_train, 3, str(tmp_path))
     (save,) = list_saves(tmp_path)
     saved, final = found[0][:2]
     assert not torch.equal(saved["exp_avg.blocks.1.first.weight"], final["exp_avg.blocks.1.first.weight"])
     assert [rest for _, _, *rest in found] == [[0, str(save)]] * 3, "it is there when the last rank has written"
     # Three ranks have three micro-batches, and so has one that goes on.
-    for outcome in on_ranks(3, go_on, 3, Run(SECOND, load=str(tmp_path), after=range(2, 4)), timeout_s=200):
+    for outcome in on_ranks(3, go_on, 3, Run(SECOND, load=str(tmp_path), after=range(2, 4))):
         assert_same(outcome.saved, saved)
         assert_same(outcome.final, final)
     assert_same(go_on(0, 1, Run(THIRD, load=str(tmp_path))).saved, saved)
@@ -122,7 +123,7 @@ def test_another_save_and_a_load_wait_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path) -> None:
-    for text, warned, names in on_ranks(3, fail_to_save, 3, str(tmp_path), timeout_s=200):
+    for text, warned, names in on_ranks(3, fail_to_save, 3, str(tmp_path)):
         assert "cannot write" in text
         assert "state-00002-00001.safetensors" in text
         (place,) = {file for said, file in warned if said.startswith("an async_save has failed: OSError: cannot write")}

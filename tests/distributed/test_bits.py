@@ -66,7 +66,7 @@ def check(size: int, training: Training, specs: tuple[Spec, ...] = SPECS) -> Non
     """Losses, norms and states on ``size`` ranks, under all ``specs``, are those of the plain loop."""
     expected = plain(training, size)
     assert len({loss for losses in expected.losses for loss in losses}) > 1, "the plain loop does not train"
-    by_rank: list[list[Outcome]] = on_ranks(size, on_rank, size, training, specs, timeout_s=240)
+    by_rank: list[list[Outcome]] = on_ranks(size, on_rank, size, training, specs)
     for rank, outcomes in enumerate(by_rank):
         for spec, outcome in zip(specs, outcomes, strict=True):
             where = f"rank {rank} under {spec}"

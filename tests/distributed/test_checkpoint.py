@@ -209,7 +209,7 @@ def save_and_load(rank: int, size: int, folder: Path) -> None:
 def test_a_large_parameter_takes_little_memory(tmp_path: Path) -> None:
     size, folder = 2, tmp_path / "saves"
     with Group(size, save_and_load, folder, folder=tmp_path) as group:
-        endings = group.endings(range(size), timeout_s=180)
+        endings = group.endings(range(size))
     assert [ending.status for ending in endings.values()] == [0] * size, endings
     taken = [json.loads((folder / f"taken {rank}.json").read_text()) for rank in range(size)]
     for what, most_bytes in MOST_BYTES.items():

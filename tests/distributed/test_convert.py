@@ -32,7 +32,7 @@ def saved(
     """The type of a training, a checkpoint that three ranks have saved, and the states that it has."""
     folder = tmp_path_factory.mktemp(request.param)
     run = Run(FIRST, request.param, save=str(folder), before=range(2))
-    outcomes: list[Outcome] = on_ranks(3, go_on, 3, run, timeout_s=200)
+    outcomes: list[Outcome] = on_ranks(3, go_on, 3, run)
     return request.param, folder, outcomes[0].saved
 
 
@@ -80,7 +80,7 @@ def test_converted_back_it_goes_on_with_the_same_bits(
     assert main(["convert", str(tmp_path / "dcp"), str(back)]) == 0
     assert capsys.readouterr().out.splitlines() == [str(tmp_path / "dcp"), str(back / "00001-step-2")]
     final = go_on(0, 1, Run(THIRD, dtype, load=str(folder), after=range(2, 4))).final
-    for outcome in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4)), timeout_s=200):
+    for outcome in on_ranks(2, go_on, 2, Run(SECOND, dtype, load=str(back), after=range(2, 4))):
         assert_same(outcome.saved, expected)
         assert_same(outcome.final, final)
 

@@ -88,19 +88,19 @@ def _wrap_where_the_same_is_seen(rank: int, size: int) -> None:
 @pytest.mark.parametrize("train", [_offload, _wrap_plainly, _wrap_on_cuda])
 def test_a_process_uses_its_own_gpu_alone(tmp_path: Path, train: Callable[..., None]) -> None:
     with Group(2, train, folder=tmp_path) as group:
-        for rank, ending in group.endings(range(2), timeout_s=240).items():
+        for rank, ending in group.endings(range(2)).items():
             assert f"uses [{rank}]" in ending.text.splitlines(), ending.text
 
 
 def test_processes_that_see_one_gpu_each_train_on_it(tmp_path: Path) -> None:
     with Group(2, _wrap_where_one_is_seen, folder=tmp_path) as group:
-        for ending in group.endings(range(2), timeout_s=240).values():
+        for ending in group.endings(range(2)).values():
             assert "uses [0]" in ending.text.splitlines(), ending.text
 
 
 def test_two_processes_on_one_gpu_are_refused(tmp_path: Path) -> None:
     with Group(2, _wrap_where_the_same_is_seen, folder=tmp_path) as group:
-        for ending in group.endings(range(2), timeout_s=60).values():
+        for ending in group.endings(range(2)).values():
             assert ending.status == 1
             (error,) = ending.errors
             assert error.startswith("ValueError: ranks 0 and 1 are on the same GPU, GPU-"), ending.text

@@ -74,7 +74,7 @@ def test_from_pretrained_reads_what_ranks_have_exported_or_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    found = on_ranks(3, export_and_save, 3, str(tmp_path), timeout_s=200)
+    found = on_ranks(3, export_and_save, 3, str(tmp_path))
     weights = found[0][0]
     assert not torch.equal(weights["lm_head.weight"], make("llama").state_dict()["lm_head.weight"].bfloat16())
     for _, errors in found:
@@ -109,7 +109,7 @@ def test_from_pretrained_reads_what_ranks_have_exported_or_saved(
 
 
 def test_the_full_state_is_on_the_first_rank_alone() -> None:
-    (weights, states, all_weights, all_states), *others = on_ranks(2, bring_to_first, 2, timeout_s=200)
+    (weights, states, all_weights, all_states), *others = on_ranks(2, bring_to_first, 2)
     assert_same(weights, all_weights)
     assert states["param_groups"] == all_states["param_groups"]
     assert states["state"].keys() == all_states["state"].keys() == set(range(len(weights)))

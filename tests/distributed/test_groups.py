@@ -63,9 +63,9 @@ def _step(model: Any, optimizer: Any, batch: Any) -> float:
 
 @pytest.mark.slow
 def test_a_group_of_some_processes_trains_a_model_of_its_own() -> None:
-    found = on_ranks(4, train_in_pairs, timeout_s=120)
+    found = on_ranks(4, train_in_pairs)
     for pair in range(2):
-        expected = on_ranks(2, train_as_two, 1e-3 * (1 + pair), timeout_s=120)
+        expected = on_ranks(2, train_as_two, 1e-3 * (1 + pair))
         for (losses, final), (also, same) in zip(expected, found[pair::2], strict=True):
             assert losses == also
             assert all(torch.equal(value, same[name]) for name, value in final.items())
@@ -120,7 +120,7 @@ def test_what_crosses_the_links() -> None:
     alone, *_, count, _ = traffic(0, 1, offloaded)
     assert alone == pytest.approx(2 * 4 * count, rel=0.02), "all weights of two steps in fp32, and their padding"
     for size in (2, 4):
-        for uploaded, received, sent, elements, n_chunks in on_ranks(size, traffic, size, offloaded, timeout_s=120):
+        for uploaded, received, sent, elements, n_chunks in on_ranks(size, traffic, size, offloaded):
             padding = n_chunks * 128 * size * 4 * 2
             assert abs(uploaded - alone / size) <= padding, "a rank uploads its own shard alone"
             whole = 2 * elements * 4 * (size - 1) / size  # of two steps in fp32, from or to the others

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from protrain.distributed.links import first_difference
 from tests.distributed.apart import Group
 from tests.distributed.out_of_step import (
+    QUICK,
     attempt,
     batch,
     do,
@@ -28,21 +29,18 @@ from tests.distributed.out_of_step import (
 )
 from tests.distributed.pool import on_ranks
 
-WITHIN_S = 10.0  # within which every rank raises
-QUICK = {"TICK_S": 0.3, "CAUGHT_S": 1.0, "STUCK_S": 0.8}  # seconds, for tests of what is said rather than when
 ERROR = "protrain.common.errors.MisuseError: "
 
-# What one rank does before a step that the others do not, and how the error of all ranks begins.
+# What one rank does before a step that the others do not, and the error of all ranks.
 APART = {
-    "another forward": "rank {odd} came to a forward, while rank{others} came to a backward. All ranks must make the",
-    "evaluation": "rank {odd} came to a forward under torch.no_grad(), while rank{others} came to a forward. ",
-    "state_dict": "rank {odd} came to state_dict(), while rank{others} came to a forward",
-    "optimizer state_dict": "rank {odd} came to the optimizer's state_dict(), while rank{others} came to a forward",
-    "full_parameters": "rank {odd} came to full_parameters(), while rank{others} came to a forward",
-    "hyperparameters": "rank {odd} has other hyperparameters than rank 0 (lr of group 0 is 0.05, not 0.01; beta1 of "
-    "group 0 is 0.8, not 0.9): set the same ones in every process",
-    "barrier": "rank {odd} is in torch.distributed.barrier(), while rank{others} went on to a forward. All ranks must",
-    "all_reduce": "rank {odd} is in torch.distributed.all_reduce(), while rank{others} went on to a forward. All",
+    "another forward": r"rank 1 came to a forward, while OTHERS came to a backward\. All ranks must make the",
+    "evaluation": r"rank 1 came to a forward under torch\.no_grad\(\), while OTHERS came to a forward\. ",
+    "state_dict": r"rank 1 came to state_dict\(\), while OTHERS came to a forward",
+    "optimizer state_dict": r"rank 1 came to the optimizer's state_dict\(\), while OTHERS came to a forward",
+    "full_parameters": r"rank 1 came to full_parameters\(\), while OTHERS came to a forward",
+    "hyperparameters": r"rank 1 has other hyperparameters than rank 0 \(lr of group 0 is 0\.05, not 0\.01; beta1 of ",
+    "barrier": r"rank 1 is in torch\.distributed\.barrier\(\), while OTHERS went on to a forward\. All ranks must",
+    "all_reduce": r"rank 1 is in torch\.distributed\.all_reduce\(\), while OTHERS went on to a forward\. All",
     "shape": "",
     "caught": "",  # an error
 }
@@ -50,19 +48,21 @@ APART = {
 
 @pytest.mark.parametrize(("size", "what"), [*((2, what) for what in APART), (3, "another forward")])
 def test_one_rank_does_something_else(size: int, what: str) -> None:
-    expected = APART[what].format(odd=1, others="s 0, 2" if size == 3 else " 0")
-    for said, took_s in on_ranks(size, attempt, size, 1, what):
-        assert said.startswith(f"MisuseError: {expected}") if expected else not said, said
-        assert took_s < WITHIN_S
+    others = "rank(s 0, 2| 0| 2)" if size == 3 else "rank 0"  # one of which may come late
+    for said in on_ranks(size, attempt, size, 1, what):
+        if APART[what]:
+            assert re.match("MisuseError: " + APART[what].replace("OTHERS", others), said), said
+        else:
+            assert said == ""
 
 
 @pytest.mark.parametrize("what", ["forward", "backward"])
 def test_one_rank_raises_an_error_and_catches_it(what: str) -> None:
-    (other, took_s), (own, _) = on_ranks(2, attempt, 2, 1, what)
+    other, own = on_ranks(2, attempt, 2, 1, what)
     assert own == f"ValueError: the {what} of a rank fails"
     assert other.startswith(f"MisuseError: rank 1 has raised an exception in a {what}, while rank 0 went on to ")
-    assert other.endswith(own) or what == "backward"  # whose error autograd gives to the script alone
-    assert took_s < WITHIN_S
+    # The error of a backward is told to the script alone by autograd.
+    assert other.endswith("See what that rank printed" if what == "backward" else own)
 
 
 def legal(rank: int, what: str) -> float:
@@ -95,7 +95,7 @@ def test_a_call_of_the_script_that_ends_by_itself(what: str, value: float) -> No
 
 def test_a_rank_that_its_script_ends_by_an_error(tmp_path: Path) -> None:
     with Group(2, do, 0, "loader", QUICK, 8, folder=tmp_path) as group:
-        endings = group.endings(range(2), timeout_s=30)
+        endings = group.endings(range(2))
     own = "ValueError: the loader of a rank fails"
     assert endings[0].errors == [own], endings[0].text
     (error,) = endings[1].errors  # one, without another that it followed from
@@ -106,7 +106,7 @@ def test_a_rank_that_its_script_ends_by_an_error(tmp_path: Path) -> None:
 
 def test_an_error_that_a_script_has_not_left_yet_is_named(tmp_path: Path) -> None:
     with Group(2, end_group_after_an_error, QUICK, folder=tmp_path) as group:
-        endings = group.endings(range(2), timeout_s=30)
+        endings = group.endings(range(2))
     (error,) = endings[0].errors
     said = "rank 1 has raised an exception, while rank 0 went on to a forward: ValueError: the loader of a rank fails"
     assert error == ERROR + said, error
@@ -114,8 +114,8 @@ def test_an_error_that_a_script_has_not_left_yet_is_named(tmp_path: Path) -> Non
 
 def test_an_end_is_judged_as_soon_as_it_is_told(tmp_path: Path) -> None:
     """A launcher ends the others as soon as the process is gone that an error has ended, which takes a second."""
-    with Group(2, do, 1, "late end", {"TICK_S": 100.0}, 8, folder=tmp_path, frees_modules=True) as group:
-        endings = group.endings(range(2), timeout_s=30)
+    with Group(2, do, 1, "late end", {"TICK_S": 1000.0}, 8, folder=tmp_path, frees_modules=True) as group:
+        endings = group.endings(range(2))
     assert [ending.status for ending in endings.values()] == [1, 0]
     assert endings[0].errors[0].startswith(ERROR + "rank 1 has ended, while rank 0 went on to "), endings[0].text
 
@@ -128,7 +128,7 @@ def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
         children = [int(group.text(rank).split("child ")[1].split()[0]) for rank in range(2)]
         try:
             group.send(1, signal.SIGKILL)
-            (ending,) = group.endings([0], timeout_s=WITHIN_S).values()
+            (ending,) = group.endings([0]).values()
         finally:
             for child in children:
                 os.kill(child, signal.SIGKILL)
@@ -138,15 +138,15 @@ def test_a_killed_rank_has_children_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
     with Group(3, do, 1, "slow", {"TICK_S": 0.2, "WARN_S": 1.5}, 4, folder=tmp_path) as group:
-        endings = group.endings(range(3), timeout_s=30)
+        endings = group.endings(range(3))
     for rank, ending in endings.items():
         assert ending.status == 0, ending.text
         found = re.findall(r"UserWarning: rank (\d) has waited \d+ s for (.*) \(collective (\d+)\)", ending.text)
         waits = [wait for _, _, wait in found]
         assert len(set(waits)) == len(waits), found  # one warning for each wait
         if rank == 1:
-            stack = ending.text.split("Other ranks wait for rank 1, which is here:")[1]
-            assert re.search(r"out_of_step\.py\", line \d+ in _misbehave", stack), stack
+            _, *stacks = ending.text.split("Other ranks wait for rank 1, which is here:")  # at its start, too
+            assert any(re.search(r"out_of_step\.py\", line \d+ in _misbehave", stack) for stack in stacks), stacks
         else:
             assert (str(rank), "rank 1 in the gather of chunk 0") in [(who, what) for who, what, _ in found]
 
@@ -155,7 +155,7 @@ def test_a_slow_rank_is_waited_for_with_a_warning(tmp_path: Path) -> None:
 @pytest.mark.parametrize("own", [False, True])
 def test_wrap_ends_a_group_that_it_has_started(tmp_path: Path, own: bool) -> None:
     with Group(2, end, own, folder=tmp_path, frees_modules=True) as group:
-        for ending in group.endings(range(2), timeout_s=120).values():
+        for ending in group.endings(range(2)).values():
             assert ending.status == 0, ending.text
             assert f"trained\nthere is a group: {own}\n" in ending.text, ending.text
 
@@ -177,7 +177,7 @@ TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
 )
 def test_out_of_step_on_two_gpus(tmp_path: Path, what: str, said: str) -> None:
     with Group(2, do, 1, what, QUICK, 8, "cuda", folder=tmp_path) as group:
-        ending = group.endings(range(2), timeout_s=60)[0]
+        ending = group.endings(range(2))[0]
     assert len(ending.errors) == 1, ending.text
     assert ending.errors[0].startswith(ERROR + said), ending.text
 
@@ -189,7 +189,7 @@ def test_a_rank_is_killed_on_two_gpus(tmp_path: Path, victim: int) -> None:
     with Group(2, run, 600.0, "cuda", folder=tmp_path) as group:
         group.wait_for("step 2", rank=victim)
         group.send(victim, signal.SIGKILL)
-        (ending,) = group.endings([1 - victim], timeout_s=WITHIN_S).values()
+        (ending,) = group.endings([1 - victim]).values()
         assert any(each.startswith(f"{ERROR}rank {victim} has died") for each in ending.errors), ending.text
 
 

@@ -299,7 +299,7 @@ def test_generated_tokens_are_those_of_one_process(spec: Spec) -> None:
     assert generated(plain, 0, ends[1]).shape[1] < generated(plain, 1, ends[1]).shape[1], (
         "no rank ends before the other"
     )
-    for rank, (tokens, loss) in enumerate(on_ranks(2, generate_and_train, spec, ends, timeout_s=150)):
+    for rank, (tokens, loss) in enumerate(on_ranks(2, generate_and_train, spec, ends)):
         expected = [generated(plain, rank, end) for end in ends]
         assert all(torch.equal(*pair) for pair in zip(tokens, expected * 2, strict=True))
         assert loss == default_loss(plain, bits.batches(2)[rank]).item(), "the ranks are out of step"

@@ -1,7 +1,6 @@
 """Engines whose copies and host updates come at the worst moment allowed; see late_streams.
 
-``LateWorker`` stands in for the host worker: updates run as late, as early, or as arbitrarily as their order
-allows, and what follows an update comes as late as the thread could be.
+``LateWorker`` stands in for the host worker: updates run as late, as early, or as arbitrarily as their order allows.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class _LateJob(Job):
         self._worker = worker
 
     @override
-    def when_done(self, follower: Callable[[], None]) -> None:
-        # The thread may pause between the work and what follows it: others see the work done meanwhile.
-        super().when_done(follower if self.done else lambda: self._worker.followers.append(follower))
+    def result(self, timeout: float | None = None) -> None:
+        self._worker.run_until(self)
+        super().result(timeout)
 
     @override
-    def end(self) -> None:
+    def exception(self, timeout: float | None = None) -> BaseException | None:
         self._worker.run_until(self)
-        super().end()
+        return super().exception(timeout)
 
 
 class LateWorker(HostWorker):
@@ -49,11 +48,10 @@ class LateWorker(HostWorker):
         self.threads = threads
         self.schedule = schedule
         self.choice = choice
-        self.followers: deque[Callable[[], None]] = deque()
         self.pool: Callable[[], BufferPool | None] = lambda: None  # whose lock the thread could be waiting for
         self._jobs: deque[Job] = deque()
         self._busy = False
-        weakref.finalize(self, _finish, self._jobs, self.followers)  # as the thread does
+        weakref.finalize(self, _finish, self._jobs)  # as the thread does
 
     @override
     def job(self, work: Callable[[], None], name: str = "") -> Job:
@@ -63,19 +61,19 @@ class LateWorker(HostWorker):
     def queue(self, job: Job) -> None:
         self._jobs.append(job)
         if self.schedule == "early":
-            self._run_while(lambda: bool(self._jobs or self.followers))
+            self._run_while(lambda: bool(self._jobs))
         self.come_in()
 
     def run_until(self, job: Job) -> None:
-        """Do everything up to ``job``, but not yet what follows it."""
-        self._run_while(lambda: not job.done)
+        """Do everything up to ``job``."""
+        self._run_while(lambda: not job.done())
 
     def come_in(self) -> None:
         """The thread gets on by chance, wherever the main thread is."""
         pool = self.pool()
         if self.schedule == "random" and pool is not None and not pool._lock.locked() and not self._busy:
             for _ in range(self.choice.choice((0, 0, 0, 1, 1, 2, 5))):
-                if self._jobs or self.followers:
+                if self._jobs:
                     self._next()
 
     def _run_while(self, more: Callable[[], bool]) -> None:
@@ -85,20 +83,14 @@ class LateWorker(HostWorker):
     def _next(self) -> None:
         self._busy = True
         try:
-            if self.followers:
-                self.followers.popleft()()
-            else:
-                self._jobs.popleft().run()
+            self._jobs.popleft().run()
         finally:
             self._busy = False
 
 
-def _finish(jobs: deque[Job], followers: deque[Callable[[], None]]) -> None:
-    while followers or jobs:
-        if followers:
-            followers.popleft()()
-        else:
-            jobs.popleft().run()
+def _finish(jobs: deque[Job]) -> None:
+    while jobs:
+        jobs.popleft().run()
 
 
 def _come_in(found: Iterable[LateWorker | None]) -> None:

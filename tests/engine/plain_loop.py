@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from protrain.common.batch import cast_inputs, to_device, training_arguments
+from protrain.common.batch import cast_inputs, move, training_arguments
 from protrain.common.parameters import DTYPES
 from protrain_kernels import adam_reference, adam_scalars, split, sum_of_squares_reference, tiles
 
@@ -51,7 +51,7 @@ def prepare_plain(
             module._buffers[name] = None if buffer is None else buffer.to(device)
 
     def place(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs = to_device((args, kwargs), device)
+        args, kwargs = move((args, kwargs), device, lambda tensor: tensor.to(device))
         args, kwargs = cast_inputs(args, kwargs, dtype)
         return args, training_arguments(model, kwargs) if torch.is_grad_enabled() else kwargs
 

@@ -219,8 +219,24 @@ class Once(nn.Module):
         self.is_done = True
 
 
+class Partly(nn.Module):
+    """Its last initialiser sets only a part of what another one has set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(2, 2)
+        self.init_weights()
+
+    def init_weights(self) -> None:
+        init.ones_(self.cell.bias_ih.data[2:4])
+
+
 def test_an_initialiser_that_cannot_be_called_again_is_named() -> None:
-    for kind, words in ((Copying, r"b: Copying\.reset_parameters does not run for it alone"), (Once, "weight is left")):
+    for kind, words in (
+        (Copying, r"b: Copying\.reset_parameters does not run for it alone"),
+        (Once, "weight is left"),
+        (Partly, r"cell\.bias_ih is left without a value by Partly\.init_weights"),
+    ):
         with protrain.empty_parameters():
             model = Blocks()
             model.blocks[2].odd = kind()

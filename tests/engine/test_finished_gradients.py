@@ -248,6 +248,10 @@ def test_every_way_of_the_engine(name: str, case: Case, monkeypatch: pytest.Monk
         **options,
     )
     check(wrapped, optimizer, case, no_sync=way.inside)
-    assert (optimizer.plan.n_device_sum > 0) == way.spec.sums
+    plan, report = optimizer.plan, optimizer.report()
+    assert plan.accumulation == case.backwards
+    assert (plan.n_device_sum > 0) == way.spec.sums
+    assert report.host_bytes <= plan.host_bytes
+    assert report.device_bytes <= plan.device_bytes
     if way.spec.speculate and case.max_norm is None:
-        assert optimizer.report().speculative_updates > 0
+        assert report.speculative_updates > 0

@@ -14,6 +14,7 @@ from torch import nn
 import protrain
 from protrain.common.errors import CheckpointError, MisuseError, PlanError
 from protrain.optim.optimizer import ProTrainOptimizer
+from tests.engine.harness import assert_same
 from tests.engine.plain_loop import prepare_plain
 
 STEPS, ROWS, WIDTH = 4, 4, 16
@@ -84,11 +85,6 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether both have the same names and bits."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def plainly_trained() -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and weights of the plain loop."""
     model, optimizer = made()
@@ -105,7 +101,7 @@ def test_the_bits_are_those_of_the_plain_loop_and_of_a_wrap_with_a_batch() -> No
     for pair in (with_batch, without):
         torch.manual_seed(7)
         assert train(*pair, batches()) == expected
-        assert same(weights(pair[0]), expected_weights)
+        assert_same(weights(pair[0]), expected_weights)
     assert without[1].plan.n_persist < without[1].plan.n_chunks, "something must be offloaded"
     assert without[1].plan.counts == with_batch[1].plan.counts
 
@@ -118,7 +114,7 @@ def test_the_usual_loop_may_begin_before_there_is_a_plan() -> None:
     assert optimizer.skipped_steps == 0
     assert optimizer.param_groups[0]["lr"] == 1e-2
     optimizer.load_state_dict(optimizer.state_dict())  # as accelerate does when it prepares an optimizer
-    assert same(weights(model), weights(made()[0]))
+    assert_same(weights(model), weights(made()[0]))
     torch.manual_seed(7)
     assert train(model, optimizer, batches()) == expected
     scheduler.step()
@@ -200,7 +196,7 @@ def test_the_first_call_may_be_under_autocast() -> None:
         loss.backward()
         trainer.step()
         found.append(weights(model) | {"loss": loss.detach()})
-    assert same(*found)
+    assert_same(*found)
 
 
 def test_what_was_frozen_in_wrap_cannot_be_trained_from_the_first_call_on() -> None:

@@ -33,7 +33,6 @@ SPECS = (
     Spec("some", "least", (CKPT, NONE), small=True, speculate=True, stream=True),
 )
 POINTS = 16
-pytestmark = pytest.mark.timeout(60)  # what would fail here is a hang
 
 
 def wrapped(spec: Spec, device: torch.device, **options: Any) -> tuple[nn.Module, ProTrainOptimizer]:

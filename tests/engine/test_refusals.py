@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import protrain
-from protrain import wrapping
 from tests.engine.harness import Batch, adamw
 from tests.engine.refusing import refused
 from tests.engine.residual import batches, make
@@ -40,24 +38,12 @@ def model(tiny_model: Callable[..., nn.Module]) -> nn.Module:
         ({"dtype": "float16", "step_during_backward": True}, "step_during_backward=True .*float16.*use bfloat16"),
         ({"accumulation": 0}, "accumulation must be 1 or more, the backward\\(\\) calls of a step, not 0"),
         ({"accumulation": "2"}, "accumulation must be 1 or more, .* not '2'"),
+        ({"moment_dtype": "float16"}, "moment_dtype must be float32 or bfloat16, not 'float16'"),
+        ({"moment_dtype": torch.int8}, r"moment_dtype must be float32 or bfloat16, not torch\.int8"),
+        ({"moment_dtype": None}, "moment_dtype must be float32 or bfloat16, not None"),
     ],
 )
 def test_wrong_arguments(model: nn.Module, batch: Batch, options: Any, words: str) -> None:
-    refused(model, adamw(model), batch, words, ValueError, **options)
-
-
-@pytest.mark.parametrize(
-    ("option", "words"),
-    [("plan", "cannot read a plan from .*nowhere: No such file"), ("weights", "no .safetensors file in .*nowhere")],
-)
-def test_a_missing_file_is_found_before_the_model_runs(
-    option: str, words: str, model: nn.Module, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def profile(*_: Any, **__: Any) -> None:
-        raise AssertionError("the model ran, which takes minutes where it is large")
-
-    monkeypatch.setattr(wrapping, "cached_profile", profile)
-    options = {option: tmp_path / "nowhere"}
     refused(model, adamw(model), batch, words, ValueError, **options)
 
 

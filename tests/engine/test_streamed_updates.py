@@ -60,7 +60,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _wait_for(event: threading.Event) -> None:
-    assert event.wait(20)
+    assert event.wait(240)
 
 
 def first_possible(waiting: Sequence[Waiting], *_: float) -> int | None:

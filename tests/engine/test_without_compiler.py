@@ -57,7 +57,6 @@ def _trained(environment: dict[str, str]) -> dict[str, str]:
         env={**environment, "PYTHONPATH": str(REPOSITORY), "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
         check=False,
     )
     assert result.returncode == 0, result.stderr

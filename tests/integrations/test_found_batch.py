@@ -39,7 +39,7 @@ def train_on_rank(rank: int, folder: Path) -> int:
 
 
 def test_all_ranks_find_one(tmp_path: Path) -> None:
-    one, other = on_ranks(2, train_on_rank, tmp_path, timeout_s=150)
+    one, other = on_ranks(2, train_on_rank, tmp_path)
     assert one == other < 16
 
 

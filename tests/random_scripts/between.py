@@ -1,4 +1,4 @@
-"""What a random script may do between steps. An action gets a side and returns values that both sides must agree on."""
+"""What a random script may do between steps, by actions as those of ``steps``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,8 @@ HOOKS = (
 )
 
 
-def set_group(side: Any, group: int, key: str, value: Any) -> list[Any]:
+def set_group(side: Any, group: int, key: str, value: Any) -> None:
     side.optimizer.param_groups[group][key] = value
-    return []
-
-
-def schedule(side: Any, kind: str) -> list[Any]:
-    side.schedule(kind)
-    return []
 
 
 def advance(side: Any) -> list[Any]:
@@ -40,66 +34,44 @@ def advance(side: Any) -> list[Any]:
     return [group["lr"] for group in side.optimizer.param_groups]
 
 
-def set_adapters(side: Any, used: bool, block: int | None) -> list[Any]:
+def set_adapters(side: Any, used: bool, block: int | None) -> None:
     """Adapters are switched on or off."""
     for module in (side.model if block is None else side.model.blocks[block]).modules():
         if isinstance(module, Adapter):
             module.used = used
-    return []
 
 
-def merge(side: Any, block: int, sign: int) -> list[Any]:
+def merge(side: Any, block: int, sign: int) -> None:
     """An adapter is merged into its layer, or taken out of it."""
     layer = side.model.blocks[block].first
     if isinstance(layer, Adapter):
         with side.whole(), torch.no_grad():
             base, up, down = (each.get_parameter("weight") for each in (layer.base, layer.up, layer.down))
             base.add_(up @ down, alpha=sign)
-    return []
 
 
-def drop_gradients_of(side: Any, block: int) -> list[Any]:
-    side.drop_gradients_of(block)
-    return []
-
-
-def copy_block(side: Any, source: int, target: int) -> list[Any]:
-    side.copy_block(source, target)
-    return []
-
-
-def load_what_is_there(side: Any, how: str) -> list[Any]:
-    """A state goes to a file and back in the middle of the training."""
-    side.load_what_is_there(how)
-    return []
-
-
-def freeze(side: Any, index: int, trained: bool) -> list[Any]:
+def freeze(side: Any, index: int, trained: bool) -> None:
     side.trained[index % len(side.trained)].requires_grad_(trained)
-    return []
 
 
-def freeze_block(side: Any, block: int, trained: bool) -> list[Any]:
+def freeze_block(side: Any, block: int, trained: bool) -> None:
     mine = set(map(id, side.model.blocks[block].parameters()))
     for parameter in side.trained:
         if id(parameter) in mine:
             parameter.requires_grad_(trained)
-    return []
 
 
-def set_and_put_back(side: Any, group: int) -> list[Any]:
+def set_and_put_back(side: Any, group: int) -> None:
     """A group has other hyperparameters for a moment."""
     options = side.optimizer.param_groups[group]
     before = {**options}
     options.update(lr=1.0, betas=(0.1, 0.1), weight_decay=0.5)
     options.update(before)
-    return []
 
 
-def freeze_all(side: Any, trained: bool) -> list[Any]:
+def freeze_all(side: Any, trained: bool) -> None:
     for parameter in side.trained:
         parameter.requires_grad_(trained)
-    return []
 
 
 def evaluate(side: Any, seed: int, size: int, inference: bool, train: bool) -> list[Any]:
@@ -118,9 +90,8 @@ def read(side: Any, index: int) -> list[Any]:
     return [parameter.detach().clone(), parameter.norm().detach(), (parameter * 2).detach().sum()]
 
 
-def set_mode(side: Any, block: int | None, train: bool) -> list[Any]:
+def set_mode(side: Any, block: int | None, train: bool) -> None:
     (side.model if block is None else side.model.blocks[block]).train(train)
-    return []
 
 
 def score(side: Any, seed: int, size: int) -> list[Any]:
@@ -145,37 +116,20 @@ def evaluate_block(side: Any, block: int, seed: int) -> list[Any]:
         return [side.model.blocks[block](hidden.to(side.model.leave.weight.dtype)).clone()]
 
 
-def edit(side: Any, index: int, factor: float, outer: bool) -> list[Any]:
-    side.edit(index, factor, outer=outer)
-    return []
-
-
-def edit_outside(side: Any, index: int, how: str) -> list[Any]:
-    side.edit_outside(index, how)
-    return []
-
-
-def read_all(side: Any) -> list[Any]:
-    found: list[Any] = side.read_all()
-    return found
-
-
 def look(side: Any) -> list[Any]:
     """All weights and states, perhaps in the middle of a step."""
     return [value for _, value in sorted(states(side.model, side.optimizer).items())]
 
 
-def load_weight(side: Any, index: int, values: int) -> list[Any]:
+def load_weight(side: Any, index: int, values: int) -> None:
     """A state of one weight alone is loaded."""
     weight = side.parameter(index)
     value = torch.randn(weight.shape, generator=torch.Generator().manual_seed(values)) * 0.1
     side.load_some({side.named(index): value.to(weight.dtype)})
-    return []
 
 
-def average(side: Any) -> list[Any]:
+def average(side: Any) -> None:
     side.averages.update()
-    return []
 
 
 def look_at_averages(side: Any) -> list[Any]:
@@ -208,23 +162,16 @@ def evaluate_averages(side: Any, seed: int, fails: bool, other: str) -> list[Any
     return found
 
 
-def keep(side: Any, how: str, folder: Path) -> list[Any]:
-    side.keep(how, folder)
-    return []
-
-
-def go_back(side: Any, with_optimizer: bool) -> list[Any]:
+def go_back(side: Any, with_optimizer: bool) -> None:
     if side.snapshot is not None:
         side.go_back(with_optimizer=with_optimizer)
-    return []
 
 
-def resume(side: Any, spec: Spec, folder: Path) -> list[Any]:
+def resume(side: Any, spec: Spec, folder: Path) -> None:
     """A new model, under another plan, goes on from a checkpoint. Hooks do not move along."""
     side.give_up()
     side.resume(spec, folder)
     unhook(side)  # only now, as a resumption that is refused changes nothing
-    return []
 
 
 def _double(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
@@ -240,7 +187,7 @@ def _halve_later(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * 0.5)
 
 
-def hook(side: Any, block: int, kind: str) -> list[Any]:
+def hook(side: Any, block: int, kind: str) -> None:
     module = side.model.blocks[block]
     if kind == "forward":
         handle = module.register_forward_hook(_double)
@@ -259,10 +206,8 @@ def hook(side: Any, block: int, kind: str) -> list[Any]:
     else:
         handle = module.second.weight.register_hook(lambda gradient: gradient * 0.5)
     side.handles.append(handle)
-    return []
 
 
-def unhook(side: Any) -> list[Any]:
+def unhook(side: Any) -> None:
     while side.handles:
         side.handles.pop().remove()
-    return []

@@ -66,7 +66,7 @@ def compare(case: Case, script: Sequence[Action]) -> list[str]:
         if case.ranks == 1:
             of_ranks = [run_wrapped(0, case, script, folder)]
         else:
-            of_ranks = on_ranks(case.ranks, run_wrapped, case, list(script), folder, timeout_s=120)
+            of_ranks = on_ranks(case.ranks, run_wrapped, case, list(script), folder)
         loaded = _loaded(case, Path(folder, "final"))
     traces = [trace for trace, _ in of_ranks]
     plain, refused = Plain(case), []
@@ -128,7 +128,7 @@ def run_wrapped(rank: int, case: Case, script: Sequence[Action], folder: str) ->
         if action in WITH_A_FOLDER:
             options = {**options, "folder": Path(folder, str(place))}
         try:
-            found = action(side, **_of_rank(options, rank))
+            found = steps.perform(side, action, _of_rank(options, rank))
         except (BudgetError, MisuseError, PlanError, ValueError) as error:
             ran = between.resume is not action and not _same(list(side.model.buffers()), buffers)
             trace.append(("refused", [f"{type(error).__name__}: {error}", ran]))
@@ -153,7 +153,7 @@ def _run_plain(plain: Plain, place: int, action: Any, options: dict[str, Any]) -
         if rank == 0 or action in WITH_A_BATCH:
             torch.manual_seed(_seed(place, rank))
             plain.act_for(rank)
-            found.append(action(plain, **_of_rank(options, rank)))
+            found.append(steps.perform(plain, action, _of_rank(options, rank)))
         else:
             found.append(found[0])
     return found

@@ -162,6 +162,10 @@ class Wrapped(Side):
                 parameter.data.mul_(0.5)
             elif how == "replaced":
                 parameter.data = torch.full(parameter.shape, 0.25, dtype=parameter.dtype)
+            elif how == "rows":
+                parameter.detach().view(-1)[:2].fill_(0.25)
+            elif how == "out":
+                torch.zeros(parameter.shape, out=parameter.detach())
             elif how == "foreach":
                 with torch.no_grad():
                     torch._foreach_mul_(list(self.model.parameters()), 0.5)
@@ -225,10 +229,10 @@ class Wrapped(Side):
         return gradient is not None
 
     def scale_gradients(self, factor: float) -> bool:
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(factor)
-        return bool(gradients)
+        found = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        for parameter in found:
+            parameter.grad *= factor
+        return bool(found)
 
     def gradient_norm(self, index: int) -> list[Tensor]:
         gradient = self.parameter(index).grad

@@ -1,4 +1,8 @@
-"""What a random script may do in a step. An action gets a side and returns values that both sides must agree on."""
+"""What a random script may do in a step.
+
+An action is a function that gets a side, or the name of a method that either side has of its own. What it returns, a
+list of values or one or none, both sides must agree on.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,15 @@ OF_ONE_PROCESS = (
 )
 _MORE = "block", "autocast", "penalty", "both", "scores", "huge", "saved on cpu", "hooked", "frozen start", "sampled"
 KINDS = (*_OFTEN, *_MORE, *OF_ONE_PROCESS)
+
+
+Act = Callable[..., Any] | str
+
+
+def perform(side: Any, action: Act, options: dict[str, Any]) -> list[Any]:
+    """Let ``side`` do ``action``. Returns the values that it gives."""
+    found = getattr(side, action)(**options) if isinstance(action, str) else action(side, **options)
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def square(output: Tensor) -> Tensor:
@@ -230,18 +243,12 @@ def backward_of_pending(side: Any, last: bool, retained: bool) -> list[Any]:
     return [True]
 
 
-def drop_pending(side: Any) -> list[Any]:
+def drop_pending(side: Any) -> None:
     side.pending.clear()
-    return []
 
 
 def clip(side: Any, max_norm: float) -> list[Any]:
     return [side.optimizer.clip_grad_norm_(max_norm).detach().clone()]
-
-
-def clip_by_torch(side: Any, max_norm: float) -> list[Any]:
-    found: list[Any] = side.clip_by_torch(max_norm)
-    return found
 
 
 def clip_unless_finite(side: Any, seed: int) -> list[Any]:
@@ -252,27 +259,22 @@ def clip_unless_finite(side: Any, seed: int) -> list[Any]:
     return [norm]
 
 
-def step(side: Any) -> list[Any]:
+def step(side: Any) -> None:
     side.optimizer.step()
-    return []
 
 
-def zero_grad(side: Any) -> list[Any]:
-    side.zero_grad()
-    return []
-
-
-def leave_zeros(side: Any) -> list[Any]:
+def leave_zeros(side: Any) -> None:
     side.zero_grad(set_to_none=False)
-    return []
 
 
-def step_and_zero(side: Any) -> list[Any]:
-    return step(side) + zero_grad(side)
+def step_and_zero(side: Any) -> None:
+    side.optimizer.step()
+    side.zero_grad()
 
 
-def step_and_leave_zeros(side: Any) -> list[Any]:
-    return step(side) + leave_zeros(side)
+def step_and_leave_zeros(side: Any) -> None:
+    side.optimizer.step()
+    leave_zeros(side)
 
 
 def step_with_closure(side: Any, **loss: Any) -> list[Any]:
@@ -281,12 +283,6 @@ def step_with_closure(side: Any, **loss: Any) -> list[Any]:
     side.step_with(lambda: side.optimizer.backward(value) or value)
     side.zero_grad()
     return [value.detach()]
-
-
-def step_with_invalid(side: Any, group: int) -> list[Any]:
-    """A step is refused for its hyperparameters, which are then mended."""
-    side.step_with_invalid(group)
-    return []
 
 
 _CONTEXTS: dict[str, Callable[[], Any]] = {
@@ -298,27 +294,10 @@ _CONTEXTS: dict[str, Callable[[], Any]] = {
 CONTEXTS = tuple(_CONTEXTS)
 
 
-def under(side: Any, context: str, action: Callable[..., list[Any]], options: dict[str, Any]) -> list[Any]:
+def under(side: Any, context: str, action: Act, options: dict[str, Any]) -> list[Any]:
     """An action under a context of torch."""
     with _CONTEXTS[context]():
-        return action(side, **options)
-
-
-def scale_gradient(side: Any, index: int) -> list[Any]:
-    return [side.scale_gradient(index)]
-
-
-def scale_gradients(side: Any, factor: float) -> list[Any]:
-    return [side.scale_gradients(factor)]
-
-
-def gradient_norm(side: Any, index: int) -> list[Any]:
-    found: list[Any] = side.gradient_norm(index)
-    return found
-
-
-def drop_gradient(side: Any, index: int) -> list[Any]:
-    return [side.drop_gradient(index)]
+        return perform(side, action, options)
 
 
 def fail(side: Any, block: int, where: str, seed: int, interrupt: bool) -> list[Any]:

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.harness import FEW_PLANS, PLANS
+from tests.engine.harness import FEW_PLANS, PLANS, Spec
 from tests.random_scripts import between, steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
 from tests.random_scripts.draw import Action, told
+from tests.random_scripts.models import DEPTH
 from tests.random_scripts.plain_side import Plain
 from tests.random_scripts.sides import Case, Side, Wrapped
 
@@ -90,8 +91,8 @@ def test_every_backward(name: str) -> None:
         BACKWARDS[name],
         (steps.backward, {**_LOSS, "seed": 2}),
         (steps.backward_of_pending, {"last": False, "retained": False}),
-        (steps.scale_gradients, {"factor": 0.5}),
-        (steps.clip_by_torch, {"max_norm": 0.1}),
+        ("scale_gradients", {"factor": 0.5}),
+        ("clip_by_torch", {"max_norm": 0.1}),
         (steps.clip, {"max_norm": 0.05}),
         (steps.step_and_zero, {}),
     ]
@@ -106,9 +107,27 @@ def test_what_changes_between_two_forwards_of_a_loss(what: int, plan: int) -> No
     assert compare(Case("adapted", torch.float32, PLANS[plan], inside=False), script) == []
 
 
+@pytest.mark.parametrize("spec", [PLANS[0], PLANS[9]], ids=str)
+def test_a_backward_whose_gradients_are_all_dropped_counts_for_nothing(spec: Spec) -> None:
+    dropped: list[Action] = [("drop_gradient", {"index": index}) for index in range(4 + 6 * DEPTH)]
+    script: list[Action] = [(steps.backward, _LOSS), ("clip_by_torch", {"max_norm": 0.1}), *dropped]
+    script += [(steps.backward, {**_LOSS, "seed": 1}), (steps.step_and_zero, {})]
+    assert compare(Case("residual", torch.bfloat16, spec, inside=False), script) == []
+
+
+@pytest.mark.parametrize("how", ["in place", "data", "replaced", "foreach", "init", "rows", "out"])
+def test_every_edit_outside_of_full_parameters_is_refused_and_changes_nothing(how: str) -> None:
+    """Before a step, before backward, and before the update."""
+    edit: Action = ("edit_outside", {"index": 5, "how": how})
+    script: list[Action] = [edit, (steps.forward_for_later, _LOSS), edit]
+    script += [(steps.backward_of_pending, {"last": True, "retained": False}), edit, (steps.step_and_zero, {}), edit]
+    for dtype, spec in zip((torch.float32, torch.bfloat16, torch.float16), FEW_PLANS, strict=False):
+        assert compare(Case("residual", dtype, spec, inside=False), script) == []
+
+
 def test_a_wrong_value_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     edit = Wrapped.edit
-    script: list[Action] = [(between.edit, {"index": 0, "factor": 0.5, "outer": False}), (steps.backward, _LOSS)]
+    script: list[Action] = [("edit", {"index": 0, "factor": 0.5, "outer": False}), (steps.backward, _LOSS)]
     compare(_CASE, script)
     monkeypatch.setattr(Wrapped, "edit", lambda side, index, factor, outer: edit(side, index, factor * (1 + 1e-6)))
     with pytest.raises(DiffersError, match=r"1 backward\(kind='usual'.*rank 0 has .* and not"):
@@ -168,7 +187,7 @@ def test_a_backward_that_ranks_refuse_updates_nothing_by_what_came_before_it() -
 def test_all_gradients_are_multiplied_or_none(then: Action) -> None:
     script: list[Action] = [
         (steps.backward, _LOSS),
-        (steps.scale_gradient, {"index": 5}),
+        ("scale_gradient", {"index": 5}),
         then,
         (steps.backward, _LOSS),
         (steps.step, {}),

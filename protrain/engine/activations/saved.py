@@ -99,8 +99,10 @@ class Frame:
     def keep(self, tensor: Tensor) -> Any:
         """What keeps ``tensor`` until backward needs it.
 
-        It is a tuple, because every saved tensor makes one: the tensor, autograd's count of changes in place so far, by
-        which [Note: written over] works, and for a view of a weight the buffer and the chunk that is there now.
+        Returns:
+            (tensor, version, buffer, chunk): the version is autograd's count of changes in place, for [Note: written
+            over]. Buffer and chunk say where the weight lies now of which the tensor is a view; they are None for any
+            other tensor. This is a tuple for speed, as every saved tensor makes one.
         """
         address, buffers = storage_address(tensor), self.buffers.by_address
         if (
@@ -180,6 +182,10 @@ class CheckpointFrame(Frame, Recomputation):
         self.attention = KeptAttention(engine.memory.device) if engine.plan.keep_attention else None
         self.watched: list[tuple[Tensor, int]] = []  # inputs, with their versions when the first run began
         self.inputs_changed = False  # whether an input has changed since
+
+    # What the second run saves is kept as if it were the first run of a block that is not recomputed.
+    keep = Frame.keep
+    tensor_of = Frame.tensor_of
 
     @override
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.distributed.ranks import Ranks
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Event
 from protrain.engine.updates.worker import Job
 from protrain_kernels import (
     AdamScalars,
@@ -115,9 +115,9 @@ class Chunk:
     persistent: bool
     large: bool  # it has one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
-    offloaded: Mark  # the last copy of a gradient to host memory is complete
-    uploaded: Mark  # the last upload has read ``weight``
-    updated: Mark  # the last update by the device is done, if it is persistent
+    offloaded: Event  # the last copy of a gradient to host memory is complete
+    uploaded: Event  # the last upload has read ``weight``
+    updated: Event  # the last update by the device is done, if it is persistent
     master: Tensor | None = None
     exp_avg: Tensor | None = None
     exp_avg_sq: Tensor | None = None
@@ -129,7 +129,6 @@ class Chunk:
     sum_factor: float = 1.0  # by which an update multiplies the sum in ``accumulator``: that of EngineMemory
     # What a speculative update writes: all states, or the weight only, as the plan has it. A commit exchanges them.
     speculative: AdamStates | Tensor | None = None
-    version: int = field(default=0, init=False)  # counts changes of the weight
     # What lies in it, in the order of offsets: names by the index in ModelProfile.parameters. Members would refer back
     # to the chunk, and the memory of a model that is dropped has to go as soon as the last update has let it go.
     parameters: dict[int, str] = field(default_factory=dict, init=False)
@@ -169,32 +168,29 @@ class Chunk:
         self.state = self.state.become(state)
         self._last, self.update = then or job, job if state is ChunkState.UPDATING else None
 
-    def _end(self) -> None:
-        self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
+    def is_updated(self) -> bool:
+        """Whether the weight in host memory is that of the last step. It never is after an update that has failed."""
+        return self.update is None or (self.update.done() and self.update.exception() is None)
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
         if self.update is not None:
-            self.update.wait()
-            if self._last is self.update:
-                self._end()
+            self.update.result()
 
     def wait(self) -> None:
         """Block until nothing that was queued reads the gradient, or reads or writes the states."""
         if (last := self._last) is None:
             return
-        if self.state is ChunkState.SPECULATED:  # an error is raised once, as it has left the states unchanged
-            self._end()
-            last.wait()
-            return
-        if self.update is not None:
-            self.update.wait()
-        last.wait()  # an error in it is raised in all who wait
-        self._end()
+        if self.update is None:
+            last.exception()  # of a speculative update, which has left the states unchanged and is done anew
+        else:
+            self.update.result()
+            last.result()  # an error in either is raised in all who wait
+        self.state, self._last, self.update = self.state.become(ChunkState.CURRENT), None, None
 
     def is_free(self) -> bool:
         """Whether ``wait`` would return at once."""
-        return self._last is None or self._last.done
+        return self._last is None or self._last.done()
 
     @property
     def speculates_weight_only(self) -> bool:
@@ -222,7 +218,6 @@ class Chunk:
         for part, scalars in pieces if between is None else _sliced(pieces, between):
             states, own = self.states.part(part), gradient[part]
             adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
-        self.version += 1
 
     def step_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
@@ -232,7 +227,6 @@ class Chunk:
         for part, scalars in pieces:
             states = self.states.part(part)
             streamed_adam(*states, gradient[part], scalars, staging, gradient_factor=self.gradient_factor, scale=scale)
-        self.version += 1
 
     def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
@@ -247,14 +241,13 @@ class Chunk:
         """Take over what ``step_speculatively`` wrote. If that is the weight only, the other states come later."""
         assert self.speculative is not None
         if isinstance(self.speculative, Tensor):
-            self.uploaded.wait()  # it reads the weight before: from now on uploads read the speculative one
+            self.uploaded.synchronize()  # it reads the weight before: from now on uploads read the speculative one
             self.current_weight = self.speculative
             return
         before = self.states
         self.weight, self.master, self.exp_avg, self.exp_avg_sq = self.speculative
         self.speculative = before
         self.current_weight = self.weight
-        self.version += 1
 
     @property
     def states(self) -> AdamStates:

@@ -20,10 +20,7 @@ from protrain.engine.states.initialisers import (
     exchange,
     initialise,
     missing_start,
-    note_write,
-    parameter_of,
     set_start,
-    share_writes,
     start_of,
     storage_of,
     written_by,
@@ -56,8 +53,7 @@ class EmptyParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy without a start value: as it has another name it would get another one than the original."""
         copied: Any = super().__deepcopy__(memo)
-        start = Start(torch.initial_seed(), copied.dtype, set_by="copy.deepcopy()", version=copied._version)
-        set_start(copied, start)
+        set_start(Start(copied, copied.dtype, set_by="copy.deepcopy()", version=copied._version))
         return copied
 
 
@@ -69,17 +65,18 @@ def empty_parameters(*, init: Callable[[nn.Module], object] | None = None) -> It
     """Models that are built inside take no memory for their parameters.
 
     They are on the meta device until ``protrain.wrap`` gives each the value from ``weights=``, or else the one that its
-    initialisers make: ``reset_parameters`` of its module, ``_init_weights`` of transformers, what peft initialises its
-    adapters by, the model's own ``init_weights``, or a function that ``model.apply`` or ``init`` is given. They are
-    called again, with the arguments that they had, for one parameter at a time. Buffers have values at once, and so
-    have parameters whose values were made outside.
+    initialiser makes: ``reset_parameters`` of its module, ``_init_weights`` of transformers, what peft initialises its
+    adapters by, the model's own ``init_weights``, or a function that ``model.apply`` or ``init`` is given. The last of
+    these is called again, with the arguments that it had, for one parameter at a time. Buffers have values at once, and
+    so have parameters whose values were made outside.
 
     Random values follow from the seed of ``torch.manual_seed`` and the name of the parameter, so that they are the same
     under every plan and on any number of ranks. They have the same distribution as those of a model that is built
     plainly with that seed, but are others. On a GPU they differ from those on the CPU.
 
     Without ``weights=`` a parameter that anything else has set is an error of ``wrap``: one that is scaled or filled
-    after it was initialised, that is copied, or a constant that only ``nn.Parameter(torch.ones(n))`` says.
+    after it was initialised, that is copied, or a constant that only ``nn.Parameter(torch.ones(n))`` says. So is one of
+    which its last initialiser sets only a part.
 
     Args:
         init: is called with every module that was given parameters inside, at the end of the block, in the order of
@@ -119,7 +116,7 @@ class _Watch(RuntimeMode):
     def __init__(self) -> None:
         super().__init__()
         self.owners: dict[int, nn.Module] = {}  # of parameters that were registered inside
-        self._noted: dict[int, nn.Parameter] = {}  # whose start may have changed inside
+        self._noted = set[Start]()  # that may have changed inside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -140,48 +137,44 @@ class _Watch(RuntimeMode):
                 yield
         finally:
             _active, module.register_parameter = None, register
-            for parameter in self._noted.values():
-                if (start := start_of(parameter)) is not None:
-                    start.version = parameter._version
+            for start in self._noted:
+                start.version = start.parameter._version
 
     def _empty(self, parameter: nn.Parameter) -> None:
         """Take the memory of ``parameter``, unless its values were made outside."""
-        if type(parameter) is not nn.Parameter or not is_managed(parameter) or parameter_of(parameter) is parameter:
+        if type(parameter) is not nn.Parameter or not is_managed(parameter):
             return  # another class may have more than values, and a tied parameter has a start already
         if not parameter.is_meta:
             if _INSIDE not in vars(parameter.untyped_storage()):
                 return
             exchange(parameter, nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad))
-        set_start(parameter, Start(torch.initial_seed(), parameter.dtype))
+        set_start(Start(parameter, parameter.dtype, version=parameter._version))
         parameter.__class__ = EmptyParameter
-        self._noted[id(parameter)] = parameter
 
     def replace(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Let ``parameter``, which has no memory, have the shape and the type of ``value``."""
-        if parameter_of(value) is not parameter or value.shape != parameter.shape:  # it is no conversion
-            self.note(parameter, whole=True)
+        start = start_of(parameter)
+        if start_of(value) is not start or value.shape != parameter.shape:  # it is no conversion
+            self.note(parameter)
         with torch._C.DisableTorchFunction():
             _SET_DATA(parameter, torch.empty_like(value, device=_META))
-        share_writes(parameter, parameter)
+        if start is not None:
+            start.share(parameter)
 
-    def note(self, tensor: Tensor, *, whole: bool) -> None:
-        """Note that ``tensor`` is about to be set, ``whole`` or in part, if it is a parameter without memory."""
-        parameter, start = parameter_of(tensor), start_of(tensor)
-        if parameter is None or start is None:
-            return
-        if start.version is not None and start.version != parameter._version:
-            start.set_by = "code between two blocks of protrain.empty_parameters()"
-        start.version, start.dtype = None, parameter.dtype  # the version is set at the end of the block
-        self._noted[id(parameter)] = parameter
-        note_write(start, whole=whole and tensor.numel() == parameter.numel())
+    def note(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` is about to be set, whole or in part, if it is a parameter without memory."""
+        start = start_of(tensor)
+        if start is not None:
+            start.note_write()
+            self._noted.add(start)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``. Note what it writes, and which storages it makes."""
         kwargs = kwargs or {}
-        for tensor, overwritten in written_by(func, args, kwargs):
-            self.note(tensor, whole=overwritten)
+        for tensor in written_by(func, args, kwargs):
+            self.note(tensor)
         result = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
         if schema is not None and all(made.alias_info is None for made in schema.returns):
@@ -190,8 +183,8 @@ class _Watch(RuntimeMode):
                     vars(storage)[_INSIDE] = True
             # A parameter may become its copy in another type, or in transformers one that is padded by nothing.
             is_copy = func is _aten._to_copy.default or (func is _aten.constant_pad_nd.default and not any(args[1]))
-            if is_copy and (parameter := parameter_of(args[0])) is not None:
-                share_writes(result, parameter)
+            if is_copy and (start := start_of(args[0])) is not None:
+                start.share(result)
         return result
 
 
@@ -210,5 +203,5 @@ class _Unseen(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, and note what follows if it is that question."""
         if func == _IS_META and sys._getframe(1).f_globals.get("__name__") == nn.init.__name__:
-            self._watch.note(args[0], whole=True)
+            self._watch.note(args[0])
         return func(*args, **(kwargs or {}))

@@ -1,7 +1,7 @@
-"""The start value of a parameter without memory: its initialisers are called again when the value is needed.
+"""The start value of a parameter without memory: its initialiser is called again when the value is needed.
 
-A model that is built under ``protrain.empty_parameters`` has no values. Of each parameter it is known which calls of
-initialisers set it, and with which arguments. These calls are made again, while this parameter alone has memory.
+A model that is built under ``protrain.empty_parameters`` has no values. Of each parameter it is known which call of an
+initialiser set it last, and with which arguments. This call is made again, while this parameter alone has memory.
 
 [Note: initialisers] An initialiser is a method of a module by which libraries set start values: ``reset_parameters`` as
 torch's layers have it, ``_init_weights`` of transformers, ``reset_lora_parameters`` and its like of peft,
@@ -20,7 +20,7 @@ import inspect
 import re
 import sys
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,12 +36,9 @@ from protrain.common.adapters import base_name
 from protrain.common.trees import tensors_in
 from protrain.forward.dispatch import RuntimeMode
 
-_PARAMETER = "protrain_parameter"  # attribute of a storage: a weak reference to the parameter without memory
-_START = "protrain_start"  # attribute of a parameter without memory
+_START = "protrain_start"  # attribute of a parameter without memory, and, as a weak reference, of its storage
 _METHODS = re.compile(r"_?reset_(\w+_)?parameters\w*|_?init_weights")
 _FOLDERS = str(Path(torch.__file__).parent), str(Path(__file__).parent)
-_aten: Any = torch.ops.aten
-_OVERWRITES = frozenset((_aten.copy_, _aten.fill_, _aten.zero_))  # as do those that draw random numbers
 REMEDY = (
     "pass weights=, set it by reset_parameters() of its module or by model.apply(function) inside `with "
     "protrain.empty_parameters():`, or build the model outside of that block"
@@ -50,25 +47,41 @@ REMEDY = (
 
 @dataclass(eq=False)
 class Start:
-    """How the start value of a parameter without memory is made: the calls of initialisers that set it."""
+    """How the start value of a parameter without memory is made."""
 
-    seed: int  # [Note: keyed by name]
-    dtype: torch.dtype  # in which initialisers set it, before the model was converted
-    calls: list[partial[Any]] = field(default_factory=list)  # of initialisers, since one of them set all of it
+    parameter: nn.Parameter
+    dtype: torch.dtype  # in which it was set, before the model was converted
+    seed: int = field(default_factory=torch.initial_seed)  # [Note: keyed by name]
+    call: partial[Any] | None = None  # of the initialiser that set it last
     set_by: str = ""  # code that is no initialiser and has set it since then
-    version: int | None = None  # of the parameter when the last block ended; None inside of the first
+    version: int = 0  # of the parameter when the last block ended
+
+    def share(self, tensor: Tensor) -> None:
+        """Let a write to the storage of ``tensor`` count as one to the parameter, if it does not to another one."""
+        vars(tensor.untyped_storage()).setdefault(_START, weakref.ref(self))
+
+    def note_write(self) -> None:
+        """Note who sets the parameter now, by the frames of Python."""
+        self.dtype = self.parameter.dtype
+        call = _call_in_progress()
+        if call is not None:
+            self.call, self.set_by = call, ""
+            return
+        places = (f for f, _ in walk_stack(sys._getframe()) if not f.f_code.co_filename.startswith(_FOLDERS))
+        frame = next(places, sys._getframe())
+        self.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def set_start(start: Start) -> None:
+    """Let ``start`` be that of its parameter, which is on the meta device."""
+    vars(start.parameter)[_START] = start
+    start.share(start.parameter)
 
 
 def start_of(tensor: Tensor) -> Start | None:
-    """The start of the parameter without memory that ``tensor`` is, or of which it is a view. None if it has memory."""
-    parameter = parameter_of(tensor)
-    return None if parameter is None else vars(parameter).get(_START)
-
-
-def parameter_of(tensor: Tensor) -> nn.Parameter | None:
-    """The parameter without memory that ``tensor`` is, or of which it is a view or a copy in another type."""
+    """The start of the parameter without memory that ``tensor`` is, or of which it is a view or a copy."""
     storage = storage_of(tensor)
-    reference = None if storage is None or not tensor.is_meta else vars(storage).get(_PARAMETER)
+    reference = None if storage is None or not tensor.is_meta else vars(storage).get(_START)
     return None if reference is None else reference()
 
 
@@ -78,34 +91,6 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
     is_plain = tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
     return tensor.untyped_storage() if is_plain else None
-
-
-def set_start(parameter: nn.Parameter, start: Start) -> None:
-    """Let ``start`` be that of ``parameter``, which is on the meta device."""
-    vars(parameter)[_START] = start
-    share_writes(parameter, parameter)
-
-
-def share_writes(tensor: Tensor, parameter: nn.Parameter) -> None:
-    """Let a write to the storage of ``tensor`` count as one to ``parameter``, if it does not to another one."""
-    vars(tensor.untyped_storage()).setdefault(_PARAMETER, weakref.ref(parameter))
-
-
-def note_write(start: Start, *, whole: bool) -> None:
-    """Note who sets the parameter of ``start`` now, by the frames of Python.
-
-    ``whole`` says whether nothing of its earlier value can remain.
-    """
-    call = _call_in_progress()
-    if call is None:
-        places = (f for f, _ in walk_stack(sys._getframe()) if not f.f_code.co_filename.startswith(_FOLDERS))
-        frame = next(places, sys._getframe())
-        start.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
-        return
-    if whole:
-        start.calls, start.set_by = [], ""
-    if not start.calls or _identity(start.calls[-1]) != _identity(call):
-        start.calls.append(call)
 
 
 def initialise(self: nn.Module, fn: Callable[[nn.Module], object]) -> None:
@@ -125,7 +110,7 @@ def missing_start(parameter: nn.Parameter) -> str:
         return "was changed after the block of protrain.empty_parameters() in which it was built"
     if start.set_by:
         return f"was set by {start.set_by}, which is no initialiser that could be called again"
-    if not start.calls and parameter.numel():
+    if start.call is None and parameter.numel():
         return "was set by no initialiser, such as a reset_parameters() of its module"
     return ""
 
@@ -137,32 +122,33 @@ def held_storages(model: nn.Module) -> set[int]:
 
 
 def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: Container[int]) -> Tensor:
-    """The start value of ``parameter``, which is on the meta device and has memory only while its initialisers run.
+    """The start value of ``parameter``, which is on the meta device and has memory only while its initialiser runs.
 
     Args:
         parameter: as it was built under ``protrain.empty_parameters``.
         name: its name in the model, from which random numbers follow: [Note: keyed by name].
         device: where the value is made.
-        held: storages that initialisers, which set all of a module, are to leave as they are.
+        held: storages that the initialiser, which sets all of a module, is to leave as they are.
 
     Raises:
-        ValueError: its initialisers do not make it, which is only known when they run.
+        ValueError: the initialiser does not make all of it, which is only known when it runs.
     """
     start, kind, dtype = start_of(parameter), type(parameter), parameter.dtype
     assert start is not None
+    if start.call is None:
+        return torch.empty_like(parameter, device=device)  # it has no elements
     digest = hashlib.sha256(f"{start.seed} {base_name(name)}".encode()).digest()
     seed, gpus = int.from_bytes(digest[:8], "little"), [device] if device.type == "cuda" else []
     nothing = torch.full_like(parameter, float("nan"), dtype=start.dtype, device=device, requires_grad=False)
     other: Any = nn.Parameter(nothing)
-    called = " and ".join(getattr(call.func, "__qualname__", repr(call.func)) for call in start.calls)
-    parameter.__class__ = nn.Parameter  # initialisers may also replace its data
+    called = getattr(start.call.func, "__qualname__", repr(start.call.func))
+    parameter.__class__ = nn.Parameter  # the initialiser may also replace its data
     torch._C._swap_tensor_impl(parameter, other)
     try:
         with torch.random.fork_rng(gpus), torch.no_grad(), _Keep(held):
             for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu.index] for gpu in gpus)):
                 generator.manual_seed(seed)
-            for call in start.calls:
-                call()
+            start.call()
         value = parameter.detach().to(device, dtype)
     except Exception as error:
         raise ValueError(f"parameter {name}: {called} does not run for it alone ({error}): {REMEDY}") from error
@@ -185,21 +171,22 @@ class _Keep(RuntimeMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run ``func``, unless it writes there."""
-        written = [tensor for tensor, _ in written_by(func, args, kwargs or {})]
+        written = written_by(func, args, kwargs or {})
         if any(getattr(storage_of(tensor), "_cdata", None) in self._storages for tensor in written):
             return written[0] if func._schema.returns else None
         return func(*args, **(kwargs or {}))
 
 
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors that the operator ``func`` writes, each with whether nothing of its values can remain."""
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the operator ``func`` writes."""
     schema = getattr(func, "_schema", None)
-    for position, argument in enumerate(schema.arguments if schema is not None else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            draws = torch.Tag.nondeterministic_seeded in func.tags
-            overwrites = draws or argument.is_out or func.overloadpacket in _OVERWRITES
-            for tensor in tensors_in(args[position] if position < len(args) else kwargs.get(argument.name)):
-                yield tensor, overwrites
+    return tensors_in(
+        [
+            args[position] if position < len(args) else kwargs.get(argument.name)
+            for position, argument in enumerate(schema.arguments if schema is not None else ())
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+    )
 
 
 def exchange(parameter: nn.Parameter, other: nn.Parameter) -> None:
@@ -239,8 +226,3 @@ def _call_of(frame: FrameType) -> partial[Any] | None:
     args = [*(values[name] for name in names[1 : code.co_argcount]), *(values[rest] if rest else ())]
     kwargs = {name: values[name] for name in names[code.co_argcount :]} | (values[keywords] if keywords else {})
     return partial(getattr(owner, code.co_name), *args, **kwargs)
-
-
-def _identity(call: partial[Any]) -> tuple[Any, list[int]]:
-    """What two calls share if they are the same."""
-    return call.func, [id(each) for each in (*call.args, *call.keywords.values())]

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece, State
-from protrain.engine.streams import Mark, Streams, span
+from protrain.engine.streams import Event, Streams, span
 from protrain.engine.updates.worker import HostWorker, Job
+from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
 from protrain.planning.timeline import STREAM
 
@@ -74,16 +75,16 @@ class Scale(NamedTuple):
 
     on_device: Tensor | None
     on_host: Tensor | None
-    ready: Mark  # on_host has its value
+    ready: Event  # on_host has its value
 
     @property
     def value(self) -> float:
         """The number, once it is on the host."""
-        self.ready.wait()
+        self.ready.synchronize()
         return 1.0 if self.on_host is None else self.on_host.item()
 
 
-NO_SCALE = Scale(None, None, Mark())
+NO_SCALE = Scale(None, None, Event())
 
 
 class UpdateState(State):
@@ -103,15 +104,15 @@ class HostUpdates:
     Args:
         threads: number of host threads.
         rate: of the updates that compute all states.
-        link_is_idle: whether all uploads that were issued are done.
+        buffers: get the weights that are updated.
     """
 
-    def __init__(self, *, threads: int, rate: Rate, link_is_idle: Callable[[], bool]) -> None:
+    def __init__(self, *, threads: int, rate: Rate, buffers: BufferPool) -> None:
         self.threads = threads
         self.rate = rate
         self.as_assumed = True  # whether the last step was as its speculative updates had assumed
         self.counts = Counter[UpdateState]()  # how many updates have come to each state
-        self._link_is_idle = link_is_idle
+        self.buffers = buffers
         self._commits: deque[Job] = deque()
         self.counting = threading.Lock()  # the thread of the streamer counts, too
 
@@ -131,7 +132,7 @@ class HostUpdates:
     def run_commits(self) -> None:
         """Run commits ahead of their turn, until one of them starts an upload."""
         commits = self._commits
-        while commits and (commits[0].done or self._link_is_idle()):  # one that is done has had its turn
+        while commits and (commits[0].done() or self.buffers.link_is_idle()):  # one that is done has had its turn
             commits.popleft().run()
 
 
@@ -139,7 +140,7 @@ class HostUpdates:
 class Window:
     """The time in which the host may begin updates in the order in which gradients arrive."""
 
-    end: Mark | None = None  # the end of the last backward on the device; None until step() or the end of backward
+    end: Event | None = None  # the end of the last backward on the device; None until step() or the end of backward
 
     def is_closed(self) -> bool:
         """Whether updates in the order of need may begin.
@@ -147,7 +148,7 @@ class Window:
         The window stays open while its backward runs. So a job that backward has queued does its work, and the host
         memory of its gradient is free when the job is done.
         """
-        return self.end is not None and self.end.reached()
+        return self.end is not None and self.end.query()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -165,16 +166,16 @@ class HostUpdate:
     """
 
     chunk: Chunk
-    pieces: list[Piece]
     gradient: Tensor  # in host memory
     window: Window  # of the backward that brings the gradient
     host: HostUpdates
-    factor: float = 1.0  # on the gradient, which a speculative update takes for that of the step
-    scale: Scale = NO_SCALE  # the factor for which the step asks
     state: UpdateState = UpdateState.PENDING
-    # The version of the weight, the pieces and the factor with which it was done speculatively.
-    assumed: tuple[int, list[Piece], float] | None = None
     early: Job | None = None  # in which the host begins it while backward runs
+    # The pieces and the factor on the gradient with which it was done speculatively.
+    assumed: tuple[list[Piece], float] | None = None
+    # What the step asks for.
+    pieces: list[Piece] = field(init=False)
+    scale: Scale = field(init=False)  # the factor on the gradient
     job: Job = field(init=False)  # after which the weight is that of the step
     deferred: Job | None = None  # updates the states after a commit of the weight alone; no forward waits for it
 
@@ -183,14 +184,19 @@ class HostUpdate:
         if not self.window.is_closed():
             self.job.run()
 
-    def speculate(self, pieces: list[Piece]) -> None:
-        """Do the update speculatively, by ``pieces`` as they are in backward, if there is still time for it."""
+    def speculate(self, pieces: list[Piece], factor: float) -> None:
+        """Do the update speculatively, if there is still time for it.
+
+        Args:
+            pieces: as they are in backward.
+            factor: on the gradient, if nothing is clipped.
+        """
         if self.window.is_closed():
             return
         chunk = self.chunk
         _wait_for_gradient(chunk, NO_SCALE)
-        self.assumed = chunk.version, pieces, self.factor
-        scale = None if self.factor == 1.0 else torch.tensor([self.factor], dtype=torch.float32, device="cpu")
+        self.assumed = pieces, factor
+        scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
         with nullcontext() if chunk.speculates_weight_only else self.host.rate.timing(pieces):
             chunk.step_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
@@ -201,13 +207,13 @@ class HostUpdate:
 
     def host_job(self) -> Job | None:
         """The job in which the host works on this update now, be it speculatively; None: it does not."""
-        return next((job for job in (self.early, self.job) if job is not None and job.begun and not job.done), None)
+        return next((job for job in (self.early, self.job) if job is not None and job.begun and not job.done()), None)
 
     def can_commit(self) -> bool:
         """Whether the work is done already. It waits for the factor on the gradients."""
         if self.state is not UpdateState.SPECULATED:
             return False
-        return self.assumed == (self.chunk.version, self.pieces, self.scale.value)
+        return self.assumed == (self.pieces, self.scale.value)
 
     def run(self) -> None:
         """Commit the speculative update, or update the chunk on the host."""
@@ -215,13 +221,13 @@ class HostUpdate:
             self.run_with(self.host.update)
             return
         self.chunk.commit()
-        self._go_to(UpdateState.COMMITTED)
+        self._end(UpdateState.COMMITTED)
 
     def run_with(self, update: Callable[[Chunk, list[Piece], Tensor, Scale], None]) -> None:
         """Call ``update`` when what it reads is there."""
         _wait_for_gradient(self.chunk, self.scale)
         update(self.chunk, self.pieces, self.gradient, self.scale)
-        self._go_to(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
+        self._end(UpdateState.REDONE if self.state is UpdateState.SPECULATED else UpdateState.UPDATED)
 
     def catch_up(self) -> None:
         """Update all states if the step has committed the speculative weight."""
@@ -230,6 +236,11 @@ class HostUpdate:
                 self.chunk.step(self.pieces, self.gradient, self.scale.on_host, threads=self.host.threads)
             self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
             self._go_to(UpdateState.CAUGHT_UP)
+
+    def _end(self, new: UpdateState) -> None:
+        """The weight is that of the step. If a buffer waits for it, it is uploaded."""
+        self._go_to(new)
+        self.host.buffers.issue(self.chunk)
 
     def _go_to(self, new: UpdateState) -> None:
         self.state = self.state.become(new)
@@ -245,9 +256,9 @@ def _wait_for_gradient(chunk: Chunk, scale: Scale) -> None:
             gradient, such as an evaluation, may still do so.
         scale: the factor on the gradient, which must have arrived, too.
     """
-    scale.ready.wait()
-    chunk.offloaded.wait()
-    chunk.uploaded.wait()
+    scale.ready.synchronize()
+    chunk.offloaded.synchronize()
+    chunk.uploaded.synchronize()
 
 
 class Streamer:
@@ -267,7 +278,7 @@ class Streamer:
         self._sharing = sharing
         self._streams = streams
         self._staging = streams.adam_staging(sharing.staging_bytes)
-        self._done = streams.mark()
+        self._done = streams.event()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale) -> None:
         """Update ``pieces`` of ``chunk``, and wait until the host sees the result.
@@ -283,10 +294,10 @@ class Streamer:
         with timed, span(STREAM, f"update {chunk.index}"):
             with self._streams.streaming(self._done):
                 chunk.step_streamed(pieces, gradient, scale.on_device, self._staging)
-            self._done.wait()
+            self._done.synchronize()
         self.updates += 1
 
-    def share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
+    def share(self, updates: Sequence[HostUpdate], norm: Event) -> None:
         """Have the device do those of ``updates`` with which the host would be late.
 
         Args:
@@ -296,8 +307,8 @@ class Streamer:
         if updates:
             self.worker.submit(functools.partial(self._share, updates, norm))
 
-    def _share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
-        norm.wait()
+    def _share(self, updates: Sequence[HostUpdate], norm: Event) -> None:
+        norm.synchronize()
         begin, before = time.perf_counter(), self.updates
         while True:
             at_work = {update: job for update in updates if (job := update.host_job()) is not None}
@@ -308,7 +319,8 @@ class Streamer:
             free_ms = now_ms + sum(map(self._host_ms, at_work))
             index = next_for_gpu([self._waiting(update) for update in left], now_ms, free_ms, self._sharing.host_kept)
             if index is None:
-                next(iter(at_work.values()), left[0].job).end()  # then the host's rate and what is left are known anew
+                # When that is done the host's rate and what is left are known anew.
+                next(iter(at_work.values()), left[0].job).exception()
                 continue
             update = left[index]
             update.job.run(functools.partial(update.run_with, self.update))

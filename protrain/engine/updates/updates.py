@@ -43,7 +43,7 @@ from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import Mark, Stream, span
+from protrain.engine.streams import Event, Stream, span
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import NO_SCALE, HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
@@ -78,7 +78,7 @@ class Updates:
         self.host = HostUpdates(
             threads=worker.threads,
             rate=Rate(0.0) if streamer is None else streamer.host_rate,
-            link_is_idle=buffers.link_is_idle,
+            buffers=buffers,
         )
         self._streams = streams = memory.streams
         self._chunks = managed.chunks
@@ -91,7 +91,7 @@ class Updates:
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
         self._last_scale = NO_SCALE  # on the gradients of the last step
-        self._published = on_device, memory.arena.take(1, torch.float32), streams.mark()
+        self._published = on_device, memory.arena.take(1, torch.float32), streams.event()
 
     def drain(self) -> None:
         """Block until nothing that was committed or queued is left to do."""
@@ -104,18 +104,6 @@ class Updates:
         for chunk in self._chunks:
             if chunk.state is ChunkState.UPDATING:
                 chunk.wait()
-
-    def publish(self, factor: Tensor) -> Scale:
-        """``factor``, 0-d on the device, for updates by the device and by the host."""
-        for job in self._all_done:
-            job.wait()  # usually done long ago: a forward and a backward have come in between
-        streams, (on_device, on_host, ready) = self._streams, self._published
-        streams.compute.wait_for(ready)  # the copy of the step before may still read it
-        on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
-        computed = streams.mark()
-        streams.compute.place(computed)
-        streams.offload(on_host, on_device, after=computed, done=ready)
-        return Scale(on_device, on_host, ready)
 
     # -- speculative updates -------------------------------------------------------------------------------------------
 
@@ -152,9 +140,9 @@ class Updates:
         pieces = self._pieces(chunk)
         if not pieces:  # the shard is padding
             return
-        update = self._begun[chunk] = self._made(chunk, pieces, factor=self._unscaling)
+        update = self._begun[chunk] = self._new_update(chunk)
         what = "weight" if chunk.speculates_weight_only else "update"
-        speculate = functools.partial(update.speculate, pieces)
+        speculate = functools.partial(update.speculate, pieces, self._unscaling)
         update.early = self.worker.submit(speculate, f"speculative {what} {chunk.index}")
         chunk.begin(ChunkState.SPECULATED, update.early)
 
@@ -181,19 +169,31 @@ class Updates:
 
     def commit(self, work: Callable[[], None]) -> None:
         """Do all of ``work`` even if Ctrl-C comes. See [Note: commit]."""
-        self._committer.submit(work).wait()
+        self._committer.submit(work).result()
 
     def _step(self, factor: Tensor | None, assumed_factor: float | None, pieces: list[list[Piece]]) -> None:
+        for job in self._all_done:  # usually done long ago: a forward and a backward have come in between
+            job.result()
         with self._streams.computing():
             if self.loss_scale is not None:
                 self.loss_scale.note_step()
-            self._last_scale = scale = NO_SCALE if factor is None else self.publish(factor)
+            self._last_scale = scale = NO_SCALE if factor is None else self._publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
             updates = [
                 self._update(*each, scale, self._streams.compute) for each in zip(self._chunks, pieces, strict=True)
             ]
             self._queue([*filter(None, updates)], norm, scale, assumed_factor)
+
+    def _publish(self, factor: Tensor) -> Scale:
+        """``factor``, 0-d on the device, for updates by the device and by the host."""
+        streams, (on_device, on_host, ready) = self._streams, self._published
+        streams.compute.wait_event(ready)  # the copy of the step before may still read it
+        on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
+        computed = streams.event()
+        streams.compute.record_event(computed)
+        streams.offload(on_host, on_device, after=computed, done=ready)
+        return Scale(on_device, on_host, ready)
 
     def _update_inside(self, chunk: Chunk) -> None:
         """Update ``chunk`` inside backward: on the device at once, or by the host worker."""
@@ -219,11 +219,11 @@ class Updates:
         self.commit(lambda: self._queue(updates, self._end_window(), NO_SCALE, 1.0))
         self._begun.clear()
 
-    def _end_window(self) -> Mark:
-        """Let updates in the order of need begin when backward ends on the device. Returns the mark of that."""
+    def _end_window(self) -> Event:
+        """Let updates in the order of need begin when backward ends on the device. Returns the event of that."""
         streams = self._streams
-        end = streams.mark()
-        streams.compute.place(end)
+        end = streams.event()
+        streams.compute.record_event(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
         self._window = Window()
         return end
@@ -241,28 +241,26 @@ class Updates:
             return None
         if not chunk.persistent:
             return self._offloaded_update(chunk, pieces, scale)
-        with span(GPU, f"update {chunk.index}"), stream.running(after=chunk.updated, done=chunk.updated):
+        with span(GPU, f"update {chunk.index}"), self._streams.running(stream, after=chunk.updated, done=chunk.updated):
             chunk.step(pieces, chunk.gradient, scale.on_device, threads=self.worker.threads)
         return None
 
-    def _made(self, chunk: Chunk, pieces: list[Piece], factor: float = 1.0) -> HostUpdate:
-        """An update of ``chunk``, which is in host memory, before anything is done for it."""
-        return HostUpdate(
-            chunk=chunk, pieces=pieces, gradient=chunk.gradient, window=self._window, host=self.host, factor=factor
-        )
+    def _new_update(self, chunk: Chunk) -> HostUpdate:
+        """An update of ``chunk``, which is in host memory, before anything is done or asked for."""
+        return HostUpdate(chunk=chunk, gradient=chunk.gradient, window=self._window, host=self.host)
 
     def _offloaded_update(self, chunk: Chunk, pieces: list[Piece], scale: Scale) -> HostUpdate:
         """The update of a chunk in host memory, which nobody does yet."""
         update = self._begun.pop(chunk, None)
         if update is None or chunk.state is not ChunkState.SPECULATED:  # another gradient has come since it was begun
-            update = self._made(chunk, pieces)
+            update = self._new_update(chunk)
         elif chunk.speculates_weight_only:
             update.deferred = self.worker.job(update.catch_up, f"deferred update {chunk.index}")
         update.pieces, update.scale = pieces, scale
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
 
-    def _queue(self, updates: Sequence[HostUpdate], norm: Mark, scale: Scale, assumed_factor: float | None) -> None:
+    def _queue(self, updates: Sequence[HostUpdate], norm: Event, scale: Scale, assumed_factor: float | None) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
         ``norm`` is where the norm is known on the device. The rest is for ``HostUpdates.begin_step``.

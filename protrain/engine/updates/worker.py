@@ -18,6 +18,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import torch
 from typing_extensions import override
@@ -28,67 +29,35 @@ from protrain.planning.timeline import HOST
 _JOIN_S = 10.0  # how long the end of a worker waits for its queued jobs
 
 
-class Job:
-    """A piece of host work that others can wait for. An error in it is raised in whoever waits."""
+class Job(Future[None]):
+    """A piece of host work. ``result`` waits for it and raises an error in it; ``exception`` waits and returns that."""
 
     def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__()
         self._work: Callable[[], None] | None = work
-        self._done = threading.Event()
         self._lock = threading.Lock()
-        self._followers: list[Callable[[], None]] = []
-        self._error: BaseException | None = None
-
-    def run(self, instead: Callable[[], None] | None = None) -> None:
-        """Do the work, or ``instead`` of it, then call the followers. A job that was begun before does nothing."""
-        with self._lock:
-            work, self._work = self._work, None
-        if work is None:
-            return
-        if instead is not None:
-            work = instead
-        try:
-            work()
-        except BaseException as error:
-            self._error = error
-        del work  # before others go on: it may hold the last reference to a model
-        with self._lock:
-            self._done.set()
-            followers, self._followers = self._followers, []
-        if self._error is None:
-            try:
-                for follower in followers:
-                    follower()
-            except BaseException as error:  # whoever waits for the job raises it, and the thread goes on
-                self._error = error
-
-    def when_done(self, follower: Callable[[], None]) -> None:
-        """Call ``follower`` after the work: at once if that is done already, else on the thread that does it."""
-        with self._lock:
-            if not self._done.is_set():
-                self._followers.append(follower)
-                return
-        if self._error is None:
-            follower()
 
     @property
     def begun(self) -> bool:
         """Whether somebody does the work or has done it."""
         return self._work is None
 
-    @property
-    def done(self) -> bool:
-        """Whether the work is over."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Block until the work is done; raises what it raised."""
-        self.end()
-        if self._error is not None:
-            raise self._error
-
-    def end(self) -> None:
-        """Block until the work is over, whether or not it has failed."""
-        self._done.wait()
+    def run(self, instead: Callable[[], None] | None = None) -> None:
+        """Do the work, or ``instead`` of it. A job that was begun before does nothing."""
+        with self._lock:
+            work, self._work = self._work, None
+        if work is None:
+            return
+        failed = None
+        try:
+            (instead or work)()
+        except BaseException as error:
+            failed = error
+        del work  # before others go on: it may hold the last reference to a model
+        if failed is None:
+            self.set_result(None)
+        else:
+            self.set_exception(failed)
 
 
 class _WorkerThread(threading.Thread):
@@ -154,7 +123,7 @@ class HostWorker:
 
     def drain(self) -> None:
         """Block until everything that was submitted is done."""
-        self.submit(lambda: None).wait()
+        self.submit(lambda: None).result()
 
 
 def _shown(work: Callable[[], None], name: str) -> None:

@@ -21,7 +21,6 @@ the copy has the place of the original in the graph: autograd gives it to whatev
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,8 +46,6 @@ class Bindings:
     def __init__(self, managed: ManagedModel, buffers: BufferPool) -> None:
         members, memory = managed.members, managed.memory
         self.full: set[int] = set()  # parameters that full_parameters has on the CPU now
-        self.in_state_dict: dict[int, Member] = {}  # parameters that a state_dict() or load_state_dict() uses now
-        self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
         self.lent_to = ""  # the context, if any, inside which the model has other weights
         self._members = members
         self._resident = [member for member in members if member.chunk.resident]
@@ -62,14 +59,9 @@ class Bindings:
             for member in members
         ]
 
-    def begin_use(self, what: str) -> None:
-        """``what`` is about to use parameters. MisuseError if full_parameters has some of them."""
-        self.refuse_inside_full_parameters(what)
-        self.end_state_dict(list(self.in_state_dict))  # one that was interrupted has left them
-
     def bind(self, unit: Unit, schedule: Schedule) -> None:
         """Put the parameters of ``unit`` on the device, and keep them there."""
-        self._buffers.acquire_all(unit.chunks, schedule)
+        self._buffers.acquire(unit.chunks, schedule)
         with torch._C.DisableTorchFunctionSubclass():
             for chunk, members in unit.moving:
                 buffer = self._buffers.used(chunk)
@@ -130,15 +122,8 @@ class Bindings:
         self._buffers.reset()
         for member in self._members:
             member.bound = 0
-            if member.index not in self.full and member.index not in self.in_state_dict:
+            if member.index not in self.full:
                 self.release(member)
-
-    def end_state_dict(self, members: Iterable[int]) -> None:
-        """A state_dict() or load_state_dict() is done with parameters, which are like all others again."""
-        for index in members:
-            member = self.in_state_dict.pop(index, None)
-            if member is not None and index not in self.full:
-                member.parameter.__class__ = PresentParameter if member.bound else ReleasedParameter
 
     def refuse_inside_full_parameters(self, what: str) -> None:
         """MisuseError inside full_parameters, as ``what`` would neither use nor update the copies on the CPU."""

@@ -7,7 +7,7 @@ chunks are resident. With several ranks no chunk is, as a rank has one shard of 
 [Note: residency] The content of a buffer in the pool goes through these states and no others:
 
     EMPTY -> ASSIGNED     the main thread has chosen the buffer for a chunk
-    ASSIGNED -> UPLOADED  the upload is issued and its mark is placed, by whoever finishes the update of the chunk
+    ASSIGNED -> UPLOADED  the upload is issued and its event recorded, by whoever finishes the update of the chunk
     UPLOADED -> WHOLE     the main thread has made the whole weight of what was uploaded, and compute may use it
     WHOLE -> EMPTY        the content is evicted or out of date; no unit uses it
     ASSIGNED/UPLOADED -> EMPTY  the content is given up before use; the next upload follows on the same stream
@@ -15,15 +15,14 @@ chunks are resident. With several ranks no chunk is, as a rank has one shard of 
 The buffer of a resident chunk is RESIDENT. No transition leads to that state or out of it.
 
 Only the main thread assigns and evicts, in the order of the schedule, whatever the timing: other threads do no more
-than fill a buffer that is assigned already. (The thread that commits a step evicts what it updates, and the main thread
-waits for it.) With several ranks an upload is the rank's own shard. Between UPLOADED and
-WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one visit of the
-schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is the whole weight.
+than fill a buffer that is assigned already, at the end of the update of its chunk. (The thread that commits a step
+evicts what it updates, and the main thread waits for it.) With several ranks an upload is the rank's own shard. Between
+UPLOADED and WHOLE the main thread issues the gather of all shards, which all ranks must do in one order. It does so one
+visit of the schedule ahead of the use (``BufferPool.make_whole``). On one GPU the upload is the whole weight.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable
 
@@ -33,8 +32,7 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member, State
-from protrain.engine.streams import Mark, Streams, span
-from protrain.engine.updates.worker import Job
+from protrain.engine.streams import Event, Streams, span
 from protrain.engine.weights.views import storage_address
 from protrain.planning.schedule import EMPTY, Schedule, claim
 from protrain.planning.timeline import GATHER, UP
@@ -51,22 +49,21 @@ class Residency(State):
 
 
 class Buffer:
-    """One buffer: its memory, the chunk in it, and the marks that order its uses.
+    """One buffer: its memory, the chunk in it, and the events that order its uses.
 
     Args:
         memory: 1-d, from the start of its storage, which holds the weights of no other buffer.
-        streams: make the marks.
+        streams: make the events.
         resident: the chunk whose weight ``memory`` is. None: the buffer is one of the pool.
     """
 
     def __init__(self, memory: Tensor, streams: Streams, *, resident: Chunk | None = None) -> None:
         self.memory = memory
         self.chunk = resident
-        self.awaited: Job | None = None  # the update that must be done before the assigned chunk is uploaded
         self.users = 0  # units that use the content now
-        self.uploaded: Mark = streams.mark()  # the upload is done
-        self.gathered: Mark = streams.mark()  # the gather is done
-        self.free: Mark = streams.mark()  # the last kernel that reads the content is done
+        self.uploaded: Event = streams.event()  # the upload is done
+        self.gathered: Event = streams.event()  # the gather is done
+        self.free: Event = streams.event()  # the last kernel that reads the content is done
         # Tensors on the memory that may outlive its use: those that autograd saves through the engine. They are counted
         # to find others. The number never decreases: when known views die, some unknown ones may go unnoticed.
         self.known_views = 0
@@ -136,36 +133,33 @@ class BufferPool:
         self.buffers = [*usual, *large]  # that chunks take turns in
         self._usual, self._large = usual, large
         for buffer in self.buffers:
-            streams.compute.place(buffer.free)
+            streams.compute.record_event(buffer.free)
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
         self.by_address = {storage_address(each.memory): each for each in (*self._by_chunk.values(), *self.buffers)}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
-        self._last_upload: Mark = streams.mark()  # the last one that was issued is done
+        self._last_upload: Event = streams.event()  # the last one that was issued is done
         self.fetches = 0  # uploads that were issued
         self.uploaded_bytes = 0  # by those from host memory
 
-    def acquire(self, chunk: Chunk, schedule: Schedule) -> None:
-        """Have the weight of ``chunk`` on the device until ``release``. Blocks for its own update only."""
-        buffer = self._by_chunk.get(chunk.index) or self._assign(chunk, schedule, needed_in=0)
-        if buffer is None:
-            names = ", ".join(list(chunk.parameters.values())[:3])
-            raise MisuseError(
-                f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
-                "step that was profiled: pass an example_batch with which the model runs as it will be trained"
-            )
-        self._make_whole(buffer, chunk)
-        if not buffer.users:
-            self.streams.compute.wait_for(buffer.gathered)
-            buffer.begin_use()
-        buffer.users += 1
+    def acquire(self, chunks: list[Chunk], schedule: Schedule) -> None:
+        """Have the weights of ``chunks``, all that a unit needs, on the device until ``release`` of each.
 
-    def acquire_all(self, chunks: list[Chunk], schedule: Schedule) -> None:
-        """Acquire all chunks that a unit needs.
-
-        Chunks that are in a buffer already come first, so that the others cannot evict them.
+        This blocks for their own updates only.
         """
+        # Chunks that are in a buffer already come first, so that the others cannot evict them.
         for chunk in sorted(chunks, key=lambda chunk: chunk.index not in self._by_chunk):
-            self.acquire(chunk, schedule)
+            buffer = self._by_chunk.get(chunk.index) or self._assign(chunk, schedule, needed_in=0)
+            if buffer is None:
+                names = ", ".join(list(chunk.parameters.values())[:3])
+                raise MisuseError(
+                    f"forward uses {names}, but the modules around it use all chunk buffers, which they did not in the "
+                    "step that was profiled: pass an example_batch with which the model runs as it will be trained"
+                )
+            self._make_whole(buffer, chunk)
+            if not buffer.users:
+                self.streams.compute.wait_event(buffer.gathered)
+                buffer.begin_use()
+            buffer.users += 1
 
     def used(self, chunk: Chunk) -> Buffer:
         """The buffer in which a unit uses ``chunk`` now."""
@@ -180,12 +174,12 @@ class BufferPool:
         return buffer is not None and buffer.users > 0
 
     def release(self, chunk: Chunk) -> None:
-        """End one ``acquire``."""
+        """End one ``acquire`` of ``chunk``."""
         buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
         buffer.users -= 1
         if not buffer.users and not buffer.resident:  # nothing is ever uploaded over a resident weight
-            self.streams.compute.place(buffer.free)
+            self.streams.compute.record_event(buffer.free)
 
     def reset(self) -> None:
         """End every ``acquire``, and empty the buffers that chunks take turns in. No copy or kernel is under way."""
@@ -223,9 +217,17 @@ class BufferPool:
             assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
+    def issue(self, chunk: Chunk) -> None:
+        """Issue the upload of ``chunk``, whose weight is that of the last step, if a buffer is assigned to it."""
+        with self._lock:
+            buffer = self._by_chunk.get(chunk.index)
+            if buffer is not None and buffer.state is Residency.ASSIGNED:
+                self._upload(buffer, chunk)
+                buffer.become(Residency.UPLOADED)
+
     def link_is_idle(self) -> bool:
         """Whether all uploads that were issued are done."""
-        return self._last_upload.reached()
+        return self._last_upload.query()
 
     def _assign(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """Assign a buffer to ``chunk``, and evict what is in it: see ``claim``. None if there is no buffer for it."""
@@ -241,13 +243,10 @@ class BufferPool:
         if found.state is not Residency.EMPTY:
             self._evict(found)
         found.chunk = chunk
-        found.awaited = update = chunk.update
         found.become(Residency.ASSIGNED)
         self._by_chunk[chunk.index] = found
-        if update is None:
-            self._issue(found, chunk, None)
-        else:
-            update.when_done(functools.partial(self._issue, found, chunk, update))
+        if chunk.is_updated():
+            self.issue(chunk)
         return found
 
     def _evict(self, buffer: Buffer) -> None:
@@ -255,47 +254,37 @@ class BufferPool:
         self._by_chunk.pop(buffer.chunk.index, None)
         with self._lock:
             # If nobody has waited for these, what comes next on the compute stream must not overtake them.
-            self.streams.compute.wait_for(buffer.uploaded)
-            self.streams.compute.wait_for(buffer.gathered)
+            self.streams.compute.wait_event(buffer.uploaded)
+            self.streams.compute.wait_event(buffer.gathered)
             buffer.become(Residency.EMPTY)
             if self.poison:
                 buffer.memory.fill_(float("nan"))
-                self.streams.compute.place(buffer.free)
-
-    def _issue(self, buffer: Buffer, chunk: Chunk, update: Job | None) -> None:
-        """Issue the upload of ``chunk``, which waited for ``update``, unless another thread has issued it.
-
-        The thread that updates chunks may call this late, when the chunk waits for the update after ``update``.
-        """
-        with self._lock:
-            if buffer.state is Residency.ASSIGNED and buffer.awaited is update:
-                self._upload(buffer, chunk)
-                buffer.become(Residency.UPLOADED)
+                self.streams.compute.record_event(buffer.free)
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         weight, h2d, self._last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
         self.fetches += 1
         self.uploaded_bytes += 0 if chunk.persistent else weight.nbytes
-        h2d.wait_for(chunk.updated)
-        h2d.wait_for(buffer.gathered)  # which may have had no reader
+        h2d.wait_event(chunk.updated)
+        h2d.wait_event(buffer.gathered)  # which may have had no reader
         with span(UP, f"weights {chunk.index}"):
             self.streams.upload(buffer.memory[chunk.shard], weight, after=buffer.free, done=buffer.uploaded)
-        h2d.place(chunk.uploaded)
+        h2d.record_event(chunk.uploaded)
 
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
         """Let compute use the whole weight of ``chunk`` in its ``buffer``. The main thread alone calls this.
 
-        The thread waits for an update of the chunk, and issues an upload that nobody has issued. The device waits for
-        the upload. With several ranks it gathers their shards.
+        The thread waits for an update of the chunk, and issues the upload if nobody has: the update may have ended just
+        when the buffer was assigned. The device waits for the upload. With several ranks it gathers their shards.
         """
         if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
-            self._issue(buffer, chunk, buffer.awaited)
+            self.issue(chunk)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
-                running = self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered)
+                running = self.streams.running(self.streams.gather, after=buffer.uploaded, done=buffer.gathered)
                 with span(GATHER, f"gather {chunk.index}"), running:
                     self._ranks.gather(buffer.memory[: chunk.elements], f"the gather of chunk {chunk.index}")
             else:
-                self.streams.compute.wait_for(buffer.uploaded)
+                self.streams.compute.wait_event(buffer.uploaded)
             buffer.become(Residency.WHOLE)

@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import same_bytes
@@ -31,17 +32,20 @@ from protrain.engine.weights.released import ReleasedParameter, end_full, make_f
 
 
 class _Exported(ReleasedParameter):
-    """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads."""
+    """A parameter inside state_dict() or load_state_dict(): ``detach`` returns a copy on the CPU, ``copy_`` loads.
 
-    @classmethod
-    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks: StateHooks = parameter.protrain_handle.engine.state_hooks
+    One that Ctrl-C has left like this is like all others again when its unit runs.
+    """
+
+    @override
+    def intercept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks: StateHooks = self.protrain_handle.engine.state_hooks
         if func is Tensor.detach:
-            return hooks.export(parameter.protrain_handle.index)
+            return hooks.export(self.protrain_handle.index)
         if func is Tensor.copy_:
-            hooks.load(parameter.protrain_handle.index, args[1])
-            return parameter
-        return super().intercept(parameter, func, args, kwargs)
+            hooks.load(self.protrain_handle.index, args[1])
+            return self
+        return super().intercept(func, args, kwargs)
 
 
 class StateHooks:
@@ -51,6 +55,7 @@ class StateHooks:
         self.engine = engine
         self._outermost: nn.Module | None = None  # whose state_dict() or load_state_dict() runs
         self._copies: WeakValueDictionary[int, Tensor] = WeakValueDictionary()  # made for the outermost state_dict()
+        self.kept: dict[int, Tensor] = {}  # copies of weights that the first rank has inside first_rank_saves
         by_parameter = {id(member.parameter): member for member in engine.members}
         for module in engine.model.modules():
             own = [by_parameter[id(p)] for p in module.parameters(recurse=False) if id(p) in by_parameter]
@@ -64,7 +69,7 @@ class StateHooks:
 
     def export(self, index: int) -> Tensor:
         """A copy of a weight on the CPU. Tied names in one state_dict have the same copy."""
-        copy = self.engine.bindings.kept.get(index)
+        copy = self.kept.get(index)
         if copy is None:
             copy = self._copies.get(index)
         if copy is None:
@@ -81,7 +86,7 @@ class StateHooks:
         if self._outermost is None or not prefix:  # it is no call for a part of that
             self._outermost = module
             self._copies.clear()
-            if not keep_vars and not self.engine.bindings.kept:  # inside first_rank_saves one rank calls it alone
+            if not keep_vars and not self.kept:  # inside first_rank_saves one rank calls it alone
                 self._meet(module, "state_dict()")
         if members and not keep_vars:
             self._enter(members)
@@ -114,14 +119,14 @@ class StateHooks:
         with self.engine.quiet():
             for member in members:
                 if member.index not in self.engine.bindings.full:  # full_parameters gives a copy of its own
-                    self.engine.bindings.in_state_dict[member.index] = member
                     member.parameter.__class__ = _Exported
 
     def _end(self, members: list[Member], module: nn.Module, *_: Any) -> None:
         """The end of either call for ``module``."""
         if self._outermost is module:
             self._outermost = None
-        self.engine.bindings.end_state_dict(member.index for member in members)
+        for member in [member for member in members if type(member.parameter) is _Exported]:
+            member.parameter.__class__ = PresentParameter if member.bound else ReleasedParameter
 
 
 @contextmanager
@@ -219,7 +224,7 @@ def first_rank_saves(module: nn.Module, *, what: str) -> Iterator[None]:
         yield
         return
     engine, members = members_of(module, "first_rank_saves")
-    ranks, kept = engine.memory.ranks, engine.bindings.kept
+    ranks, kept = engine.memory.ranks, engine.state_hooks.kept
     try:
         if ranks.several:
             ranks.meet(what)
