@@ -103,5 +103,4 @@ def _prepared(
         example["position_ids"] = torch.cat([torch.arange(half), torch.arange(sequence - half)]).expand_as(ids)
     batch = loaded.arguments(example)
     change_forwards(loaded.model, batch, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)
-    optimizer = adamw(loaded.model, learning_rate=0.0, weight_decay=0.0)  # whose values no profile sees
-    return loaded.model, batch, {"optimizer": optimizer, "dtype": DTYPES[step.dtype]}
+    return loaded.model, batch, {"optimizer": adamw(loaded.model), "dtype": DTYPES[step.dtype]}
