@@ -6,11 +6,10 @@ The optimizer that it was given is refused afterwards, as it would do nothing.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
-from weakref import WeakSet
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,6 @@ from protrain.profiler.operations import storage_key
 
 # Classes that spread a model over processes. They are compared by name, as importing their libraries takes seconds.
 _PARALLEL = ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine")
-_retired: WeakSet[torch.optim.Optimizer] = WeakSet()  # those that wrap was given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,30 +260,26 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     Its param_groups stay live, and schedulers that were made with it keep working.
     """
     for name in ("zero_grad", "state_dict", "load_state_dict", "add_param_group"):
-        vars(optimizer)[name] = _refused(name)
+        vars(optimizer)[name] = partial(_refuse, name)
     # step is not replaced as an attribute, because schedulers replace it and warn if someone else did.
-    if not _retired:
-        register_optimizer_step_pre_hook(_check_step)
-    _retired.add(optimizer)
+    _watch_steps()
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise MisuseError(
-            f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and "
-            "its state have moved: use the optimizer that it returned"
-        )
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise MisuseError(
+        f"{name}() of the optimizer that protrain.wrap was given does not work any more, as its gradients and its "
+        "state have moved: use the optimizer that it returned"
+    )
 
-    return refuse
+
+@cache
+def _watch_steps() -> None:
+    """Let ``_check_step`` look at the steps of all optimizers, from the first call on."""
+    register_optimizer_step_pre_hook(_check_step)
 
 
 def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Refuse a step of any optimizer that ProTrain does not know of, as it would do nothing.
-
-    It finds no gradients of parameters that are in no group of the wrapped optimizer.
-    """
-    if optimizer in _retired:
-        _refused("step")()
+    """Refuse a step of any optimizer that ``protrain.wrap`` did not return, as it would find no gradients."""
     if isinstance(optimizer, ProTrainOptimizer):
         return
     for group in optimizer.param_groups:

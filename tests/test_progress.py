@@ -20,7 +20,7 @@ from protrain import wrapping
 from protrain.common import progress
 from tests.engine.harness import adamw
 
-BAR = re.compile(r"moving model states into place \[[#.]+\] +(\d+)% (\S+)")
+PART = re.compile(r"moving model states into place, \d+ s, (\d+)%: (\S+)")
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,7 @@ def test_a_terminal_sees_the_weights_arrive(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress, "_BLINK_S", 0.0)
     monkeypatch.setenv("COLUMNS", "300")
     model = tiny_model("llama")
     names = {name for name, _ in model.named_parameters()}
@@ -79,7 +80,7 @@ def test_a_terminal_sees_the_weights_arrive(
             model = type(model)(model.config)
     weights = tmp_path if source == "weights" else None
     protrain.wrap(model, adamw(model), example_batch=tiny_batch(), device="cpu", weights=weights)
-    seen = BAR.findall(capsys.readouterr().err)
+    seen = PART.findall(capsys.readouterr().err)
     shares = [int(share) for share, _ in seen]
     assert shares == sorted(shares)
     assert shares[-1] == 100

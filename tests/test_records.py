@@ -118,9 +118,9 @@ def test_a_wrong_field_is_named(change: dict[str, Any], words: str) -> None:
     ("text", "words"),
     [
         (None, "cannot read Inner from .*record.json: No such file"),
-        ("{", "record.json is not Inner, as it is not JSON: "),
-        ("[" * 100_000, "record.json is not Inner, as it is not JSON: "),
-        ('{"size_bytes": ' + "9" * 5000 + "}", "record.json is not Inner, as it is not JSON: "),
+        ("{", "record.json is not Inner of this version of ProTrain: "),
+        ("[" * 100_000, "record.json is not Inner of this version of ProTrain: "),
+        ('{"size_bytes": ' + "9" * 5000 + "}", "record.json is not Inner of this version of ProTrain: "),
         ("[1]", "record.json is not Inner of this version of ProTrain: Inner must be a JSON object, not list"),
         ("{}", "record.json is not Inner of this version of ProTrain: Inner lacks the field 'size_bytes'"),
         (

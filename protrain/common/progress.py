@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TextIO
 
-_BAR_WIDTH = 24
 CLEAR = "\r\033[K"  # clears the line of a terminal
 _LONG_S = 10.0  # a stage that is longer than this also says what it is doing
 _BLINK_S = 1.0  # between two parts that a terminal shows
@@ -84,9 +83,9 @@ def note(text: str) -> None:
 def stage(what: str) -> Iterator[Callable[..., None]]:
     """Run the body as one stage. The body is given a function to tell what it is doing.
 
-    The function takes the name of a part, and perhaps the share of the stage that is done, from 0 to 1, which a
-    terminal shows as a bar. A terminal shows the stage while it runs. Elsewhere a part is only printed if the stage
-    takes time, and ever more seldom. A line at the end says how long it took.
+    The function takes the name of a part, and perhaps the share of the stage that is done, from 0 to 1. A terminal
+    shows the stage while it runs. Elsewhere a part is only printed if the stage takes time, and ever more seldom. A
+    line at the end says how long it took.
     """
     live = is_terminal()
     start_s = time.perf_counter()
@@ -96,12 +95,9 @@ def stage(what: str) -> Iterator[Callable[..., None]]:
     def tell(part: str, share: float | None = None) -> None:
         nonlocal next_s, pause_s
         now_s = time.perf_counter()
-        if live and share is not None:
-            full = round(_BAR_WIDTH * share)
-            bar = "#" * full + "." * (_BAR_WIDTH - full)
-            say_in_place(f"protrain: {what} [{bar}] {100 * share:3.0f}% {part}")
-        elif now_s >= next_s:
-            (say_in_place if live else say)(f"protrain: {what}, {now_s - start_s:.0f} s: {part}")
+        if now_s >= next_s:
+            done = "" if share is None else f", {share:.0%}"
+            (say_in_place if live else say)(f"protrain: {what}, {now_s - start_s:.0f} s{done}: {part}")
             pause_s = pause_s if live else 2 * pause_s
             next_s = now_s + pause_s
 

@@ -60,14 +60,10 @@ class Record:
         name, kind = os.fspath(path), cls.file_kind or cls.__name__
         remedy = f"; {cls.file_source}" if cls.file_source else ""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+            return cls.from_json(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ValueError(f"cannot read {kind} from {name}: {error.strerror}{remedy}") from None
-        except (ValueError, RecursionError) as error:  # it is no text, no JSON, or has endless numbers or nesting
-            raise ValueError(f"{name} is not {kind}, as it is not JSON: {error}{remedy}") from None
-        try:
-            return cls.from_dict(data)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # also of what is no text or JSON, or has endless nesting
             raise ValueError(f"{name} is not {kind} of this version of ProTrain: {error}{remedy}") from None
 
     def save(self, path: str | os.PathLike[str]) -> None:

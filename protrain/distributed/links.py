@@ -43,7 +43,7 @@ class Raised(NamedTuple):
 
     number: int  # of the last note before it
     place: str  # in words that follow "an exception"
-    error: str  # its type and text, "" if they are not known, as of a backward that autograd gave up
+    error: str  # its type and text, or in words that they are not known
     times: int  # how many are known since all ranks agreed, with this one
 
 

@@ -199,7 +199,7 @@ class Watch:
         if isinstance(error, RuntimeError) and not isinstance(error, MisuseError):
             self.settle()  # torch itself only knows that a rank is gone from a collective
             reasons = [
-                f"rank {rank} has raised an exception{peer.raised.place}: {peer.raised.error or '?'}"
+                f"rank {rank} has raised an exception{peer.raised.place}: {peer.raised.error}"
                 for rank, peer in self.peers.items()
                 if peer.raised is not None and peer.raised.number >= self._agreed
             ]
@@ -210,7 +210,11 @@ class Watch:
         is_told = known.number == self._number  # of a failed backward autograd tells before or after its error is known
         if error is not None or not is_told:
             place = f" in {where}" if where else known.place if is_told else ""
-            text = "" if error is None else f"{type(error).__name__}: {error}"
+            text = (
+                "its script has caught it, and autograd does not tell what it was. See what that rank printed"
+                if error is None
+                else f"{type(error).__name__}: {error}"
+            )
             self._raised = Raised(self._number, place, text, known.times + (error is not None))
 
     def end(self) -> None:
@@ -315,7 +319,7 @@ class Watch:
         # This rank may have raised as often, and caught it as the other may.
         alike = raised is not None and own is not None and own.times >= raised.times
         if raised is not None and (peer.ended or (not alike and monotonic() - peer.heard > CAUGHT_S)):
-            return f"rank {rank} has raised an exception{raised.place}, {here}: {raised.error or '?'}"
+            return f"rank {rank} has raised an exception{raised.place}, {here}: {raised.error}"
         if peer.ended:
             return f"rank {rank} has ended, {here}. {REMEDY}"
         if peer.call is not None and waited_s > STUCK_S and peer.call[1] > begun():

@@ -108,7 +108,7 @@ def build_engine(
         torch.cuda.empty_cache()  # memory that initialising took
     complete_chunks(chunks, layout, plan, memory)
     for chunk in chunks:  # an upload of a shard on the device waits until its values are written
-        memory.streams.compute.place(chunk.updated)
+        memory.streams.compute.record_event(chunk.updated)
     buffers = BufferPool(
         memory,
         resident=[chunk for chunk in chunks if chunk.resident],

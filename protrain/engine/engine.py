@@ -393,7 +393,7 @@ class Engine:
         self.unfinished += 1
         for chunk in chunks:
             chunk.wait()  # no step commits what was done speculatively with the weights before
-            self.streams.compute.place(chunk.updated)
+            self.streams.compute.record_event(chunk.updated)
             self.buffers.invalidate(chunk)
         self.weights_version += 1
         self.unfinished -= 1

@@ -27,7 +27,7 @@ from protrain.common import batch as batches
 from protrain.common.errors import MisuseError, warn_user
 from protrain.common.tables import format_bytes
 from protrain.engine.states.arena import EngineMemory
-from protrain.engine.streams import Mark, Streams
+from protrain.engine.streams import Event, Streams
 from protrain.engine.weights.views import storage_bytes
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -40,12 +40,12 @@ class Inputs:
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._device = device
         self._streams = streams
-        self._in_flight: deque[tuple[Mark, list[Tensor]]] = deque()  # pinned inputs, free after the mark
+        self._in_flight: deque[tuple[Event, list[Tensor]]] = deque()  # pinned inputs, free after the event
 
     def __del__(self) -> None:
         """Keep pinned inputs alive until the copy kernel has read them."""
         if self._in_flight and not sys.is_finalizing():
-            self._in_flight[-1][0].wait()
+            self._in_flight[-1][0].synchronize()
 
     def to_device(self, tree: Any) -> Any:
         """``tree`` with every tensor on the device; ``tree`` itself if all tensors are there already.
@@ -53,14 +53,14 @@ class Inputs:
         Kernels that are launched on the compute stream from now on find the values there. The caller may change its own
         tensors at once.
         """
-        while self._in_flight and self._in_flight[0][0].reached():
+        while self._in_flight and self._in_flight[0][0].query():
             self._in_flight.popleft()
         pinned: list[Tensor] = []
         moved = batches.move(tree, self._device, lambda tensor: self._upload(tensor, pinned))
         if pinned:
-            mark = self._streams.mark()
-            self._streams.compute.place(mark)
-            self._in_flight.append((mark, pinned))
+            read = self._streams.event()
+            self._streams.compute.record_event(read)
+            self._in_flight.append((read, pinned))
         return moved
 
     def _upload(self, tensor: Tensor, pinned: list[Tensor]) -> Tensor:

@@ -13,7 +13,7 @@ There are these streams, each for a reason:
   of the compute stream, and it does not wait for them. They have streams of their own for copies, because each piece of
   the states waits for the piece before it to have left: on h2d and d2h all later transfers would wait as well.
 
-Host code that must know when a transfer is done waits for the ``Mark`` that came with it.
+Host code that must know when a transfer is done waits for the event that came with it.
 """
 
 from __future__ import annotations
@@ -35,68 +35,25 @@ SPAN = "ProTrain "  # with it the names of all spans begin
 _NO_SPAN = nullcontext()
 
 
-class Mark:
-    """A point in a stream. On the CPU all work before it is done already."""
+class Event:
+    """What is used of ``torch.cuda.Event``, and its stand-in on a CPU, where all work before it is done already."""
 
-    event: torch.cuda.Event  # of a point in a stream of a GPU
-
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Block the calling host thread until the point is reached."""
 
-    def reached(self) -> bool:
+    def query(self) -> bool:
         """Whether the point is reached."""
         return True
 
 
-class _CudaMark(Mark):
-    def __init__(self) -> None:
-        # With a blocking event the waiting thread sleeps, and leaves its core to the host optimizer.
-        self.event = torch.cuda.Event(blocking=True)
-
-    @override
-    def wait(self) -> None:
-        self.event.synchronize()
-
-    @override
-    def reached(self) -> bool:
-        return bool(self.event.query())
-
-
 class Stream:
-    """A stream of a CPU: what is put on it is done at once."""
+    """What is used of ``torch.cuda.Stream``, and its stand-in on a CPU, where what is put on it is done at once."""
 
-    stream: torch.cuda.Stream  # of a GPU
+    def record_event(self, event: Event) -> None:
+        """Make ``event`` the current end of the stream. An event may be recorded again and again."""
 
-    def place(self, mark: Mark) -> None:
-        """Place ``mark`` at the current end of the stream."""
-
-    def wait_for(self, mark: Mark) -> None:
-        """Work put on the stream from now on runs after ``mark``."""
-
-    def running(self, *, after: Mark, done: Mark) -> AbstractContextManager[None]:
-        """Run the body on the stream once ``after`` is reached, then place ``done``."""
-        return nullcontext()
-
-
-class _CudaStream(Stream):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.stream = stream
-
-    @override
-    def place(self, mark: Mark) -> None:
-        mark.event.record(self.stream)
-
-    @override
-    def wait_for(self, mark: Mark) -> None:
-        self.stream.wait_event(mark.event)
-
-    @override
-    @contextmanager
-    def running(self, *, after: Mark, done: Mark) -> Iterator[None]:
-        with torch.cuda.stream(self.stream):
-            self.wait_for(after)
-            yield
-            self.place(done)
+    def wait_event(self, event: Event) -> None:
+        """Work put on the stream from now on runs after ``event``."""
 
 
 class Streams:
@@ -105,20 +62,24 @@ class Streams:
     def __init__(self) -> None:
         self.compute = self.h2d = self.d2h = self.gather = self.reduce = Stream()
 
-    def mark(self) -> Mark:
-        """A new mark. It may be placed again and again."""
-        return Mark()
+    def event(self) -> Event:
+        """A new event, which is not recorded."""
+        return Event()
 
-    def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
-        """Copy host ``source`` into device ``target`` once ``after`` is reached, then place ``done``."""
+    def running(self, stream: Stream, *, after: Event, done: Event) -> AbstractContextManager[None]:
+        """Run the body on ``stream`` once ``after`` is reached, then record ``done``."""
+        return nullcontext()
+
+    def upload(self, target: Tensor, source: Tensor, *, after: Event, done: Event) -> None:
+        """Copy host ``source`` into device ``target`` once ``after`` is reached, then record ``done``."""
         self._copy(self.h2d, target, source, after, done)
 
-    def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
-        """Copy device ``source`` into host ``target`` once ``after`` is reached, then place ``done``."""
+    def offload(self, target: Tensor, source: Tensor, *, after: Event, done: Event) -> None:
+        """Copy device ``source`` into host ``target`` once ``after`` is reached, then record ``done``."""
         self._copy(self.d2h, target, source, after, done)
 
-    def _copy(self, stream: Stream, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
-        with stream.running(after=after, done=done):
+    def _copy(self, stream: Stream, target: Tensor, source: Tensor, after: Event, done: Event) -> None:
+        with self.running(stream, after=after, done=done):
             target.copy_(source, non_blocking=True)
 
     def record_streams(self, memory: Tensor) -> Tensor:
@@ -136,8 +97,8 @@ class Streams:
         """Device memory through which the device updates states in host memory."""
         return AdamStaging(torch.device("cpu"), size_bytes=size_bytes)
 
-    def streaming(self, done: Mark) -> AbstractContextManager[None]:
-        """Run the body on the stream for updates of states in host memory, and place ``done`` at the end of it."""
+    def streaming(self, done: Event) -> AbstractContextManager[None]:
+        """Run the body on the stream for updates of states in host memory, and record ``done`` at the end of it."""
         return nullcontext()
 
     def synchronize(self) -> None:
@@ -149,28 +110,36 @@ class CudaStreams(Streams):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.compute = _CudaStream(torch.cuda.current_stream(device))
-        self.h2d, self.d2h, self.gather, self.reduce = (_CudaStream(torch.cuda.Stream(device)) for _ in range(4))
-        self.streamed, self.streamed_h2d, self.streamed_d2h = (torch.cuda.Stream(device) for _ in range(3))
+        self.compute: Any = torch.cuda.current_stream(device)
+        self._others: list[Any] = [torch.cuda.Stream(device) for _ in range(7)]
+        self.h2d, self.d2h, self.gather, self.reduce, self.streamed, self.streamed_h2d, self.streamed_d2h = self._others
 
     @override
-    def mark(self) -> Mark:
-        return _CudaMark()
+    def event(self) -> Any:
+        # With a blocking event the waiting thread sleeps, and leaves its core to the host optimizer.
+        return torch.cuda.Event(blocking=True)
+
+    @override
+    @contextmanager
+    def running(self, stream: Any, *, after: Event, done: Event) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            stream.wait_event(after)
+            yield
+            stream.record_event(done)
 
     @override
     def record_streams(self, memory: Tensor) -> Tensor:
-        of_steps = self.h2d.stream, self.d2h.stream, self.gather.stream, self.reduce.stream
-        for stream in (*of_steps, self.streamed, self.streamed_h2d, self.streamed_d2h):
+        for stream in self._others:
             memory.record_stream(stream)
         return memory
 
     @override
     def computing(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self.compute.stream)
+        return torch.cuda.stream(self.compute)
 
     @override
     def refuse_another(self) -> None:
-        if torch.cuda.current_stream(self.device) != self.compute.stream:
+        if torch.cuda.current_stream(self.device) != self.compute:
             raise MisuseError(
                 "the current CUDA stream is not the one that was current in protrain.wrap: run forward, backward and "
                 "step() outside `with torch.cuda.stream(...)`, or wrap inside"
@@ -184,11 +153,11 @@ class CudaStreams(Streams):
 
     @override
     @contextmanager
-    def streaming(self, done: Mark) -> Iterator[None]:
+    def streaming(self, done: Any) -> Iterator[None]:
         with torch.cuda.stream(self.streamed):
             yield
             self.streamed.wait_stream(self.streamed_d2h)
-            done.event.record(self.streamed)
+            self.streamed.record_event(done)
 
     @override
     def synchronize(self) -> None:

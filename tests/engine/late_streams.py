@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from protrain.common.trees import tensors_in
-from protrain.engine.streams import Mark, Stream, Streams
+from protrain.engine.streams import Event, Stream, Streams
 
 _UPLOAD, _OFFLOAD = 0, 1
 _NAMES = ("upload", "offload")
@@ -39,18 +39,18 @@ def _joined(one: Clock, other: Clock) -> Clock:
     return max(one[0], other[0]), max(one[1], other[1])
 
 
-class _LateMark(Mark):
+class _LateEvent(Event):
     def __init__(self, streams: LateStreams) -> None:
         self.streams = streams
         self.clock: Clock = (0, 0)  # of an event that was never recorded: nobody waits
         self.operations = 0  # of the compute stream before it
 
     @override
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self.streams.host_waits(self.clock)
 
     @override
-    def reached(self) -> bool:
+    def query(self) -> bool:
         if self.streams.choice is None or self.streams.choice.random() < 0.5:
             return False  # not before somebody waits
         self.streams.host_waits(self.clock)  # the host that sees it may rely on it
@@ -115,19 +115,12 @@ class _LateCompute(Stream):
         self.streams = streams
 
     @override
-    def place(self, mark: Mark) -> None:
-        self.streams.place_in_computing(_late(mark))
+    def record_event(self, event: Event) -> None:
+        self.streams.record_in_computing(_late(event))
 
     @override
-    def wait_for(self, mark: Mark) -> None:
-        self.streams.computing_waits(_late(mark).clock)
-
-    @override
-    @contextmanager
-    def running(self, *, after: Mark, done: Mark) -> Iterator[None]:
-        self.wait_for(after)
-        yield
-        self.place(done)
+    def wait_event(self, event: Event) -> None:
+        self.streams.computing_waits(_late(event).clock)
 
 
 class _LateCopies(Stream):
@@ -136,13 +129,13 @@ class _LateCopies(Stream):
         self.reached = 0  # operations of the compute stream that it has waited for
 
     @override
-    def place(self, mark: Mark) -> None:
-        _late(mark).clock, _late(mark).operations = self.clock, self.reached
+    def record_event(self, event: Event) -> None:
+        _late(event).clock, _late(event).operations = self.clock, self.reached
 
     @override
-    def wait_for(self, mark: Mark) -> None:
-        self.clock = _joined(self.clock, _late(mark).clock)
-        self.reached = max(self.reached, _late(mark).operations)
+    def wait_event(self, event: Event) -> None:
+        self.clock = _joined(self.clock, _late(event).clock)
+        self.reached = max(self.reached, _late(event).operations)
 
 
 class LateStreams(Streams):
@@ -157,7 +150,7 @@ class LateStreams(Streams):
         self.copies = (_LateCopies(), _LateCopies())
         self.h2d, self.d2h = self.copies
         self._compute: Clock = (0, 0)
-        self._pending: list[_Copy] = []  # in the order of issue, which is one that the marks allow
+        self._pending: list[_Copy] = []  # in the order of issue, which is one that the events allow
         self._lasting: dict[int, torch.UntypedStorage] = {}
         self._operations = 0  # of the compute stream so far
         self._used: dict[int, int] = {}  # by the address of a storage: the last of them that used it
@@ -168,13 +161,13 @@ class LateStreams(Streams):
         self._used[tensor.untyped_storage().data_ptr()] = self._operations
 
     @override
-    def mark(self) -> Mark:
-        return _LateMark(self)
+    def event(self) -> Event:
+        return _LateEvent(self)
 
-    def place_in_computing(self, mark: _LateMark) -> None:
-        """Place ``mark`` at the end of the compute stream."""
+    def record_in_computing(self, event: _LateEvent) -> None:
+        """Record ``event`` at the end of the compute stream."""
         self._between()
-        mark.clock, mark.operations = self._compute, self._operations
+        event.clock, event.operations = self._compute, self._operations
 
     def computing_waits(self, clock: Clock) -> None:
         """The compute stream waits for what ``clock`` counts."""
@@ -189,11 +182,18 @@ class LateStreams(Streams):
                 copy.device_knows = True
 
     @override
-    def upload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
+    @contextmanager
+    def running(self, stream: Stream, *, after: Event, done: Event) -> Iterator[None]:
+        stream.wait_event(after)
+        yield
+        stream.record_event(done)
+
+    @override
+    def upload(self, target: Tensor, source: Tensor, *, after: Event, done: Event) -> None:
         self._issue(_UPLOAD, target, source, after, done)
 
     @override
-    def offload(self, target: Tensor, source: Tensor, *, after: Mark, done: Mark) -> None:
+    def offload(self, target: Tensor, source: Tensor, *, after: Event, done: Event) -> None:
         self._issue(_OFFLOAD, target, source, after, done)
 
     @override
@@ -216,12 +216,12 @@ class LateStreams(Streams):
                     self._compare(copy.before, copy.source, f"host memory was rewritten while {copy} could read it")
         self._pending = [copy for copy in self._pending if not copy.within(clock)]
 
-    def _issue(self, direction: int, target: Tensor, source: Tensor, after: Mark, done: Mark) -> None:
+    def _issue(self, direction: int, target: Tensor, source: Tensor, after: Event, done: Event) -> None:
         self._between()
         device = source if direction == _OFFLOAD else target
         lasts = device.untyped_storage().data_ptr() in self._lasting
         stream = self.copies[direction]
-        stream.wait_for(after)
+        stream.wait_event(after)
         clock, reached = stream.clock, stream.reached
         self.issued[direction] += 1
         number = self.issued[direction]
@@ -312,9 +312,9 @@ class LateStreams(Streams):
         raise AssertionError(fault)
 
 
-def _late(mark: Mark) -> _LateMark:
-    assert isinstance(mark, _LateMark)
-    return mark
+def _late(event: Event) -> _LateEvent:
+    assert isinstance(event, _LateEvent)
+    return event
 
 
 class Watch(TorchDispatchMode):

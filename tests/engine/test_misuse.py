@@ -7,7 +7,6 @@ import functools
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -170,7 +169,7 @@ def test_forward_and_step_on_another_stream_are_refused(device: torch.device, mo
         streams = optimizer._engine.streams
         if not isinstance(streams, CudaStreams):  # as if it were
             named = CudaStreams.__new__(CudaStreams)
-            vars(named).update(device=device, compute=SimpleNamespace(stream="compute"))
+            vars(named).update(device=device, compute="compute")
             monkeypatch.setattr(streams, "refuse_another", named.refuse_another)
             monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "compute")
 

@@ -49,8 +49,9 @@ def test_the_optimizer_that_was_wrapped_says_which_one_to_use() -> None:
     batch = batches(1)[0]
     default_loss(model, batch).backward()
     expected = states(model, optimizer)
+    with pytest.raises(MisuseError, match=r"^step\(\) of an optimizer that protrain\.wrap did not return.*it returned"):
+        inner.step()
     calls: dict[str, Any] = {
-        "step": inner.step,
         "zero_grad": inner.zero_grad,
         "state_dict": inner.state_dict,
         "load_state_dict": lambda: inner.load_state_dict({}),

@@ -102,7 +102,7 @@ def plan(tiny_model: Callable[..., nn.Module], batch: Batch) -> Plan:
     ("text", "words"),
     [
         (None, "cannot read a plan from .*plan.json: No such file"),
-        ("{ not json", "plan.json is not a plan, as it is not JSON"),
+        ("{ not json", "plan.json is not a plan of .*: Expecting property name"),
         ("[]", "plan.json is not a plan of .*: Plan must be a JSON object, not list"),
         ("{}", "plan.json is not a plan of .*: Plan lacks the field"),
     ],

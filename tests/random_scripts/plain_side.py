@@ -181,10 +181,13 @@ class Plain(Side):
         """Nothing, because it changes nothing."""
 
     def drop_gradient(self, index: int) -> bool:
-        """Forget a gradient. Returns whether there was one."""
-        name = self.named(index)
-        self.optimizer.zeroed.discard(name)
-        return self.optimizer.sums.pop(name, None) is not None
+        """Forget a gradient, and with the last one how they were clipped. Returns whether there was one."""
+        o, name = self.optimizer, self.named(index)
+        o.zeroed.discard(name)
+        was_there = o.sums.pop(name, None) is not None
+        if not o.sums:
+            o.coefficient = None
+        return was_there
 
 
 class PlainAverages:

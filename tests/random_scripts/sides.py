@@ -229,10 +229,10 @@ class Wrapped(Side):
         return gradient is not None
 
     def scale_gradients(self, factor: float) -> bool:
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(factor)
-        return bool(gradients)
+        found = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        for parameter in found:
+            parameter.grad *= factor
+        return bool(found)
 
     def gradient_norm(self, index: int) -> list[Tensor]:
         gradient = self.parameter(index).grad

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.harness import FEW_PLANS, PLANS
+from tests.engine.harness import FEW_PLANS, PLANS, Spec
 from tests.random_scripts import between, steps
 from tests.random_scripts.compare import DiffersError, case_of, compare
 from tests.random_scripts.draw import Action, told
+from tests.random_scripts.models import DEPTH
 from tests.random_scripts.plain_side import Plain
 from tests.random_scripts.sides import Case, Side, Wrapped
 
@@ -104,6 +105,14 @@ def test_every_backward(name: str) -> None:
 def test_what_changes_between_two_forwards_of_a_loss(what: int, plan: int) -> None:
     script: list[Action] = [(steps.backward, {**_LOSS, "kind": "switched", "seed": what}), (steps.step_and_zero, {})]
     assert compare(Case("adapted", torch.float32, PLANS[plan], inside=False), script) == []
+
+
+@pytest.mark.parametrize("spec", [PLANS[0], PLANS[9]], ids=str)
+def test_a_backward_whose_gradients_are_all_dropped_counts_for_nothing(spec: Spec) -> None:
+    dropped: list[Action] = [("drop_gradient", {"index": index}) for index in range(4 + 6 * DEPTH)]
+    script: list[Action] = [(steps.backward, _LOSS), ("clip_by_torch", {"max_norm": 0.1}), *dropped]
+    script += [(steps.backward, {**_LOSS, "seed": 1}), (steps.step_and_zero, {})]
+    assert compare(Case("residual", torch.bfloat16, spec, inside=False), script) == []
 
 
 @pytest.mark.parametrize("how", ["in place", "data", "replaced", "foreach", "init", "rows", "out"])

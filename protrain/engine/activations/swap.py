@@ -77,8 +77,8 @@ class Offload:
         self.tensors = weakref.WeakValueDictionary[int, OffloadedTensor]()  # by id, in the order of saving
         self._empty = torch.empty(0, device=engine.memory.device)
         self._is_offloaded = False  # on the device is no more than what was fetched
-        self._offload_done = engine.streams.mark()
-        self._fetch_done = engine.streams.mark()
+        self._offload_done = engine.streams.event()
+        self._fetch_done = engine.streams.event()
 
     def accepts(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` can be offloaded, and this frees device memory, as it does not for weights in chunks."""
@@ -124,9 +124,9 @@ class Offload:
         sizes_bytes = [-(-storage.size_bytes // aligned) * aligned for storage in self._storages.values()]
         slot, free = self._engine.swaps.slots.take(sum(sizes_bytes))
         weakref.finalize(self, self._engine.swaps.slots.release, slot, self._fetch_done)
-        computed = streams.mark()
-        streams.compute.place(computed)
-        streams.d2h.wait_for(free)
+        computed = streams.event()
+        streams.compute.record_event(computed)
+        streams.d2h.wait_event(free)
         places = slot[: sum(sizes_bytes)].split(sizes_bytes)
         for storage, place in zip(self._storages.values(), places, strict=True):
             assert storage.device is not None
@@ -137,7 +137,7 @@ class Offload:
 
     def free_device_memory(self) -> None:
         """Free the device memory. Later work on the compute stream waits for the offload, as it may get that memory."""
-        self._engine.streams.compute.wait_for(self._offload_done)
+        self._engine.streams.compute.wait_event(self._offload_done)
         for tensor in self.tensors.values():
             tensor.written_over = tensor.watch._version != tensor.version
         for storage in self._storages.values():
@@ -160,9 +160,9 @@ class Offload:
         fresh = [torch.empty(storage.size_bytes, dtype=torch.uint8, device=device) for storage in missing]
         for memory in fresh:
             self._engine.ledger.hold(memory)
-        allocated = streams.mark()
-        streams.compute.place(allocated)
-        streams.h2d.wait_for(self._offload_done)
+        allocated = streams.event()
+        streams.compute.record_event(allocated)
+        streams.h2d.wait_event(self._offload_done)
         for storage, memory in zip(missing, fresh, strict=True):
             assert storage.host is not None
             with span(UP, "activations"):
@@ -185,7 +185,7 @@ class Offload:
         if storage.device is None:
             self._fetch()  # others may still be on the device, as the last backward did not need them
         if self._is_offloaded:
-            self._engine.streams.compute.wait_for(self._fetch_done)
+            self._engine.streams.compute.wait_event(self._fetch_done)
         memory = storage.device
         assert memory is not None
         storage.waiting -= 1

@@ -50,7 +50,7 @@ from torch import Tensor
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member
 from protrain.engine.states.parameter_state import own_elements
-from protrain.engine.streams import Mark, span
+from protrain.engine.streams import Event, span
 from protrain.engine.units import ManagedModel
 from protrain.planning.layout import STAGING_BUFFERS, SUM_BUFFERS
 from protrain.planning.timeline import DOWN, REDUCE, UP
@@ -67,19 +67,19 @@ class Lane:
     def __init__(self, memory: EngineMemory, *, sent: int, shard: int) -> None:
         streams = memory.streams
         self.shard = memory.zeros(shard)  # a gradient on its way to host memory
-        self.shard_free = streams.mark()  # ``shard`` is read
+        self.shard_free = streams.event()  # ``shard`` is read
         # A gradient on its way to other ranks, and when the exchange has read it. What one rank sends is its shard.
-        self.sent, self.sent_free = (memory.zeros(sent), streams.mark()) if sent else (self.shard, self.shard_free)
-        streams.compute.place(self.sent_free)
-        streams.compute.place(self.shard_free)
+        self.sent, self.sent_free = (memory.zeros(sent), streams.event()) if sent else (self.shard, self.shard_free)
+        streams.compute.record_event(self.sent_free)
+        streams.compute.record_event(self.shard_free)
 
 
 class _SumBuffer(NamedTuple):
     """A buffer on the device that a part of a sum in host memory passes through."""
 
     memory: Tensor
-    there: Mark  # the sum has arrived
-    free: Mark  # it has gone back
+    there: Event  # the sum has arrived
+    free: Event  # it has gone back
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +99,9 @@ class Reduction:
         self._ranks, self._poison, self._weight_dtype = memory.ranks, memory.poison, memory.dtype
         self._streams = streams = memory.streams
         self._squares = squares
-        self._filled = streams.mark()  # a lane has its content
-        self.added = streams.mark()  # the last addition to a gradient or a sum is done
-        streams.compute.place(self.added)
+        self._filled = streams.event()  # a lane has its content
+        self.added = streams.event()  # the last addition to a gradient or a sum is done
+        streams.compute.record_event(self.added)
         sent, shard = layout.reduction_elements(), layout.lane_elements(plan.n_persist, plan.device_sums)
         self._usual = [Lane(memory, sent=sent[0], shard=shard[0]) for _ in range(STAGING_BUFFERS)]
         self._large = Lane(memory, sent=sent[1], shard=shard[1])
@@ -110,9 +110,9 @@ class Reduction:
         self._received = [memory.zeros(elements) for elements in sent]
         self._sum_elements = layout.sum_elements(plan.n_persist, plan.device_sums)
         parts = [memory.zeros(self._sum_elements, dtype=torch.float32) for _ in range(SUM_BUFFERS)]
-        self._sums = deque(_SumBuffer(part, streams.mark(), streams.mark()) for part in parts)
+        self._sums = deque(_SumBuffer(part, streams.event(), streams.event()) for part in parts)
         for each in self._sums:
-            streams.compute.place(each.free)
+            streams.compute.record_event(each.free)
         # By chunk, where its sum on the device is not in host memory yet, as (first element, the one after the last).
         self._unsent: dict[Chunk, set[tuple[int, int]]] = {}
         self._run = lru_cache(_MOST_RUNS)(self._placed)
@@ -140,7 +140,7 @@ class Reduction:
         if chunk.accumulator is None and not chunk.persistent:
             lane = self._free_lane(chunk)
             flatten(values, lane.shard, *where)
-            self._streams.compute.place(self._filled)
+            self._streams.compute.record_event(self._filled)
             self._offload(chunk, lane, ranges, after=self._filled)
             return
         target = chunk.grad if chunk.accumulator is None else chunk.accumulator
@@ -161,17 +161,17 @@ class Reduction:
             lane.sent,
             [member.offset for member in present],
         )
-        self._streams.compute.place(self._filled)
+        self._streams.compute.record_event(self._filled)
         pieces = sent[None]  # [ranks, elements of ``run.own``], in the order of ranks
         if self._ranks.several:
             received = self._received[chunk.large][: (run.own.stop - run.own.start) * self._ranks.size]
-            running = self._streams.reduce.running(after=self._filled, done=lane.sent_free)
+            running = self._streams.running(self._streams.reduce, after=self._filled, done=lane.sent_free)
             with span(REDUCE, f"reduce {chunk.index}"), running:
                 self._ranks.exchange(received, sent, run.counts, f"the reduction of chunk {chunk.index}")
             pieces = received.view(self._ranks.size, run.own.stop - run.own.start)
         if not run.slices:
             return
-        self._streams.reduce.wait_for(lane.shard_free)
+        self._streams.reduce.wait_event(lane.shard_free)
         if chunk.accumulator_on_host:
             self._add_to_host(chunk, lane, pieces, run, again=again)
             return
@@ -191,7 +191,7 @@ class Reduction:
         total, target = chunk.accumulator[run.own], lane.shard[run.own]
         chunk.wait()  # an update may read the sum, if no forward has come in between
         if again:
-            streams.h2d.wait_for(chunk.offloaded)
+            streams.h2d.wait_event(chunk.offloaded)
         for part, slices in in_parts(run.slices, self._sum_elements):
             buffer = self._sums[0]
             self._sums.rotate(-1)
@@ -199,12 +199,12 @@ class Reduction:
             if again:
                 with span(UP, f"sum {chunk.index}"):
                     streams.upload(here, home, after=buffer.free, done=buffer.there)
-            streams.reduce.wait_for(buffer.there if again else buffer.free)
+            streams.reduce.wait_event(buffer.there if again else buffer.free)
             self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
             with span(DOWN, f"sum {chunk.index}"):
                 streams.offload(home, here, after=self.added, done=buffer.free)
-        streams.d2h.place(chunk.offloaded)
-        streams.reduce.place(lane.shard_free)
+        streams.d2h.record_event(chunk.offloaded)
+        streams.reduce.record_event(lane.shard_free)
 
     def _fold(
         self,
@@ -216,7 +216,7 @@ class Reduction:
         *,
         again: bool,
     ) -> None:
-        with self._streams.reduce.running(after=self._filled, done=self.added):
+        with self._streams.running(self._streams.reduce, after=self._filled, done=self.added):
             if total is not None and not again:
                 total.fill_(ABSENT)
             squares, factor = self._squares, chunk.sum_factor
@@ -230,9 +230,9 @@ class Reduction:
         ranges = [slice(*each) for each in sorted(self._unsent.pop(chunk))]
         streams, lane = self._streams, self._lane(chunk)
         assert chunk.accumulator is not None
-        streams.compute.place(self._filled)
-        streams.reduce.wait_for(lane.shard_free)
-        with streams.reduce.running(after=self._filled, done=self.added):
+        streams.compute.record_event(self._filled)
+        streams.reduce.wait_event(lane.shard_free)
+        with streams.running(streams.reduce, after=self._filled, done=self.added):
             for part in ranges:
                 torch.mul(chunk.accumulator[part], chunk.sum_factor, out=lane.shard[part])
         self._offload(chunk, lane, ranges, after=self.added)
@@ -245,12 +245,12 @@ class Reduction:
 
     def settle(self) -> None:
         """Let the compute stream wait for all additions. Until then it does what follows in the model beside them."""
-        self._streams.compute.wait_for(self.added)
+        self._streams.compute.wait_event(self.added)
 
     def combine_squares(self) -> None:
         """Make all sums of squares known to this rank. All ranks call it when their gradients are reduced."""
-        self._streams.compute.place(self._filled)
-        with self._streams.reduce.running(after=self._filled, done=self.added):
+        self._streams.compute.record_event(self._filled)
+        with self._streams.running(self._streams.reduce, after=self._filled, done=self.added):
             self._squares.combine()
 
     def reset(self) -> None:
@@ -262,14 +262,14 @@ class Reduction:
         """Gradients were added to ``ranges`` of the sum of ``chunk``, which the device has for host memory."""
         self._unsent.setdefault(chunk, set()).update((part.start, part.stop) for part in ranges)
 
-    def _offload(self, chunk: Chunk, lane: Lane, ranges: Sequence[slice], *, after: Mark) -> None:
+    def _offload(self, chunk: Chunk, lane: Lane, ranges: Sequence[slice], *, after: Event) -> None:
         """Copy ``ranges`` of ``lane.shard`` to the gradient in host memory."""
         chunk.wait()  # an update may read the target, if no forward has come in between
         assert chunk.grad is not None
         for part in ranges:
             with span(DOWN, f"gradients {chunk.index}"):
                 self._streams.offload(chunk.grad[part], lane.shard[part], after=after, done=chunk.offloaded)
-        self._streams.d2h.place(lane.shard_free)
+        self._streams.d2h.record_event(lane.shard_free)
 
     def _lane(self, chunk: Chunk) -> Lane:
         """The lane of the next gradient of ``chunk``."""
@@ -281,7 +281,7 @@ class Reduction:
     def _free_lane(self, chunk: Chunk) -> Lane:
         """``_lane``, whose ``sent`` the compute stream may fill."""
         lane = self._lane(chunk)
-        self._streams.compute.wait_for(lane.sent_free)
+        self._streams.compute.wait_event(lane.sent_free)
         if self._poison:
             lane.sent.fill_(float("nan"))
         return lane

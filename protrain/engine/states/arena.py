@@ -24,7 +24,7 @@ from protrain.common.parameters import DTYPES
 from protrain.common.tables import format_bytes
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.chunks import Chunk, Member
-from protrain.engine.streams import Mark, Streams
+from protrain.engine.streams import Event, Streams
 from protrain.planning.layout import ChunkRecord, Layout
 from protrain.planning.plan import Plan
 from protrain.profiler.model_profile import ModelProfile
@@ -110,10 +110,10 @@ class HostSlots:
         self.arena = arena
         self.streams = streams
         self.limit_bytes = limit_bytes  # the limit of the whole arena
-        self._free: list[tuple[Tensor, Mark]] = []
+        self._free: list[tuple[Tensor, Event]] = []
 
-    def take(self, size_bytes: int) -> tuple[Tensor, Mark]:
-        """The smallest free slot that fits, and the mark after which it may be written.
+    def take(self, size_bytes: int) -> tuple[Tensor, Event]:
+        """The smallest free slot that fits, and the event after which it may be written.
 
         Raises:
             BudgetError: more forwards wait for their backward than the plan was made for.
@@ -127,15 +127,15 @@ class HostSlots:
                 f"{format_bytes(self.arena.total_bytes)} of host_memory={format_bytes(self.limit_bytes)} are taken; "
                 "call backward() before the next forward and without retain_graph, or allow more host_memory"
             )
-        return self.arena.take(size_bytes, torch.uint8), self.streams.mark()
+        return self.arena.take(size_bytes, torch.uint8), self.streams.event()
 
-    def release(self, slot: Tensor, read: Mark) -> None:
+    def release(self, slot: Tensor, read: Event) -> None:
         """Take back the ``slot`` of a frame that ends now. It is free when ``read`` is reached.
 
         The device memory that the frame has fetched and not used, because its backward failed or took another path, is
         freed with it. The compute stream waits for the fetch, which must not overwrite what gets that memory next.
         """
-        self.streams.compute.wait_for(read)
+        self.streams.compute.wait_event(read)
         self._free.append((slot, read))
 
 
@@ -241,9 +241,9 @@ def make_chunks(layout: Layout, plan: Plan, memory: EngineMemory) -> list[Chunk]
                 large=layout.is_large(record),
                 accumulator_on_host=not persistent and "accumulator" in kinds,
                 sum_factor=memory.sum_factor,
-                offloaded=memory.streams.mark(),
-                uploaded=memory.streams.mark(),
-                updated=memory.streams.mark(),
+                offloaded=memory.streams.event(),
+                uploaded=memory.streams.event(),
+                updated=memory.streams.event(),
                 speculative=AdamStates(**{"master": None, **copies}) if "exp_avg" in copies else copies.get("weight"),
                 **states,
             )

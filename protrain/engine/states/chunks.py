@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from protrain.distributed.ranks import Ranks
-from protrain.engine.streams import Mark
+from protrain.engine.streams import Event
 from protrain.engine.updates.worker import Job
 from protrain_kernels import (
     AdamScalars,
@@ -115,9 +115,9 @@ class Chunk:
     persistent: bool
     large: bool  # it has one parameter that is larger than other chunks: [Note: large parameters] in planning.layout
     weight: Tensor
-    offloaded: Mark  # the last copy of a gradient to host memory is complete
-    uploaded: Mark  # the last upload has read ``weight``
-    updated: Mark  # the last update by the device is done, if it is persistent
+    offloaded: Event  # the last copy of a gradient to host memory is complete
+    uploaded: Event  # the last upload has read ``weight``
+    updated: Event  # the last update by the device is done, if it is persistent
     master: Tensor | None = None
     exp_avg: Tensor | None = None
     exp_avg_sq: Tensor | None = None
@@ -241,7 +241,7 @@ class Chunk:
         """Take over what ``step_speculatively`` wrote. If that is the weight only, the other states come later."""
         assert self.speculative is not None
         if isinstance(self.speculative, Tensor):
-            self.uploaded.wait()  # it reads the weight before: from now on uploads read the speculative one
+            self.uploaded.synchronize()  # it reads the weight before: from now on uploads read the speculative one
             self.current_weight = self.speculative
             return
         before = self.states

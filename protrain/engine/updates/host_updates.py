@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece, State
-from protrain.engine.streams import Mark, Streams, span
+from protrain.engine.streams import Event, Streams, span
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.sharing import Sharing, Waiting, next_for_gpu
@@ -75,16 +75,16 @@ class Scale(NamedTuple):
 
     on_device: Tensor | None
     on_host: Tensor | None
-    ready: Mark  # on_host has its value
+    ready: Event  # on_host has its value
 
     @property
     def value(self) -> float:
         """The number, once it is on the host."""
-        self.ready.wait()
+        self.ready.synchronize()
         return 1.0 if self.on_host is None else self.on_host.item()
 
 
-NO_SCALE = Scale(None, None, Mark())
+NO_SCALE = Scale(None, None, Event())
 
 
 class UpdateState(State):
@@ -140,7 +140,7 @@ class HostUpdates:
 class Window:
     """The time in which the host may begin updates in the order in which gradients arrive."""
 
-    end: Mark | None = None  # the end of the last backward on the device; None until step() or the end of backward
+    end: Event | None = None  # the end of the last backward on the device; None until step() or the end of backward
 
     def is_closed(self) -> bool:
         """Whether updates in the order of need may begin.
@@ -148,7 +148,7 @@ class Window:
         The window stays open while its backward runs. So a job that backward has queued does its work, and the host
         memory of its gradient is free when the job is done.
         """
-        return self.end is not None and self.end.reached()
+        return self.end is not None and self.end.query()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -256,9 +256,9 @@ def _wait_for_gradient(chunk: Chunk, scale: Scale) -> None:
             gradient, such as an evaluation, may still do so.
         scale: the factor on the gradient, which must have arrived, too.
     """
-    scale.ready.wait()
-    chunk.offloaded.wait()
-    chunk.uploaded.wait()
+    scale.ready.synchronize()
+    chunk.offloaded.synchronize()
+    chunk.uploaded.synchronize()
 
 
 class Streamer:
@@ -278,7 +278,7 @@ class Streamer:
         self._sharing = sharing
         self._streams = streams
         self._staging = streams.adam_staging(sharing.staging_bytes)
-        self._done = streams.mark()
+        self._done = streams.event()
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale) -> None:
         """Update ``pieces`` of ``chunk``, and wait until the host sees the result.
@@ -294,10 +294,10 @@ class Streamer:
         with timed, span(STREAM, f"update {chunk.index}"):
             with self._streams.streaming(self._done):
                 chunk.step_streamed(pieces, gradient, scale.on_device, self._staging)
-            self._done.wait()
+            self._done.synchronize()
         self.updates += 1
 
-    def share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
+    def share(self, updates: Sequence[HostUpdate], norm: Event) -> None:
         """Have the device do those of ``updates`` with which the host would be late.
 
         Args:
@@ -307,8 +307,8 @@ class Streamer:
         if updates:
             self.worker.submit(functools.partial(self._share, updates, norm))
 
-    def _share(self, updates: Sequence[HostUpdate], norm: Mark) -> None:
-        norm.wait()
+    def _share(self, updates: Sequence[HostUpdate], norm: Event) -> None:
+        norm.synchronize()
         begin, before = time.perf_counter(), self.updates
         while True:
             at_work = {update: job for update in updates if (job := update.host_job()) is not None}

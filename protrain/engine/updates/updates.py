@@ -43,7 +43,7 @@ from protrain.engine.gradients.clipping import LossScale
 from protrain.engine.gradients.gradients import Gradients, Settings
 from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
-from protrain.engine.streams import Mark, Stream, span
+from protrain.engine.streams import Event, Stream, span
 from protrain.engine.units import ManagedModel
 from protrain.engine.updates.host_updates import NO_SCALE, HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
@@ -91,7 +91,7 @@ class Updates:
         self._all_done: list[Job] = []  # for each worker a job after all updates of the last step
         on_device = streams.record_streams(torch.ones(1, dtype=torch.float32, device=memory.device))
         self._last_scale = NO_SCALE  # on the gradients of the last step
-        self._published = on_device, memory.arena.take(1, torch.float32), streams.mark()
+        self._published = on_device, memory.arena.take(1, torch.float32), streams.event()
 
     def drain(self) -> None:
         """Block until nothing that was committed or queued is left to do."""
@@ -188,10 +188,10 @@ class Updates:
     def _publish(self, factor: Tensor) -> Scale:
         """``factor``, 0-d on the device, for updates by the device and by the host."""
         streams, (on_device, on_host, ready) = self._streams, self._published
-        streams.compute.wait_for(ready)  # the copy of the step before may still read it
+        streams.compute.wait_event(ready)  # the copy of the step before may still read it
         on_device.copy_(factor.reshape(1))  # ``factor`` could be freed before the copy to the host has run
-        computed = streams.mark()
-        streams.compute.place(computed)
+        computed = streams.event()
+        streams.compute.record_event(computed)
         streams.offload(on_host, on_device, after=computed, done=ready)
         return Scale(on_device, on_host, ready)
 
@@ -219,11 +219,11 @@ class Updates:
         self.commit(lambda: self._queue(updates, self._end_window(), NO_SCALE, 1.0))
         self._begun.clear()
 
-    def _end_window(self) -> Mark:
-        """Let updates in the order of need begin when backward ends on the device. Returns the mark of that."""
+    def _end_window(self) -> Event:
+        """Let updates in the order of need begin when backward ends on the device. Returns the event of that."""
         streams = self._streams
-        end = streams.mark()
-        streams.compute.place(end)
+        end = streams.event()
+        streams.compute.record_event(end)
         self._window.end = end  # assigned after it was recorded, as an event that was never recorded counts as reached
         self._window = Window()
         return end
@@ -241,7 +241,7 @@ class Updates:
             return None
         if not chunk.persistent:
             return self._offloaded_update(chunk, pieces, scale)
-        with span(GPU, f"update {chunk.index}"), stream.running(after=chunk.updated, done=chunk.updated):
+        with span(GPU, f"update {chunk.index}"), self._streams.running(stream, after=chunk.updated, done=chunk.updated):
             chunk.step(pieces, chunk.gradient, scale.on_device, threads=self.worker.threads)
         return None
 
@@ -260,7 +260,7 @@ class Updates:
         update.job = self.worker.job(update.run, f"update {chunk.index}")
         return update
 
-    def _queue(self, updates: Sequence[HostUpdate], norm: Mark, scale: Scale, assumed_factor: float | None) -> None:
+    def _queue(self, updates: Sequence[HostUpdate], norm: Event, scale: Scale, assumed_factor: float | None) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
         ``norm`` is where the norm is known on the device. The rest is for ``HostUpdates.begin_step``.

@@ -7,7 +7,7 @@ chunks are resident. With several ranks no chunk is, as a rank has one shard of 
 [Note: residency] The content of a buffer in the pool goes through these states and no others:
 
     EMPTY -> ASSIGNED     the main thread has chosen the buffer for a chunk
-    ASSIGNED -> UPLOADED  the upload is issued and its mark is placed, by whoever finishes the update of the chunk
+    ASSIGNED -> UPLOADED  the upload is issued and its event recorded, by whoever finishes the update of the chunk
     UPLOADED -> WHOLE     the main thread has made the whole weight of what was uploaded, and compute may use it
     WHOLE -> EMPTY        the content is evicted or out of date; no unit uses it
     ASSIGNED/UPLOADED -> EMPTY  the content is given up before use; the next upload follows on the same stream
@@ -32,7 +32,7 @@ from torch import Tensor
 from protrain.common.errors import MisuseError
 from protrain.engine.states.arena import EngineMemory
 from protrain.engine.states.chunks import Chunk, Member, State
-from protrain.engine.streams import Mark, Streams, span
+from protrain.engine.streams import Event, Streams, span
 from protrain.engine.weights.views import storage_address
 from protrain.planning.schedule import EMPTY, Schedule, claim
 from protrain.planning.timeline import GATHER, UP
@@ -49,11 +49,11 @@ class Residency(State):
 
 
 class Buffer:
-    """One buffer: its memory, the chunk in it, and the marks that order its uses.
+    """One buffer: its memory, the chunk in it, and the events that order its uses.
 
     Args:
         memory: 1-d, from the start of its storage, which holds the weights of no other buffer.
-        streams: make the marks.
+        streams: make the events.
         resident: the chunk whose weight ``memory`` is. None: the buffer is one of the pool.
     """
 
@@ -61,9 +61,9 @@ class Buffer:
         self.memory = memory
         self.chunk = resident
         self.users = 0  # units that use the content now
-        self.uploaded: Mark = streams.mark()  # the upload is done
-        self.gathered: Mark = streams.mark()  # the gather is done
-        self.free: Mark = streams.mark()  # the last kernel that reads the content is done
+        self.uploaded: Event = streams.event()  # the upload is done
+        self.gathered: Event = streams.event()  # the gather is done
+        self.free: Event = streams.event()  # the last kernel that reads the content is done
         # Tensors on the memory that may outlive its use: those that autograd saves through the engine. They are counted
         # to find others. The number never decreases: when known views die, some unknown ones may go unnoticed.
         self.known_views = 0
@@ -133,11 +133,11 @@ class BufferPool:
         self.buffers = [*usual, *large]  # that chunks take turns in
         self._usual, self._large = usual, large
         for buffer in self.buffers:
-            streams.compute.place(buffer.free)
+            streams.compute.record_event(buffer.free)
         self._by_chunk = {chunk.index: Buffer(chunk.weight, streams, resident=chunk) for chunk in resident}
         self.by_address = {storage_address(each.memory): each for each in (*self._by_chunk.values(), *self.buffers)}
         self._lock = threading.Lock()  # the threads that update chunks issue uploads too
-        self._last_upload: Mark = streams.mark()  # the last one that was issued is done
+        self._last_upload: Event = streams.event()  # the last one that was issued is done
         self.fetches = 0  # uploads that were issued
         self.uploaded_bytes = 0  # by those from host memory
 
@@ -157,7 +157,7 @@ class BufferPool:
                 )
             self._make_whole(buffer, chunk)
             if not buffer.users:
-                self.streams.compute.wait_for(buffer.gathered)
+                self.streams.compute.wait_event(buffer.gathered)
                 buffer.begin_use()
             buffer.users += 1
 
@@ -179,7 +179,7 @@ class BufferPool:
         assert buffer.users > 0
         buffer.users -= 1
         if not buffer.users and not buffer.resident:  # nothing is ever uploaded over a resident weight
-            self.streams.compute.place(buffer.free)
+            self.streams.compute.record_event(buffer.free)
 
     def reset(self) -> None:
         """End every ``acquire``, and empty the buffers that chunks take turns in. No copy or kernel is under way."""
@@ -227,7 +227,7 @@ class BufferPool:
 
     def link_is_idle(self) -> bool:
         """Whether all uploads that were issued are done."""
-        return self._last_upload.reached()
+        return self._last_upload.query()
 
     def _assign(self, chunk: Chunk, schedule: Schedule, *, needed_in: int) -> Buffer | None:
         """Assign a buffer to ``chunk``, and evict what is in it: see ``claim``. None if there is no buffer for it."""
@@ -254,22 +254,22 @@ class BufferPool:
         self._by_chunk.pop(buffer.chunk.index, None)
         with self._lock:
             # If nobody has waited for these, what comes next on the compute stream must not overtake them.
-            self.streams.compute.wait_for(buffer.uploaded)
-            self.streams.compute.wait_for(buffer.gathered)
+            self.streams.compute.wait_event(buffer.uploaded)
+            self.streams.compute.wait_event(buffer.gathered)
             buffer.become(Residency.EMPTY)
             if self.poison:
                 buffer.memory.fill_(float("nan"))
-                self.streams.compute.place(buffer.free)
+                self.streams.compute.record_event(buffer.free)
 
     def _upload(self, buffer: Buffer, chunk: Chunk) -> None:
         weight, h2d, self._last_upload = chunk.current_weight, self.streams.h2d, buffer.uploaded
         self.fetches += 1
         self.uploaded_bytes += 0 if chunk.persistent else weight.nbytes
-        h2d.wait_for(chunk.updated)
-        h2d.wait_for(buffer.gathered)  # which may have had no reader
+        h2d.wait_event(chunk.updated)
+        h2d.wait_event(buffer.gathered)  # which may have had no reader
         with span(UP, f"weights {chunk.index}"):
             self.streams.upload(buffer.memory[chunk.shard], weight, after=buffer.free, done=buffer.uploaded)
-        h2d.place(chunk.uploaded)
+        h2d.record_event(chunk.uploaded)
 
     def _make_whole(self, buffer: Buffer, chunk: Chunk) -> None:
         """Let compute use the whole weight of ``chunk`` in its ``buffer``. The main thread alone calls this.
@@ -282,9 +282,9 @@ class BufferPool:
             self.issue(chunk)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
-                running = self.streams.gather.running(after=buffer.uploaded, done=buffer.gathered)
+                running = self.streams.running(self.streams.gather, after=buffer.uploaded, done=buffer.gathered)
                 with span(GATHER, f"gather {chunk.index}"), running:
                     self._ranks.gather(buffer.memory[: chunk.elements], f"the gather of chunk {chunk.index}")
             else:
-                self.streams.compute.wait_for(buffer.uploaded)
+                self.streams.compute.wait_event(buffer.uploaded)
             buffer.become(Residency.WHOLE)

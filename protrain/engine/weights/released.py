@@ -50,23 +50,22 @@ class ReleasedParameter(PresentParameter):
             args, kwargs = map_leaves(_edge, (args, kwargs or {}))
             return func(*args, **kwargs)
         tensor = next(tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, ReleasedParameter))
-        return tensor.intercept(tensor, func, args, kwargs or {})
+        return tensor.intercept(func, args, kwargs or {})
 
-    @classmethod
-    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def intercept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``func``, which needs more than metadata, on a copy of the weight."""
         if func in LAYOUT:  # the copy is contiguous
             return as_contiguous(func, *args, **kwargs)
-        handle = parameter.protrain_handle
+        handle = self.protrain_handle
         if func is Tensor.data_ptr:  # libraries recognise tied parameters by it
             member = handle.engine.members[handle.index]
             return member.view(member.chunk.weight).data_ptr()
         if func is torch._cudnn_rnn_flatten_weight:  # it would move the weights
             return None
-        if func is Tensor.view_as and args[1] is args[0] and torch.is_grad_enabled() and parameter.requires_grad:
+        if func is Tensor.view_as and args[1] is args[0] and torch.is_grad_enabled() and self.requires_grad:
             # Autograd asks so for the node of a parameter (register_multi_grad_hook, get_gradient_edge), and expects
             # that what it gets has been made by one operation.
-            return _copy_by_one_operation(parameter)
+            return _copy_by_one_operation(self)
         if func in _MEMORY:
             raise MisuseError(
                 f"the memory of {handle.name} cannot be read or replaced ({func.__name__}), as it moves in every step: "

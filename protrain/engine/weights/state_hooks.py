@@ -18,6 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from protrain.common.errors import MisuseError
 from protrain.common.parameters import same_bytes
@@ -36,15 +37,15 @@ class _Exported(ReleasedParameter):
     One that Ctrl-C has left like this is like all others again when its unit runs.
     """
 
-    @classmethod
-    def intercept(cls, parameter: ReleasedParameter, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks: StateHooks = parameter.protrain_handle.engine.state_hooks
+    @override
+    def intercept(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hooks: StateHooks = self.protrain_handle.engine.state_hooks
         if func is Tensor.detach:
-            return hooks.export(parameter.protrain_handle.index)
+            return hooks.export(self.protrain_handle.index)
         if func is Tensor.copy_:
-            hooks.load(parameter.protrain_handle.index, args[1])
-            return parameter
-        return super().intercept(parameter, func, args, kwargs)
+            hooks.load(self.protrain_handle.index, args[1])
+            return self
+        return super().intercept(func, args, kwargs)
 
 
 class StateHooks:
