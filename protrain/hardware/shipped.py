@@ -7,9 +7,9 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.resources import files
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from protrain.common.tables import format_bytes
 from protrain.hardware.memory import HOST_SHARE, for_training
@@ -18,8 +18,7 @@ from protrain.hardware.profile import HardwareProfile
 _Value = TypeVar("_Value")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Datasheet:
+class Datasheet(NamedTuple):
     """Peak rates of one card, as its maker promises them. Matmul is dense bf16 with fp32 accumulation, no sparsity."""
 
     matmul_tflops: float
@@ -28,6 +27,7 @@ class Datasheet:
 
 # Sources: NVIDIA's datasheets of H100 (SXM, PCIe), H200, GH200, B200, A100 (40 GB, 80 GB; SXM, PCIe) and L40S, its
 # whitepapers of GA102, Ada and RTX Blackwell, AWS's page of G5 instances for A10G, and AMD's datasheet of MI300X.
+#
 # TFLOP/s and GB/s by what the driver's name of the card has, as whole words in any order. The first row that fits
 # counts, so special cards come first.
 _CARDS: dict[str, tuple[float, float]] = {
@@ -60,9 +60,9 @@ def of_card(name: str) -> Datasheet | None:
 
     It is not that of a part of a card, or of a slower one, whose names have that of the whole or faster card in them.
     """
-    for words, (matmul_tflops, memory_gbps) in _CARDS.items():
+    for words, rates in _CARDS.items():
         if all(has_words(name, word) for word in words.split()) and not _LESS.search(name.upper()):
-            return Datasheet(matmul_tflops=matmul_tflops, memory_gbps=memory_gbps)
+            return Datasheet(*rates)
     return None
 
 
