@@ -17,10 +17,10 @@ from torch import nn
 
 from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import HostOptimizer, Rate, Window
+from protrain.engine.updates.host_updates import HostOptimizer, Rate, Streamer, Window
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.sharing import Waiting
+from protrain.planning.sharing import Waiting, next_for_gpu
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -146,16 +146,43 @@ def _fail(*_: Any, **__: Any) -> None:
 # -- who updates a chunk is chosen as a step runs ----------------------------------------------------------------------
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
-    """Let the host take longer for an update. Otherwise it may be done before the other thread looks."""
+def take_turns(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., int | None]) -> None:
+    """Let the host begin an update when the device's thread has chosen one, or chooses none any more in this step.
 
-    update = HostOptimizer.update
+    Otherwise the host may be done with all of them before the other thread looks.
+    """
+    turn, chosen, over = threading.Condition(), False, False
 
-    def slow(*args: Any) -> None:
-        time.sleep(seconds)
+    def change(*, has_chosen: bool, is_over: bool) -> None:
+        nonlocal chosen, over
+        with turn:
+            chosen, over = has_chosen, is_over
+            turn.notify_all()
+
+    def choosing(*args: Any) -> int | None:
+        change(has_chosen=True, is_over=False)
+        return choose(*args)
+
+    def queueing(*args: Any) -> None:
+        change(has_chosen=False, is_over=False)
+        queue(*args)
+
+    def sharing(*args: Any) -> None:
+        share(*args)
+        change(has_chosen=False, is_over=True)
+
+    def updating(*args: Any) -> None:
+        nonlocal chosen
+        with turn:
+            assert turn.wait_for(lambda: chosen or over, 240)
+            chosen = False
         update(*args)
 
-    monkeypatch.setattr(HostOptimizer, "update", slow)
+    queue, share, update = Updates._queue, Streamer._share, HostOptimizer.update
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", choosing)
+    monkeypatch.setattr(Updates, "_queue", queueing)
+    monkeypatch.setattr(Streamer, "_share", sharing)
+    monkeypatch.setattr(HostOptimizer, "update", updating)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
@@ -173,8 +200,7 @@ def test_whoever_does_it_the_bits_are_the_same(
         possible = [index for index, update in enumerate(waiting) if update.device_ms < inf]
         return choice.choice([None, *possible])
 
-    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", at_random)
-    slow_down(monkeypatch, seconds=0.001)
+    take_turns(monkeypatch, at_random)
     if inside:
         monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
     run = looping() if inside else looping(max_norm=0.5)
@@ -223,21 +249,19 @@ def trained_beside_a_late_host(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    spec: Spec = SPEC,
     needed_ms: float = 0.0,
-    device_gparams: float = 1.0,
 ) -> Report:
-    """The report of four steps. At first the host is taken for slow, and the device for as fast as ``device_gparams``.
+    """The report of four steps. At first the host is taken for slow, and the device for quick.
 
     ``needed_ms`` is when the forward needs each chunk.
     """
     data, model = residual.batches(4), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     streamer = optimizer._engine.updates.streamer
     assert streamer is not None
     sharing = streamer._sharing._replace(needed_ms=(needed_ms,) * optimizer.plan.n_chunks)
     monkeypatch.setattr(streamer, "_sharing", sharing)
-    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, device_gparams
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
     Loop(max_norm=1e9).run(wrapped, optimizer, data)
     optimizer.state_dict()  # waits for all updates
     return optimizer.report()
@@ -246,7 +270,7 @@ def trained_beside_a_late_host(
 def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(monkeypatch, seconds=0.005)
+    take_turns(monkeypatch, next_for_gpu)
     monkeypatch.setattr(Rate, "timing", lambda *_: nullcontext())
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
     assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
