@@ -169,13 +169,11 @@ def _plan(asked: _Asked) -> None:
 
 def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answer) -> str:
     """What would fit or be faster, and with --explain what would change the plan, and the machine."""
-    sections = [f"\n{answer.alternatives_table()}"]
     if answer.fits and args.explain:
-        sections += [f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"]
-        sections += [f"THE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"]
-    elif answer.fits:
-        sections += ["--explain says what each number would change, and what is assumed of the machine."]
-    return "\n\n".join(sections)
+        prediction = f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"
+        return f"\n{prediction}\n\nTHE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"
+    hint = "\n\n--explain says what each number would change, and what is assumed of the machine."
+    return f"\n{answer.alternatives_table()}{hint if answer.fits else ''}"
 
 
 def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:

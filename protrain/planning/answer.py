@@ -188,8 +188,7 @@ class Answer(Record):
         if self.plan is None:
             return wrapped(self.verdict)
         tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.alternatives_table()]
-        step = f"{self.plan}: {self.speed}"
-        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
+        step = "; ".join(filter(None, (f"{self.plan}: {self.speed}", self.on_slower_host())))
         return "\n\n".join(filter(None, (wrapped(step, indent="  "), *tables)))
 
     def on_slower_host(self) -> str:

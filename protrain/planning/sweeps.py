@@ -120,10 +120,10 @@ def frontier(
 ) -> Frontier:
     """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
-    The last limit is all the device memory there is, with the plan that ``search`` finds there. If that leaves much of
-    it unused, what it uses is one more limit. Every search below also starts from the plan of the limit before. Plans
-    are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host as it
-    was calibrated.
+    The last limit is all the device memory there is, with the plan that ``search`` finds there. The others go from the
+    least that works towards what that plan uses. Every search below also starts from the plan of the limit before.
+    Plans are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host
+    as it was calibrated.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -131,18 +131,14 @@ def frontier(
     whole = search(profile, hardware, step_during_backward=step_during_backward)
     least = least_device_bytes(profile, hardware, step_during_backward=step_during_backward)
     assert least is not None, "a plan fits, so the one that takes least does"
-    used = max(least, whole.device_bytes)
-    top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
-    limits = {round(least * (top / least) ** (index / (n_limits - 1))) for index in range(n_limits)}
+    ratio = max(1.0, whole.device_bytes / least)
+    limits = {round(least * ratio ** (index / (n_limits - 1))) for index in range(n_limits - 1)}
     points: list[FrontierPoint] = []
-    for limit in sorted(limits | {hardware.device_bytes}):
-        if limit < whole.device_bytes:
-            before = [point.plan for point in points[-1:]]
-            machine = replace(hardware, device_bytes=limit)
-            plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-        else:
-            plan = whole
+    for limit in sorted(limits - {hardware.device_bytes}):
+        machine, before = replace(hardware, device_bytes=limit), [point.plan for point in points[-1:]]
+        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
         points.append(FrontierPoint(device_limit_bytes=limit, plan=plan))
+    points.append(FrontierPoint(device_limit_bytes=hardware.device_bytes, plan=whole))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 
