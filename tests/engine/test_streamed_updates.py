@@ -274,3 +274,26 @@ def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     monkeypatch.setattr(Rate, "timing", lambda *_: nullcontext())
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
     assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
+
+
+def test_what_is_done_between_the_pieces_of_an_update_is_no_part_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits of other chunks, one of which is a whole update that is timed itself."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    rate = Rate(1.0)
+    pieces: Any = [(slice(0, 10**9), None)]  # whose hyperparameters no rate depends on
+
+    def work(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def update(seconds: float) -> None:
+        with rate.timing(pieces):
+            work(seconds)
+
+    with rate.timing(pieces):
+        work(1.0)
+        rate.leave_out(functools.partial(work, 7.0))
+        rate.leave_out(functools.partial(update, 4.0))
+        work(1.0)
+    assert rate.mean_gparams() == pytest.approx(2 / (4.0 + 2.0))

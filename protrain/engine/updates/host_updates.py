@@ -41,18 +41,25 @@ class Rate:
     def __init__(self, gparams: float) -> None:
         self.gparams = self._predicted = gparams
         self._elements, self._seconds = 0, 0.0  # of all updates
+        self._began = 0.0  # when the update that is timed would have begun if nothing else had been done meanwhile
 
     @contextmanager
     def timing(self, pieces: list[Piece]) -> Iterator[None]:
         """Time the body, which updates ``pieces``."""
-        begin = time.perf_counter()
+        self._began = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - self._began
         elements = sum(part.stop - part.start for part, _ in pieces)
         measured = elements / max(seconds, 1e-9) / 1e9
         self.gparams += (measured - self.gparams) * (_NEWEST_SHARE if self._elements else 1.0)
         self._elements += elements
         self._seconds += seconds
+
+    def leave_out(self, work: Callable[[], None]) -> None:
+        """Do ``work`` in the middle of the update that is timed, of which it is no part."""
+        before, begin = self._began, time.perf_counter()
+        work()
+        self._began = before + time.perf_counter() - begin
 
     def forget(self) -> None:
         """No update was made in this step. The rate turns to the predicted one by and by.
@@ -118,8 +125,9 @@ class HostOptimizer:
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale) -> None:
         """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
+        between = functools.partial(self.rate.leave_out, self.run_commits)
         with self.rate.timing(pieces):
-            chunk.adam(pieces, gradient, scale.on_host, threads=self.threads, between=self.run_commits)
+            chunk.adam(pieces, gradient, scale.on_host, threads=self.threads, between=between)
 
     def begin_step(self, updates: Iterable[HostUpdate], scale: Scale, assumed_factor: float | None) -> None:
         """The step has asked for ``updates``. Those that were already done speculatively upload first.
