@@ -60,15 +60,6 @@ class Alternative(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Record):
-    """A batch on each GPU with which a step has the tokens that were asked for, and how fast it would be."""
-
-    batch: int
-    accumulation: int
-    tokens_per_s: float = 0.0  # on all GPUs together; 0 if it does not fit, or is the one that was asked for
-
-
-@dataclass(frozen=True, kw_only=True)
 class Machine(Record):
     """The machine that a plan is made for. Bytes are those of one GPU and of its share of the host."""
 
@@ -132,6 +123,8 @@ class Answer(Record):
     model: str  # its class
     parameters: int
     trained_parameters: int
+    n_sequences: int  # of a batch, on each GPU
+    accumulation: int  # batches of a step, on each GPU
     tokens_per_step: int  # on all GPUs together
     machine: Machine
     plan: Plan | None = None  # with new predictions for this profile and machine
@@ -146,7 +139,6 @@ class Answer(Record):
     phases: tuple[Phase, ...] = ()  # of the step's last batch
     changes: tuple[Change, ...] = ()
     job: Job = Job()
-    batches: tuple[Batch, ...] = ()  # the one that was asked for, or those that were tried, the fastest first
     alternatives: tuple[Alternative, ...] = ()  # the nearest first
 
     @classmethod
@@ -196,8 +188,7 @@ class Answer(Record):
         if self.plan is None:
             return wrapped(self.verdict)
         tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.alternatives_table()]
-        step = f"{self.plan}: {self.speed}"
-        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
+        step = "; ".join(filter(None, (f"{self.plan}: {self.speed}", self.on_slower_host())))
         return "\n\n".join(filter(None, (wrapped(step, indent="  "), *tables)))
 
     def on_slower_host(self) -> str:
@@ -348,6 +339,8 @@ def _model(profile: ModelProfile, hardware: HardwareProfile) -> dict[str, Any]:
         "model": profile.model,
         "parameters": profile.n_parameters,
         "trained_parameters": profile.n_trainable,
+        "n_sequences": profile.n_sequences,
+        "accumulation": profile.accumulation,
         "tokens_per_step": profile.tokens * profile.accumulation * hardware.world_size,
     }
 
