@@ -128,7 +128,7 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
         if answer.fits:
             break
     others = tuple(
-        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", gpus=plan.world_size, plan=plan)
+        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", plan=plan)
         for batch, plan in plans.items()
         if batch != answer.n_sequences
     )
