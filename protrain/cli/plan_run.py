@@ -27,6 +27,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
 from protrain.planning import Answer, Comparison, Plan, explain, frontier, largest, plans_by_batch, predict, search
 from protrain.planning.answer import Alternative, Case, Job, Machine, alternatives, others_of
+from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept_answer
 from protrain.profiler.model_profile import ModelProfile
 
@@ -128,7 +129,7 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
         if answer.fits:
             break
     others = tuple(
-        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", gpus=plan.world_size, plan=plan)
+        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", plan=plan)
         for batch, plan in plans.items()
         if batch != answer.n_sequences
     )
@@ -256,7 +257,8 @@ def _prices(args: argparse.Namespace, n_machines: int) -> list[float | None]:
     prices: list[float | None] = [*args.price] if args.price else [None]
     if len(prices) not in (1, n_machines):
         raise ValueError(
-            f"--price has {len(prices)} prices for {n_machines} machines: give one for all, or one for each"
+            f"--price has {counted(len(prices), 'price')} for {counted(n_machines, 'machine')}: give one for all, or "
+            "one for each"
         )
     return prices * n_machines if len(prices) == 1 else prices
 

@@ -21,6 +21,7 @@ from protrain.planning.search import search
 from protrain.profiler.model_profile import ModelProfile
 
 N_LIMITS = 12  # of device memory, in a frontier
+_CLEARLY = 1.005  # times as fast is worth another batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ def plans_by_batch(
 ) -> dict[int, Plan]:
     """Plans by which a GPU takes ``n_sequences`` in a step, by the sequences of a batch, the fastest plan first.
 
-    The batch begins at that of ``profile``, and doubles, else halves, for as long as that is faster.
+    The batch begins at that of ``profile``, and doubles, else halves, for as long as that is clearly faster.
 
     Args:
         profile: of any batch. Those of others are derived from it.
@@ -64,7 +65,7 @@ def plans_by_batch(
         step_during_backward: plan for updates inside backward.
 
     Returns:
-        The plans that were tried and fit.
+        The plans that were tried and fit. That of the chosen batch comes first.
     """
     plans: dict[int, Plan] = {}
 
@@ -78,11 +79,11 @@ def plans_by_batch(
         return 0.0
 
     first = batch = min(profile.n_sequences, 1 << (n_sequences.bit_length() - 1))
-    while 2 * batch <= n_sequences and speed(2 * batch) > speed(batch):
+    while 2 * batch <= n_sequences and speed(2 * batch) > _CLEARLY * speed(batch):
         batch *= 2
-    while 1 < batch <= first and speed(batch // 2) >= speed(batch):
+    while 1 < batch <= first and speed(batch // 2) >= _CLEARLY * speed(batch):
         batch //= 2
-    return dict(sorted(plans.items(), key=lambda pair: -pair[1].tokens_per_s))
+    return dict(sorted(plans.items(), key=lambda pair: (pair[0] != batch, -pair[1].tokens_per_s)))
 
 
 @dataclass(frozen=True, kw_only=True)
