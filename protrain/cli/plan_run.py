@@ -27,6 +27,7 @@ from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
 from protrain.planning import Answer, Comparison, Plan, explain, frontier, largest, plans_by_batch, predict, search
 from protrain.planning.answer import Alternative, Case, Job, Machine, alternatives, others_of
+from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept_answer
 from protrain.profiler.model_profile import ModelProfile
 
@@ -128,7 +129,7 @@ def _answer(asked: _Asked, price: float | None) -> Answer:
         if answer.fits:
             break
     others = tuple(
-        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", gpus=plan.world_size, plan=plan)
+        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", plan=plan)
         for batch, plan in plans.items()
         if batch != answer.n_sequences
     )
@@ -169,13 +170,11 @@ def _plan(asked: _Asked) -> None:
 
 def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answer) -> str:
     """What would fit or be faster, and with --explain what would change the plan, and the machine."""
-    sections = [f"\n{answer.alternatives_table()}"]
     if answer.fits and args.explain:
-        sections += [f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"]
-        sections += [f"THE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"]
-    elif answer.fits:
-        sections += ["--explain says what each number would change, and what is assumed of the machine."]
-    return "\n\n".join(sections)
+        prediction = f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"
+        return f"\n{prediction}\n\nTHE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"
+    hint = "\n\n--explain says what each number would change, and what is assumed of the machine."
+    return f"\n{answer.alternatives_table()}{hint if answer.fits else ''}"
 
 
 def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:
@@ -258,7 +257,8 @@ def _prices(args: argparse.Namespace, n_machines: int) -> list[float | None]:
     prices: list[float | None] = [*args.price] if args.price else [None]
     if len(prices) not in (1, n_machines):
         raise ValueError(
-            f"--price has {len(prices)} prices for {n_machines} machines: give one for all, or one for each"
+            f"--price has {counted(len(prices), 'price')} for {counted(n_machines, 'machine')}: give one for all, or "
+            "one for each"
         )
     return prices * n_machines if len(prices) == 1 else prices
 

@@ -29,7 +29,7 @@ def summary_text(answer: Answer) -> str:
     rows = [
         ["step", f"{answer.speed} ({basis}){slower and '; '}{slower}"],
         [str(answer.job), answer.job.bill(plan.tokens_per_s, n_gpus)],
-        [per_gpu("batch", n_gpus), _batch(answer)],
+        [per_gpu("batch", n_gpus), f"{prose.counted(answer.n_sequences, 'sequence')} x {answer.accumulation} a step"],
         [f"{device} memory", f"{used[0]} of {format_bytes(answer.machine.device_bytes)}"],
         [per_gpu("host memory", n_gpus), f"{used[1]} of the {format_bytes(answer.machine.host_bytes)} for training"],
         ["collectives", ", ".join(f"{what} {rate}" for what, rate in answer.machine.collectives.items())],
@@ -40,11 +40,6 @@ def summary_text(answer: Answer) -> str:
         ["plan", str(plan)],
     ]
     return aligned([row for row in rows if row[1]], WIDTH)
-
-
-def _batch(answer: Answer) -> str:
-    sequences = "sequence" if answer.n_sequences == 1 else "sequences"
-    return f"{answer.n_sequences} {sequences} x {answer.accumulation}"
 
 
 def timeline_text(timeline: Timeline) -> str:

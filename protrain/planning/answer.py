@@ -55,7 +55,6 @@ class Alternative(Record):
     """What could be done instead, as something that exists, and how fast that would be."""
 
     what: str
-    gpus: int
     plan: Plan | None  # None: it does not fit either
 
 
@@ -188,8 +187,7 @@ class Answer(Record):
         if self.plan is None:
             return wrapped(self.verdict)
         tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.alternatives_table()]
-        step = f"{self.plan}: {self.speed}"
-        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
+        step = "; ".join(filter(None, (f"{self.plan}: {self.speed}", self.on_slower_host())))
         return "\n\n".join(filter(None, (wrapped(step, indent="  "), *tables)))
 
     def on_slower_host(self) -> str:
@@ -274,11 +272,10 @@ class Answer(Record):
 
     def nearest(self) -> str:
         """The alternative that would fit, as a sentence."""
-        fitting = ((other.what, other.plan) for other in self.alternatives if other.plan is not None)
-        what, plan = next(fitting, ("", None))
-        if plan is None:
-            return "Nothing that was tried instead fits."
-        return f"The nearest that fits: {what}, {plan.tokens_per_s:,.0f} tokens/s."
+        for other in self.alternatives:
+            if other.plan is not None:
+                return f"The nearest that fits: {other.what}, {other.plan.tokens_per_s:,.0f} tokens/s."
+        return "Nothing that was tried instead fits."
 
     def alternatives_table(self) -> str:
         """What would fit or be faster, each with its speed; "" if nothing else was tried."""
@@ -292,7 +289,7 @@ class Answer(Record):
             if self.tokens_per_s is not None:
                 gains = speed > self.tokens_per_s * (1 + _SAME)
                 change = format_change(speed, self.tokens_per_s) if gains else "no faster"
-            rows.append([other.what, f"{speed:,.0f}", self.job.bill(speed, other.gpus), change])
+            rows.append([other.what, f"{speed:,.0f}", self.job.bill(speed, other.plan.world_size), change])
         return aligned(rows, WIDTH) if self.alternatives else ""
 
 
@@ -353,7 +350,7 @@ def alternatives(cases: Mapping[str, Case], *, step_during_backward: bool = Fals
         plan = None
         with suppress(PlanError):
             plan = search(profile, hardware, step_during_backward=step_during_backward)
-        found.append(Alternative(what=what, gpus=hardware.world_size, plan=plan))
+        found.append(Alternative(what=what, plan=plan))
     return tuple(found)
 
 

@@ -274,18 +274,18 @@ class MemoryModel:
         return weights + self._state_copy_bytes[last] - self._state_copy_bytes[first]
 
     def speculation(
-        self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0, *, whole: bool = False
+        self, n_persist: int, n_speculate: int, swapped_bytes: int, n_device_sum: int = 0
     ) -> tuple[int, int]:
         """(n_speculate, n_weight_only): at most ``n_speculate`` updates, as many as host memory has room for.
 
         The host computes an update of the weight alone twice, so there are as few of them as possible: those of the
         first chunks in execution order. Their gradients arrive last, when the end of backward is near, and the next
         forward needs them first. Their next gradients arrive last again, which leaves the host the most time for the
-        states. With ``whole`` no update is of the weight alone.
+        states.
         """
         room_bytes = self.hardware.host_bytes - self.least_host_bytes(n_persist, swapped_bytes, n_device_sum)
-        copies = self._state_copy_bytes if whole else self._weight_copy_bytes
-        fit = bisect_right(copies, copies[n_persist] + room_bytes) - 1 - n_persist
+        copies_bytes = self._weight_copy_bytes
+        fit = bisect_right(copies_bytes, copies_bytes[n_persist] + room_bytes) - 1 - n_persist
         n_speculate = max(0, min(n_speculate, fit, len(self.layout.chunks) - n_persist))
         n_weight_only = bisect_left(
             range(n_speculate), True, key=lambda n: self.copy_bytes(n_persist, n_speculate, n) <= room_bytes

@@ -103,12 +103,12 @@ class RuntimeModel:
         return self._n_before * self._ms(self._adding.step(modes, counts), self._adding)
 
     def _ms(self, step: PlannedStep, steps: Steps) -> float:
-        return (serial(step) if self._is_cpu else simulate(step, steps.rates)).step_ms
+        return (serial(step) if self._is_cpu else simulate(step, steps.shares)).step_ms
 
     def timeline(self, modes: Modes, counts: Counts) -> Timeline:
         """What runs where and when in that step, or in its last forward and backward if it has several batches."""
         step = self.steps.step(modes, counts)
-        return serial(step) if self._is_cpu else timeline(step, self.steps.rates)
+        return serial(step) if self._is_cpu else timeline(step, self.steps.shares)
 
 
 class Models:

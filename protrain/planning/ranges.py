@@ -1,7 +1,7 @@
 """The range of each integer of a plan: what the search, checks of plans, the what-if table and errors all go by.
 
 The neighbours of a plan have one integer changed by one. The what-if table shows what such a change does to time and
-memory. The search ends by trying all neighbours, so that no neighbour of its plan is better.
+memory.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ class Range(NamedTuple):
     most: int
     no_more: str  # why it cannot be more
     no_less: str = "there is none to give up"
+
+    def nearest(self, value: int) -> int:
+        """The value in the range that is nearest to ``value``."""
+        return min(max(value, self.least), self.most)
 
     def why_not(self, value: int) -> str:
         """Why the integer cannot be ``value``; "" if it can."""
@@ -73,7 +77,7 @@ def within(wanted: Counts, models: Models) -> Counts:
     counts = wanted
     for name in Counts._fields:  # each depends on those before it alone
         allowed = ranges(counts, models)[name]
-        counts = counts._replace(**{name: min(max(getattr(counts, name), allowed.least), allowed.most)})
+        counts = counts._replace(**{name: allowed.nearest(getattr(counts, name))})
     swapped_bytes = models.memory.activations(models.modes(counts)).swapped_bytes
     n_speculate = counts.n_speculate
     fit, least = models.memory.speculation(counts.n_persist, n_speculate, swapped_bytes, counts.n_device_sum)

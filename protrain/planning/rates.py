@@ -152,27 +152,17 @@ def bytes_ms(size_bytes: float, gbps: float) -> float:
 def computing_by_visit(profile: ModelProfile, times: ComputeTimes) -> tuple[list[float], list[float]]:
     """Milliseconds per visit, of forward and of backward, both in forward order, without recomputation.
 
-    The time of a block is divided evenly among its calls. The time between blocks is divided among the units outside
-    blocks that are called there, by the size of their parameters, as an embedding, a norm and the head take very
-    different times. If no such unit is called there, the block that follows has that time.
+    The time of a block is divided evenly among its calls. What runs between blocks counts for the block that follows
+    it, and after the last block for the last unit, which is usually the head.
     """
     blocks = [profile.units[unit].block for unit in profile.calls]
-    n_calls = {block: blocks.count(block) for block in blocks}
+    n_calls = Counter(blocks)
     forward = [0.0 if block is None else times.forward[block] / n_calls[block] for block in blocks]
     backward = [0.0 if block is None else times.backward[block] / n_calls[block] for block in blocks]
-    gap_start, gap = 0, 0
-    for at, block in enumerate((*blocks, len(profile.blocks))):  # what follows the last block ends with the calls
-        if block is None or block < gap:
-            continue
-        outer = list(range(gap_start, at)) or [min(at, len(blocks) - 1)]
-        sizes = [
-            1 + sum(profile.parameters[p].numel for p in profile.units[profile.calls[v]].parameters) for v in outer
-        ]
-        for place in range(gap, block + 1):
-            for visit, size in zip(outer, sizes, strict=True):
-                forward[visit] += times.gap_forward[place] * size / sum(sizes)
-                backward[visit] += times.gap_backward[place] * size / sum(sizes)
-        gap_start, gap = at + 1, block + 1
+    for gap, (forward_ms, backward_ms) in enumerate(zip(times.gap_forward, times.gap_backward, strict=True)):
+        visit = blocks.index(gap) if gap in n_calls else len(blocks) - 1
+        forward[visit] += forward_ms
+        backward[visit] += backward_ms
     return forward, backward
 
 

@@ -4,14 +4,13 @@ It is a pattern search from several starts, which race. A grid over the integers
 to begin. The smaller the model, the finer the grid: it has every value of the smallest models. From the best of its
 plans, every integer is changed by a step, alone or together with integers that trade against it, and a change that
 makes the step faster is kept. Then the slowest third of the plans is out of the race, and the step halves, until it was
-1. The last changes are those of the what-if table (``protrain.planning.ranges``), so no plan has a better neighbour in
-its own table. Every time and size comes from the models of ``protrain.planning.predict``, in a fixed order, so the
-search is deterministic.
+1. What each integer may be is said by ``protrain.planning.ranges``. Every time and size comes from the models of
+``protrain.planning.predict``, in a fixed order, so the search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
 So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers hardly ever
-make a step slower, so a plan has all that fit, unless its what-if table shows that one less is better. Speculative
-updates compute only the weight if host memory has no room for more.
+make a step slower, so a plan has all that fit. Speculative updates compute only the weight if host memory has no room
+for more.
 
 [Note: what a plan is judged by] A plan's score is its step time on a host that is slower than usual
 (``protrain.planning.rates``), plus a share of that time for every mechanism that costs memory:
@@ -27,7 +26,7 @@ of it on the host took 256 ms, where 203 ms had been predicted (torch 2.11, benc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from math import inf
@@ -40,7 +39,7 @@ from protrain.planning.fits import nothing_fits
 from protrain.planning.layout import pack
 from protrain.planning.plan import Counts, Plan
 from protrain.planning.predict import Models
-from protrain.planning.ranges import neighbours, within
+from protrain.planning.ranges import ranges
 from protrain.planning.segments import Bytes
 from protrain.profiler.model_profile import ModelProfile
 
@@ -88,7 +87,6 @@ def search(
     chunk_elements: int | None = None,
     step_during_backward: bool = False,
     known: Sequence[Plan] = (),
-    without: Collection[str] = (),
 ) -> Plan:
     """The plan for ``profile`` on ``hardware`` with the shortest step: see [Note: what a plan is judged by].
 
@@ -99,14 +97,13 @@ def search(
         hardware: the machine; its ``device_bytes`` and ``host_bytes`` are the limits.
         chunk_elements: size of a chunk; default: ``protrain.planning.layout.choose_chunk_elements``.
         step_during_backward: plan for updates inside backward.
-        known: plans of the same model. Those that fit are additional starts.
-        without: mechanisms that the plan must not use, by the name of its field: "n_swap", "stream", ...
+        known: plans of the same model, which are additional starts.
 
     Raises:
         PlanError: nothing fits. The error says what is needed, what there is, and the smallest change that fits.
         ValueError: ``chunk_elements`` does not suit the model.
     """
-    return _Search(profile, hardware, chunk_elements, step_during_backward, without).run(known)
+    return _Search(profile, hardware, chunk_elements, step_during_backward=step_during_backward).run(known)
 
 
 class _Search:
@@ -115,28 +112,16 @@ class _Search:
         profile: ModelProfile,
         hardware: HardwareProfile,
         chunk_elements: int | None,
+        *,
         step_during_backward: bool,
-        without: Collection[str],
     ) -> None:
         self._hardware = hardware
-        self._without = frozenset(without)
-        self._unused = dict.fromkeys(self._without & set(Counts._fields), 0)
-        attends = "keep_attention" not in without and any(block.attention_bytes for block in profile.blocks)
-        layout, stream = pack(profile, chunk_elements, hardware.world_size), False if "stream" in without else None
+        layout = pack(profile, chunk_elements, hardware.world_size)
+        attends = any(block.attention_bytes for block in profile.blocks)
         self._models = {  # without kept attention, and with it if there is any
-            keeps: Models(
-                profile,
-                hardware,
-                layout,
-                step_during_backward=step_during_backward,
-                keep_attention=keeps,
-                stream=stream,
-            )
+            keeps: Models(profile, hardware, layout, step_during_backward=step_during_backward, keep_attention=keeps)
             for keeps in ((False, True) if attends else (False,))
         }
-        names = () if self._models[False].memory.accumulates else ("n_device_sum",)
-        self._unused |= dict.fromkeys(names, 0)
-        self._directions = [each for each in _DIRECTIONS if not each.keys() & set(names)]
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
         self._n_values = max(2, _VALUES // self._largest)  # of an integer on the grid
         self._n_starts = max(_STARTS, 2 * self._n_values)  # plans with which the race begins
@@ -156,8 +141,7 @@ class _Search:
             n_racing -= n_racing // 3
             racing = sorted({self._descended(found, step) for found in racing})[:n_racing]
             step //= 2
-        best = self._settled(racing[0])
-        return self._models[best.keeps].plan(best.counts)
+        return self._models[racing[0].keeps].plan(racing[0].counts)
 
     def _grid(self) -> list[_Found]:
         """The best plans with values of every integer from the fewest to the most."""
@@ -171,10 +155,9 @@ class _Search:
         for place in reversed(_spread(len(fitting) - 1, max(_PLACEMENTS, self._n_values))):
             n_persist = fitting[place]
             chunks = _spread(n_chunks - n_persist, self._n_values)
-            updates = [(n_speculate, n) for n_speculate in chunks for n in sorted({0, n_speculate})]
             sums = _spread(n_chunks - n_persist, 3) if models.memory.accumulates else [0]
-            for n_swap, n_ckpt, (n_speculate, n_weight_only), n_sum in product(blocks, blocks, updates, sums):
-                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_sum)
+            for n_swap, n_ckpt, n_speculate, n_sum in product(blocks, blocks, chunks, sums):
+                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, 0, n_sum)
                 if counts := self._fitted(False, wanted):
                     limit_ms = best[-1].score_ms if len(best) == self._n_starts else inf
                     best = sorted({*best, self._scored(False, counts, limit_ms)})[: self._n_starts]
@@ -183,8 +166,8 @@ class _Search:
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:
         for plan in plans:
             keeps = plan.keep_attention
-            if keeps in self._models and self._allowed(keeps, plan.counts):
-                yield self._scored(keeps, plan.counts)
+            if keeps in self._models and (counts := self._fitted(keeps, plan.counts)):
+                yield self._scored(keeps, counts)
 
     def _fitted(self, keeps: bool, wanted: Counts, *, more_ckpt: bool = True) -> Counts | None:
         """The plan nearest to ``wanted`` that fits the memory, None if there is none.
@@ -192,22 +175,21 @@ class _Search:
         With ``more_ckpt`` it recomputes as few more blocks as make room for the wanted number of buffers, or for as
         many as possible. Then it offloads as few inputs as make room for them, and takes all buffers that fit.
         """
-        models, wanted = self._models[keeps], wanted._replace(**self._unused)
-        memory, n_persist, n_swap = models.memory, wanted.n_persist, wanted.n_swap
-        if not 0 <= n_persist <= models.n_chunks or min(wanted) < 0 or n_swap + wanted.n_ckpt > models.n_blocks:
+        models = self._models[keeps]
+        allowed, memory = ranges(wanted, models), models.memory
+        if any(allowed[name].why_not(getattr(wanted, name)) for name in ("n_persist", "n_swap", "n_ckpt")):
             return None
-        n_speculate = wanted.n_speculate if models.runtime.steps.speculates else 0
-        enough = min(max(wanted.n_buffer, memory.least_buffers[n_persist]), memory.all_buffers[n_persist])
-        most_ckpt = models.n_blocks - n_swap if more_ckpt else wanted.n_ckpt
-        n_sum = min(wanted.n_device_sum, models.n_chunks - n_persist)
+        n_persist, n_swap = wanted.n_persist, wanted.n_swap
+        n_sum = allowed["n_device_sum"].nearest(wanted.n_device_sum)
+        enough = allowed["n_buffer"].nearest(wanted.n_buffer)
+        most_ckpt = allowed["n_ckpt"].most if more_ckpt else wanted.n_ckpt
         n_ckpt, n_buffer, swapped_bytes = self._roomy(keeps, enough, n_persist, n_sum, n_swap, wanted.n_ckpt, most_ckpt)
         most = int(n_buffer.max())
         if most < 0:
             return None
-        n_ckpt_swap = int(np.argmax(n_buffer >= min(wanted.n_buffer, most)))  # the fewest
-        whole = "n_weight_only" in self._without
-        swapped = int(swapped_bytes[n_ckpt_swap])
-        n_speculate, least = memory.speculation(n_persist, n_speculate, swapped, n_sum, whole=whole)
+        n_ckpt_swap = int(np.argmax(n_buffer >= min(enough, most)))  # the fewest
+        n_speculate = allowed["n_speculate"].nearest(wanted.n_speculate) if models.runtime.steps.speculates else 0
+        n_speculate, least = memory.speculation(n_persist, n_speculate, int(swapped_bytes[n_ckpt_swap]), n_sum)
         n_weight_only, buffers = min(max(wanted.n_weight_only, least), n_speculate), int(n_buffer[n_ckpt_swap])
         return Counts(n_persist, buffers, n_swap, n_ckpt, n_ckpt_swap, n_speculate, n_weight_only, n_sum)
 
@@ -225,8 +207,6 @@ class _Search:
         for n_ckpt in range(least_ckpt, most_ckpt + 1):
             margined_bytes, swapped_bytes = memory.offloads(n_swap, n_ckpt)
             fits_host = host_bytes + swapped_bytes <= self._hardware.host_bytes
-            if "n_ckpt_swap" in self._without:
-                fits_host[1:] = False
             n_buffer = np.where(fits_host, memory.most_buffers(n_persist, margined_bytes, n_device_sum), -1)
             found.append((n_ckpt, n_buffer, swapped_bytes))
             if n_buffer.max() >= enough:
@@ -249,7 +229,7 @@ class _Search:
         improved = True
         while improved:
             improved = False
-            for direction in self._directions:
+            for direction in _DIRECTIONS:
                 more_ckpt = direction.get("n_ckpt", 0) >= 0
                 while counts := self._fitted(best.keeps, _moved(best.counts, direction, step), more_ckpt=more_ckpt):
                     limit_ms = best.score_ms * (1 - gain)
@@ -258,26 +238,6 @@ class _Search:
                         break
                     best, improved = found, True
         return best
-
-    def _settled(self, best: _Found) -> _Found:
-        """The plan to which ``best`` improves until no neighbour of the what-if table is better."""
-        while True:
-            changes = neighbours(best.counts, self._models[best.keeps])
-            near = [(best.keeps, Counts(*change.counts)) for change in changes if not change.impossible]
-            near += [(keeps, within(best.counts, self._models[keeps])) for keeps in self._models]
-            nearest = min(self._scored(*plan, best.score_ms) for plan in near if self._allowed(*plan))
-            if nearest.score_ms >= best.score_ms:
-                return best
-            best = nearest
-
-    def _allowed(self, keeps: bool, counts: Counts) -> bool:
-        """Whether a plan of ``counts`` fits the memory, and uses nothing that is switched off."""
-        models, memory, hardware = self._models[keeps], self._models[keeps].memory, self._hardware
-        if any(getattr(counts, name) for name in self._unused):
-            return False
-        modes = models.modes(counts)
-        fits_device = memory.device_bytes(counts, modes) <= hardware.device_bytes
-        return fits_device and memory.host_bytes(counts, modes) <= hardware.host_bytes
 
 
 def _spread(most: int, n_values: int) -> list[int]:

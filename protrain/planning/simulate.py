@@ -26,13 +26,9 @@ was issued, which ends with the gradient that needs the region, and is idle afte
 not depend on how long anything takes. So awaited updates are not in the ``UpdateQueue``, and the host makes them before
 the updates of the queue.
 
-[Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
-transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
-issued, so the script sees that number when all sums of the backward before are in host memory, and forward begins then.
-
 [Note: collectives] Several ranks gather a chunk once its buffer is given up and each of them has its shard there, by an
 upload or by a copy on the device. A visit waits for that. Gathers go in the order in which the schedule asks for
-chunks, since all ranks must issue them in one order, while uploads may overtake each other. A gradient is flattened
+chunks, since all ranks must issue them in one order. A gradient is flattened
 into a staging buffer. Once a chunk has all its gradients, the buffer is reduced. Shards in host memory are then
 offloaded. The norm is known when all gradients are reduced.
 """
@@ -45,7 +41,7 @@ from math import inf
 from operator import sub
 from typing import NamedTuple
 
-from protrain.planning.contention import Times, slowdowns
+from protrain.planning.contention import Shares, slowdowns
 from protrain.planning.layout import STAGING_BUFFERS
 from protrain.planning.planned_step import Gradient, PlannedStep, Updates, Visit
 from protrain.planning.schedule import Fetch
@@ -120,7 +116,6 @@ class Run:
         self.choices = choices  # the first updates make them, if there are none
         n_chunks = len(step.upload_ms)
         self._updated = [0.0] * n_chunks  # by chunk: when its weight in host memory is updated
-        self._all_updated = 0.0  # when all weights are, deferred updates of states aside
         self._deferred = [0.0] * n_chunks  # by chunk: when its deferred update is done
         # By chunk: when the GPU has read its buffer. The last (index -1) is an empty buffer, which always is free.
         self._released = [0.0] * (n_chunks + 1)
@@ -157,17 +152,6 @@ class Run:
             there = max(self._updated[chunk], self._released[victim])
             self._loaded[chunk] = self._up.do(there, self.step.upload_ms[chunk], "weights", chunk)
 
-    def _updated_first(self, fetches: Sequence[Fetch]) -> Iterator[Fetch]:
-        """Fetches at the begin of forward, as they go: no updated chunk waits for one that is not updated yet."""
-        updated, left = self._updated, list(fetches)
-        while left:
-            free = self._up.free
-            first = next((fetch for fetch in left if updated[fetch[0]] <= free), None)  # the nearest use comes first
-            if first is None:
-                first = min(left, key=lambda fetch: updated[fetch[0]])
-            left.remove(first)
-            yield first
-
     def _gather(self, fetches: Sequence[Fetch]) -> None:
         """Make chunks whole, one after the other: see [Note: collectives]."""
         for chunk, victim in fetches:
@@ -186,11 +170,8 @@ class Run:
 
     def forward(self) -> None:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
-        if self.step.fetches_sums:
-            self._gpu.wait(self._down.free)  # see [Note: looking at the loss]
         for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
-            late = len(fetches) > 1 and self._all_updated > self._up.free
-            self._fetch(self._updated_first(fetches) if late else fetches)
+            self._fetch(fetches)
             self._gather(gathers)
             self._compute(visit, 0.0, compute_ms, "forward")
             # The device memory of the last swapped block is given up here, and the GPU waits for its copy first.
@@ -268,7 +249,6 @@ class Run:
         for lane, of_lane in ((self._host, by_host), (self._streamed, streamed)):
             for chunk, duration in of_lane:
                 updated[chunk] = lane.do(max(over, offloaded[chunk]), duration, "update", chunk)
-        self._all_updated = max(over, self._host.free, self._streamed.free)
         for chunk, duration in step.host.deferred(n_in_time):
             self._deferred[chunk] = self._host.do(over, duration, "deferred update", chunk)
         for chunk, duration in step.device_update_ms:
@@ -309,16 +289,16 @@ def _updated_by_gpu(step: PlannedStep, updates: Updates, host_free_ms: float) ->
     return tuple(found)
 
 
-def simulate(step: PlannedStep, rates: Times, lane: type[Lane] = Lane) -> Run:
-    """The run of ``step`` with contention, by the shares of their ``rates`` that lanes keep beside others."""
+def simulate(step: PlannedStep, shares: Shares, lane: type[Lane] = Lane) -> Run:
+    """The run of ``step`` with contention, by the ``shares`` of their rates that lanes keep beside others."""
     full_rate = Run(step)
     starts, ends = [each.starts for each in full_rate.lanes], [each.ends for each in full_rate.lanes]
-    return Run(step, slowdowns(rates, starts, ends), full_rate.choices, lane)
+    return Run(step, slowdowns(shares, starts, ends), full_rate.choices, lane)
 
 
-def timeline(step: PlannedStep, rates: Times) -> Timeline:
+def timeline(step: PlannedStep, shares: Shares) -> Timeline:
     """Every operation of ``step`` with contention."""
-    run = simulate(step, rates, NamedLane)
+    run = simulate(step, shares, NamedLane)
     begin = run.begin_ms
     operations = [
         Operation(lane=lane, name=name, start_ms=start - begin, end_ms=end - begin)

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import accumulate, chain, cycle
 
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.contention import OTHERS, lost_to_collectives, rates
+from protrain.planning.contention import lost_to_collectives, shares_kept
 from protrain.planning.layout import STAGING_BUFFERS, summed_on_device, updated_chunks
 from protrain.planning.memory import MemoryModel
 from protrain.planning.plan import BlockMode, Counts, Modes
@@ -122,7 +122,7 @@ class Steps:
         streamed_gparams, streamed_gbps = streamed_rates(hardware, dtype, moment_bytes)
         there_bytes = streamed_gbps[0] / streamed_gparams  # a parameter
         self._states_ms = [bytes_ms(n * there_bytes, hardware.h2d_gbps) for n in self._updated_elements]
-        self.rates = rates(hardware, host_gparams * adam_bytes, streamed_gbps)
+        self.shares = shares_kept(hardware, host_gparams * adam_bytes, streamed_gbps)
         self._update_gparams = host_gparams, streamed_gparams
         # An update of the weight alone reads as much as a whole update, and writes only the weight. How long it takes
         # beside a whole update is calibrated in bf16, since arithmetic may be what limits it, not memory.
@@ -131,7 +131,6 @@ class Steps:
             measured = hardware.host_adam_gparams / hardware.host_adam_weight_gparams
             counted = (read_bytes(CALIBRATED_DTYPE) + 2) / moved_bytes(CALIBRATED_DTYPE)
             self._weight_share = min(1.0, self._weight_share * (measured / counted))
-        self._device_kept = self._kept_beside(STREAM, HOST)
         starts = list(accumulate(self._forward_ms, initial=0.0))
         first_use = {chunk: at for at in range(len(self._held) - 1, -1, -1) for chunk in self._held[at]}
         # By chunk, when forward first uses it, from its begin on; a chunk that it does not use counts as used at once.
@@ -254,11 +253,10 @@ class Steps:
             upload_ms=self._upload_ms,
             gather_ms=self._gather_ms,
             swap_in_ms=swap_in_ms,
-            fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_from(last),
-            device_kept=self._device_kept,
+            device_kept=float(self.shares[STREAM, HOST]),
             sharing=self.sharing(n_persist),
             awaited_updates=awaited_updates,
         )
@@ -288,23 +286,19 @@ class Steps:
         by_host, by_device = self._update_gparams
         return {chunk: self._host_update_ms[chunk] * by_host / by_device for chunk in self._updated if chunk >= first}
 
-    def _kept_beside(self, lane: int, other: int) -> float:
-        """The share of its rate that ``lane`` keeps beside ``other`` alone."""
-        return float(self.rates[*(int(beside == other) for beside in OTHERS[lane]), lane])
-
     def _sharing_under(self, n_persist: int) -> Sharing:
         """When updates are needed, and the rates of host and GPU, with ``n_persist`` persistent chunks."""
         before_ms = sum(self._device_update_ms[:n_persist])  # forward follows the updates of persistent chunks
         needed_ms = tuple(before_ms + needed_ms for needed_ms in self._needed_ms)
         host_gparams, device_gparams = self._update_gparams
-        link_kept = self._kept_beside(UP, HOST)
+        link_kept = float(self.shares[UP, HOST])
         return Sharing(
             needed_ms=needed_ms,
             upload_ms=tuple(ms / link_kept for ms in self._upload_ms),
             states_ms=tuple(ms / link_kept for ms in self._states_ms),
             host_gparams=host_gparams,
-            device_gparams=device_gparams * self._device_kept,
-            host_kept=self._kept_beside(HOST, STREAM),
+            device_gparams=device_gparams * float(self.shares[STREAM, HOST]),
+            host_kept=float(self.shares[HOST, STREAM]),
             staging_bytes=staging_bytes(self._layout.usual_shard_elements),
         )
 

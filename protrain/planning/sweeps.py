@@ -21,6 +21,7 @@ from protrain.planning.search import search
 from protrain.profiler.model_profile import ModelProfile
 
 N_LIMITS = 12  # of device memory, in a frontier
+_CLEARLY = 1.005  # times as fast is worth another batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +56,7 @@ def plans_by_batch(
 ) -> dict[int, Plan]:
     """Plans by which a GPU takes ``n_sequences`` in a step, by the sequences of a batch, the fastest plan first.
 
-    The batch begins at that of ``profile``, and doubles, else halves, for as long as that is faster.
+    The batch begins at that of ``profile``, and doubles, else halves, for as long as that is clearly faster.
 
     Args:
         profile: of any batch. Those of others are derived from it.
@@ -64,7 +65,7 @@ def plans_by_batch(
         step_during_backward: plan for updates inside backward.
 
     Returns:
-        The plans that were tried and fit.
+        The plans that were tried and fit. That of the chosen batch comes first.
     """
     plans: dict[int, Plan] = {}
 
@@ -78,11 +79,11 @@ def plans_by_batch(
         return 0.0
 
     first = batch = min(profile.n_sequences, 1 << (n_sequences.bit_length() - 1))
-    while 2 * batch <= n_sequences and speed(2 * batch) > speed(batch):
+    while 2 * batch <= n_sequences and speed(2 * batch) > _CLEARLY * speed(batch):
         batch *= 2
-    while 1 < batch <= first and speed(batch // 2) >= speed(batch):
+    while 1 < batch <= first and speed(batch // 2) >= _CLEARLY * speed(batch):
         batch //= 2
-    return dict(sorted(plans.items(), key=lambda pair: -pair[1].tokens_per_s))
+    return dict(sorted(plans.items(), key=lambda pair: (pair[0] != batch, -pair[1].tokens_per_s)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +121,10 @@ def frontier(
 ) -> Frontier:
     """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
-    The last limit is all the device memory there is, with the plan that ``search`` finds there. If that leaves much of
-    it unused, what it uses is one more limit. Every search below also starts from the plan of the limit before. Plans
-    are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host as it
-    was calibrated.
+    The last limit is all the device memory there is, with the plan that ``search`` finds there. The others go from the
+    least that works towards what that plan uses. Every search below also starts from the plan of the limit before.
+    Plans are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host
+    as it was calibrated.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -131,18 +132,14 @@ def frontier(
     whole = search(profile, hardware, step_during_backward=step_during_backward)
     least = least_device_bytes(profile, hardware, step_during_backward=step_during_backward)
     assert least is not None, "a plan fits, so the one that takes least does"
-    used = max(least, whole.device_bytes)
-    top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
-    limits = {round(least * (top / least) ** (index / (n_limits - 1))) for index in range(n_limits)}
+    ratio = max(1.0, whole.device_bytes / least)
+    limits = {round(least * ratio ** (index / (n_limits - 1))) for index in range(n_limits - 1)}
     points: list[FrontierPoint] = []
-    for limit in sorted(limits | {hardware.device_bytes}):
-        if limit < whole.device_bytes:
-            before = [point.plan for point in points[-1:]]
-            machine = replace(hardware, device_bytes=limit)
-            plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-        else:
-            plan = whole
+    for limit in sorted(limits - {hardware.device_bytes}):
+        machine, before = replace(hardware, device_bytes=limit), [point.plan for point in points[-1:]]
+        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
         points.append(FrontierPoint(device_limit_bytes=limit, plan=plan))
+    points.append(FrontierPoint(device_limit_bytes=hardware.device_bytes, plan=whole))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 

@@ -224,7 +224,7 @@ def test_a_plan_is_put_in_words(
         *words,
         "step 10 ms, 800 tokens/s (predicted)",
         "2 B tokens 28.9 days, $347",
-        "batch 1 sequence x 8",
+        "batch 1 sequence x 8 a step",
         "GPU memory 1 GiB of 2 GiB",
         "host memory 1 GiB of the 4 GiB for training",
         "limited by uploads; the GPU computes 40% of the step",

@@ -27,6 +27,7 @@ from tests.integrations.clients import (
     train,
     train_on_rank,
 )
+from tests.integrations.test_trainer_saves import assert_same_weights
 
 transformers = pytest.importorskip("transformers")
 WHOLE = "64MiB"
@@ -42,12 +43,6 @@ def assert_close(ours: Run, plain: Run) -> None:
     assert ours.weights.keys() == plain.weights.keys()
     for name, value in plain.weights.items():
         assert ours.weights[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
-
-
-def assert_same_weights(one: Run, other: Run) -> None:
-    assert one.weights.keys() == other.weights.keys()
-    for name, value in one.weights.items():
-        assert torch.equal(other.weights[name], value), name
 
 
 def two(client: str, folder: Path, *, on_protrain: bool, **arguments: Any) -> list[Run]:
@@ -94,7 +89,7 @@ def test_two_processes(client: str, tmp_path: Path) -> None:
     prepare(client, tmp_path)
     plain = two(client, tmp_path / "plain", on_protrain=False)
     ours = two(client, tmp_path / "ours", on_protrain=True)
-    assert_same_weights(ours[0], ours[1])
+    assert_same_weights(ours[0].weights, ours[1].weights)
     assert_close(ours[0], plain[0])
 
 

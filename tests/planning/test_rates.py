@@ -9,7 +9,7 @@ import pytest
 
 from protrain.hardware.profile import Contention, HardwareProfile
 from protrain.planning import evaluate, predict
-from protrain.planning.contention import OTHERS, rates
+from protrain.planning.contention import shares_kept, slowdowns
 from protrain.planning.rates import (
     UNKNOWN,
     ComputeTimes,
@@ -28,10 +28,9 @@ from tests.planning.machines import H100
 from tests.planning.models import GIB, MACHINE, MIB, chain, make_profile
 
 
-def left(hardware: HardwareProfile, lane: int, *beside: int) -> float:
-    """The share of its rate that ``lane`` keeps beside other lanes. The host's updates move 130 GB/s alone."""
-    found = rates(hardware, 130.0, (42.0, 36.0))
-    return float(found[*(int(other in beside) for other in OTHERS[lane]), lane])
+def left(hardware: HardwareProfile, lane: int, other: int) -> float:
+    """The share of its rate that ``lane`` keeps beside another lane. The host's updates move 130 GB/s alone."""
+    return float(shares_kept(hardware, 130.0, (42.0, 36.0))[lane, other])
 
 
 LINK = replace(
@@ -46,43 +45,50 @@ LINK = replace(
 
 
 def test_shared_ceilings() -> None:
-    assert left(LINK, UP) == left(LINK, HOST) == left(LINK, GPU, UP, DOWN, HOST) == 1.0
-    assert left(LINK, UP, DOWN) == left(LINK, DOWN, UP, GPU) == pytest.approx(0.8)
+    assert left(LINK, UP, UP) == left(LINK, GPU, HOST) == left(LINK, HOST, GPU) == left(LINK, GPU, UP) == 1.0
+    assert left(LINK, UP, DOWN) == left(LINK, DOWN, UP) == pytest.approx(0.8)
     assert left(LINK, HOST, UP) == pytest.approx(110 / 130)
-    assert left(LINK, HOST, UP, DOWN) == pytest.approx(60 / 130)
     assert left(LINK, DOWN, HOST) == pytest.approx(160 / 180)
-    assert left(replace(LINK, host_dram_gbps=90.0), HOST, UP, DOWN) == 0.25, "something is always left"
+    assert left(replace(LINK, host_dram_gbps=60.0), HOST, UP) == 0.25, "something is always left"
     # 40 GB/s a direction, of which uploads want 50 and streamed states 42.
     assert left(LINK, STREAM, UP) == left(LINK, UP, STREAM) == pytest.approx(40 / 92)
     assert left(LINK, DOWN, STREAM) == pytest.approx(40 / 86)
-    assert left(replace(LINK, host_dram_gbps=104.0), STREAM, HOST) == pytest.approx(0.5)
 
 
-def test_measured_groups_take_their_place() -> None:
-    measured = replace(
-        LINK,
-        contention=(
-            Contention(activities=("h2d", "d2h"), shares=(0.9, 0.95)),
-            Contention(activities=("h2d", "host_adam", "matmul"), shares=(0.6, 0.7, 1.02)),
-        ),
-    )
-    assert left(measured, UP, DOWN) == 0.9
-    assert left(measured, UP, DOWN, HOST, GPU) == 0.6, "of measured groups the one that leaves least"
-    assert left(measured, UP, HOST) == 1.0, "nothing was measured for these two alone"
-    assert left(measured, HOST, UP, GPU) == 0.7
-    assert left(measured, GPU, UP, HOST) == 1.0, "never more than the rate alone"
+def test_measured_pairs_take_their_place() -> None:
+    groups = {("h2d", "d2h"): (0.9, 0.95), ("h2d", "host_adam"): (0.6, 0.7), ("host_adam", "matmul"): (0.8, 1.02)}
+    pairs = [Contention(activities=names, shares=shares) for names, shares in groups.items()]
+    all_four = Contention(activities=("h2d", "d2h", "host_adam", "matmul"), shares=(0.5, 0.5, 0.5, 0.5))
+    measured = replace(LINK, contention=(*pairs, all_four))
+    assert [left(measured, UP, other) for other in (DOWN, HOST, GPU)] == [0.9, 0.6, 1.0], "groups of more are not read"
+    assert left(measured, HOST, UP) == 0.7
+    assert left(measured, HOST, GPU) == 0.8
+    assert left(measured, GPU, HOST) == 1.0, "never more than the rate alone"
+    two = replace(measured, world_size=2)
+    assert left(two, UP, HOST) == pytest.approx(1 - 0.8 * 0.4), "ranks lose less in a step than in calibration"
+
+
+def test_beside_several_lanes_an_operation_keeps_the_product_of_the_shares() -> None:
+    """A layer of 10 ms, with an upload in its first half and the host's update in 4 of its milliseconds."""
+    shares = shares_kept(LINK, 130.0, (42.0, 36.0))
+    shares[GPU, UP], shares[GPU, HOST] = 0.8, 0.5
+    starts: list[list[float]] = [[], [], [], [], [], [], [3.0]]
+    ends: list[list[float]] = [[], [], [], [], [], [], [4.0]]
+    for lane, times in {GPU: (0.0, 10.0, 10.0, 20.0), UP: (0.0, 5.0), HOST: (3.0, 7.0)}.items():
+        starts[lane], ends[lane] = [*times[::2]], [*times[1::2]]
+    found = slowdowns(shares, starts, ends)
+    assert found[GPU] == pytest.approx([1 / (0.9 * 0.8), 1.0])
+    assert found[UP] == pytest.approx([1 / (1 - (1 - shares[UP, HOST]) * 2 / 5)])
+    assert [found[lane] for lane in (DOWN, STREAM, 5, 6)] == [[], [], [], [1.0]]
 
 
 def test_beside_copies_the_link_has_what_calibration_found_for_both_ways() -> None:
-    """Uploads of a 13 B LLaMA shape took 38 to 45 ms on an H100 beside streamed and host updates: 11.5 ms alone."""
-    both_ways = Contention(activities=("h2d", "d2h", "host_adam"), shares=(0.6, 0.86, 0.8))
+    both_ways = Contention(activities=("h2d", "d2h"), shares=(0.6, 0.86))
     streamed = Contention(activities=("streamed_adam", "host_adam"), shares=(0.87, 0.9))
     machine = replace(H100, h2d_gbps=54.0, d2h_gbps=54.0, bidirectional_gbps=94.0, contention=(both_ways, streamed))
-    assert left(machine, UP, STREAM, HOST) == pytest.approx(0.6 * 54 / (54 + 42)), "11.5 ms become 34"
-    assert left(machine, STREAM, UP, HOST) == pytest.approx(0.6 * 54 / (54 + 42))
+    assert left(machine, UP, STREAM) == left(machine, STREAM, UP) == pytest.approx(0.6 * 54 / (54 + 42))
     assert left(machine, STREAM, HOST) == 0.87
     assert left(machine, HOST, STREAM) == 0.9
-    assert left(machine, HOST, STREAM, UP) == 0.8
 
 
 SLOWER = 0.89  # of the usual rate

@@ -15,7 +15,8 @@ of 128 elements.
 has queued and not waited for. Only the main thread changes it, or the thread that commits a step while that one waits:
 
     CURRENT     nothing: the states are those of the last step, and nothing reads the gradient
-    SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit
+    SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit. Another
+                gradient or an edit of weights ends it, and the update is then done anew.
     UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
                 may follow it.
 
@@ -170,7 +171,7 @@ class Chunk:
 
     def is_updated(self) -> bool:
         """Whether the weight in host memory is that of the last step. It never is after an update that has failed."""
-        return self.update is None or (self.update.done() and self.update.exception() is None)
+        return self.update is None or self.update.succeeded
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
