@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from protrain.cli.main import main
+from tests.distributed.apart import LIMIT_S
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -311,21 +312,23 @@ def started(workplace: Path, folder: Path, **options: Any) -> subprocess.Popen[s
 
 
 def finished(process: subprocess.Popen[str], status: int = 0) -> str:
-    _, said = process.communicate(timeout=200)
+    _, said = process.communicate(timeout=LIMIT_S)
     assert process.returncode == status, said
     return said
 
 
 def wait_for(path: Path) -> None:
-    end_s = time.monotonic() + 100
+    end_s = time.monotonic() + LIMIT_S
     while not path.exists():
         assert time.monotonic() < end_s, f"{path} is missing"
         time.sleep(0.02)
 
 
+loaded_machine = pytest.mark.timeout(4 * LIMIT_S)
 LONG = {"max_steps": 120, "save_steps": 20, "save_total_limit": 100, "device_memory": "2MiB"}
 
 
+@loaded_machine
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stopped_run_goes_on_to_the_same_bits(number: signal.Signals, workplace: Path, tmp_path: Path) -> None:
@@ -340,6 +343,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(number: signal.Signals, workplac
     assert weights(tmp_path / "stopped") == weights(tmp_path / "through")
 
 
+@loaded_machine
 @pytest.mark.slow
 def test_two_ranks_have_the_bits_of_one(workplace: Path, tmp_path: Path) -> None:
     """Also when they are stopped and one goes on."""
@@ -356,6 +360,7 @@ def test_two_ranks_have_the_bits_of_one(workplace: Path, tmp_path: Path) -> None
     assert weights(tmp_path / "two") == weights(tmp_path / "one") == weights(tmp_path / "one again")
 
 
+@loaded_machine
 @pytest.mark.slow
 def test_an_error_of_two_ranks_is_said_once(workplace: Path, tmp_path: Path) -> None:
     said = finished(started(workplace, tmp_path / "two", gpus=2, data="nowhere.jsonl"), 2)
