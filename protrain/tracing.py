@@ -50,7 +50,8 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
         kernels: whether to include all that torch.profiler sees, and not only units, copies and updates.
 
     Raises:
-        ValueError: ``optimizer`` is another one, or ``path`` is a folder.
+        ValueError: ``optimizer`` is another one.
+        OSError: ``path`` cannot be written.
         MisuseError: torch.profiler runs already, as it does inside another trace.
     """
     if not isinstance(optimizer, ProTrainOptimizer):
@@ -62,9 +63,8 @@ def trace(optimizer: ProTrainOptimizer, path: str | os.PathLike[str], *, kernels
     engine, target = optimizer._engine, Path(path)
     if engine.memory.ranks.rank:
         target = target.with_stem(f"{target.stem}-rank{engine.memory.ranks.rank}")
-    if target.is_dir():
-        raise ValueError(f"{target} is a folder: give the file to write, such as {target / 'trace.json'}")
     target.parent.mkdir(parents=True, exist_ok=True)
+    target.open("a").close()  # what cannot be written is an error before the steps are made
     on_gpu = engine.memory.device.type == "cuda"
     kinds = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]
     engine.updates.wait()

@@ -40,9 +40,8 @@ from protrain.engine.states.materialise import start_as_first
 from protrain.engine.weights.parameter import PresentParameter
 from protrain.forward.chunked_loss import can_chunk, chunk_loss
 from protrain.forward.compilation import compile_blocks
-from protrain.hardware.allocator import use_expandable_segments
 from protrain.hardware.cache import why_not_cached
-from protrain.hardware.detection import detect
+from protrain.hardware.detection import detect, use_expandable_segments
 from protrain.hardware.memory import available_host_bytes
 from protrain.hardware.profile import HardwareProfile
 from protrain.optim.optimizer import ProTrainOptimizer

@@ -106,7 +106,7 @@ def test_objects_are_looked_into_and_copied(name: str) -> None:
     assert type(mapped[0]["object"]) is type(tree[0]["object"])
 
 
-def test_objects_that_cannot_be_copied_are_named() -> None:
+def test_objects_that_cannot_be_copied_raise_their_own_error() -> None:
     @dataclasses.dataclass
     class Locked:
         value: Tensor
@@ -114,5 +114,5 @@ def test_objects_that_cannot_be_copied_are_named() -> None:
         def __reduce_ex__(self, _: Any) -> Any:
             raise TypeError("it has a lock")
 
-    with pytest.raises(ValueError, match=r"a Locked holds tensors but cannot be copied \(it has a lock\): give it"):
+    with pytest.raises(TypeError, match="it has a lock"):
         map_leaves(lambda leaf: leaf, [Locked(tensors(1)[0])])

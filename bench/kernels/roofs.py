@@ -8,8 +8,8 @@ import torch
 
 from protrain.hardware.calibration.activities import CPU, Transfers, copying, pinned
 from protrain.hardware.calibration.contention import alone, rates_together
-from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import gpu_facts
+from protrain.hardware.shipped import of_card
 
 DEVICE, PCIE, PCIE_BOTH, DRAM = "device copy", "PCIe one way", "PCIe both ways at once", "host DRAM"
 PRODUCTS = "its matrix products"  # timed in turns with each row, as their rate depends on their sizes

@@ -36,7 +36,7 @@ from protrain.cli.summary import device_name
 from protrain.distributed.devices import own_device
 from protrain.distributed.joining import local_rank
 from protrain.forward.compilation import graphs_compiled
-from protrain.hardware.allocator import use_expandable_segments
+from protrain.hardware.detection import use_expandable_segments
 
 _KEEP_EVERY_S = 5.0
 

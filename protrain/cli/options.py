@@ -10,7 +10,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -166,7 +165,13 @@ def text_for(parse: Callable[[str], Any]) -> Callable[[str], str]:
     return check
 
 
-memory = text_for(partial(parse_memory, name=""))  # an argparse type: a number of bytes, or like 24GiB
+def _memory_bytes(text: str) -> None:
+    size_bytes = parse_memory(text, name="")
+    if text.strip().isdigit() and size_bytes < 2**20:
+        raise ValueError(f"{text} would be bytes: give a unit, like {text}GiB")
+
+
+memory = text_for(_memory_bytes)  # an argparse type: a number of bytes, or like 24GiB
 
 
 def writable_file(text: str) -> Path:

@@ -9,12 +9,13 @@ import argparse
 import re
 from dataclasses import replace
 
-from protrain.cli.defaults import device_type_of
 from protrain.common.progress import note
 from protrain.common.tables import parse_memory
 from protrain.hardware.memory import for_training
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import of_machine, shipped_name, shipped_names
+
+_DEVICE = re.compile(r"(cuda|cpu)(:\d|:[1-9]\d)?")
 
 
 def machine_of(args: argparse.Namespace) -> HardwareProfile:
@@ -99,11 +100,19 @@ def _ram_bytes(args: argparse.Namespace) -> int | None:
 
 def _elsewhere(args: argparse.Namespace, name: str, n_gpus: int, n_nodes: int) -> HardwareProfile:
     hardware = of_machine(name, n_gpus, ram_bytes=_ram_bytes(args))
-    if args.device is not None and device_type_of(args.device) != hardware.device_type:
+    if args.device is not None and _device_type_of(args.device) != hardware.device_type:
         raise ValueError(f"--device {args.device} contradicts {name}, whose device is {hardware.device_type}")
     if args.device_memory is not None:
         hardware = replace(hardware, device_bytes=parse_memory(args.device_memory, name="device_memory"))
     return _shared(args, hardware, n_gpus, n_nodes)
+
+
+def _device_type_of(name: str) -> str:
+    """The type of the device ``name`` of --device, which is like "cuda", "cuda:1" or "cpu"."""
+    found = _DEVICE.fullmatch(name)
+    if found is None:
+        raise ValueError(f"--device {name!r} is no device for training: give cuda or cpu")
+    return found[1]
 
 
 def _shared(args: argparse.Namespace, hardware: HardwareProfile, n_gpus: int, n_nodes: int) -> HardwareProfile:

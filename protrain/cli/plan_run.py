@@ -8,9 +8,9 @@ called.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 
 from protrain.cli.imports import importing
@@ -25,13 +25,13 @@ from protrain.common.progress import COUNTED, note, stage
 from protrain.common.tables import format_bytes, format_ms, wrapped
 from protrain.hardware.profile import HardwareProfile
 from protrain.hardware.shipped import other_machines
-from protrain.planning import Answer, Comparison, Plan, explain, fastest_batches, frontier, largest, predict, search
-from protrain.planning.answer import Batch, Case, Job, Machine, alternatives, others_of
-from protrain.profiler.derived import at_batch
-from protrain.profiler.kept_profiles import counted_profile, kept_answer
+from protrain.planning import Answer, Comparison, Plan, explain, frontier, largest, plans_by_batch, predict, search
+from protrain.planning.answer import Alternative, Case, Job, Machine, alternatives, others_of
+from protrain.planning.prose import counted
+from protrain.profiler.kept_profiles import kept_answer
 from protrain.profiler.model_profile import ModelProfile
 
-_LOW, _HIGH = 2, 16  # the batches that are counted from which the others follow
+_COUNTED_BATCH = 8  # which is counted where the batch is open, to know how fast others are
 _ASKED = ("batch", "accumulation", "step_tokens", "moment_dtype", "tokens", "price", "step_during_backward")
 
 
@@ -63,8 +63,10 @@ class _Asked:
         self.hardware = hardware
         self.step = ProfiledStep.of(args, hardware.device_type)
         self.inside: bool = args.step_during_backward
+        # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
+        self.batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
-        self._profiles: dict[Batch, ModelProfile] = {}  # that ``profile`` has found
+        self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
     def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
         """The profile of ``step`` from the shapes of its tensors."""
@@ -75,43 +77,40 @@ class _Asked:
 
             return plan_trace.counted(step, show=show)
 
-        return replace(counted_profile(step.description(), count), moment_dtype=self.args.moment_dtype)
+        profile = kept_answer("profiles", ModelProfile, step.description(), count)
+        return replace(profile, moment_dtype=self.args.moment_dtype)
 
-    def profile(self, batch: Batch) -> ModelProfile:
+    def _profile(self, batch: int, accumulation: int) -> ModelProfile:
         """Measured here, or counted where the model is to run elsewhere or takes more memory than there is here."""
-        if batch not in self._profiles:
-            with stage("profiling the model") as show:
-                self._profiles[batch] = self._new_profile(batch, show)
-        return self._profiles[batch]
+        step, profile = replace(self.step, batch=batch), None
+        with stage("profiling the model") as show:
+            if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
+                with importing():
+                    from protrain.cli import plan_trace
 
-    def _new_profile(self, batch: Batch, show: Callable[[str], None]) -> ModelProfile:
-        step, profile = replace(self.step, batch=batch.batch), None
-        if not self._elsewhere and not step.load_in_4bit:  # 4-bit weights have no values before training
-            with importing():
-                from protrain.cli import plan_trace
+                profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
+                if profile is None:
+                    note(COUNTED)
+            profile = profile or self.counted(step, show)
+        return replace(profile, accumulation=accumulation, moment_dtype=self.args.moment_dtype)
 
-            profile = plan_trace.measured(step, device_bytes=self.hardware.device_bytes, show=show)
-            if profile is None:
-                note(COUNTED)
-        profile = profile or self.counted(step, show)
-        return replace(profile, accumulation=batch.accumulation, moment_dtype=self.args.moment_dtype)
+    def profiles(self) -> Iterator[tuple[ModelProfile, dict[int, Plan]]]:
+        """The profile of the batch of --batch, or of the fastest batches of --step-tokens, the fastest first.
 
-    def batches(self) -> tuple[Batch, ...]:
-        """The batch of --batch, or those by which a step can have --step-tokens, the fastest first.
-
-        A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
+        With it are the plans by batch that tell how fast the batches are. They follow from the profile of one batch, so
+        the fastest may turn out not to fit.
         """
-        if self.args.batch is not None or self.hardware.device_type == "cpu":
-            return (Batch(batch=self.step.batch, accumulation=self.args.accumulation or 1),)
-        with stage("profiling two batches") as show:
-            low, high = (self.counted(replace(self.step, batch=batch), show) for batch in (_LOW, _HIGH))
-        n_sequences = self.args.step_tokens * _LOW // (low.tokens * self.hardware.world_size)
-        return fastest_batches(
-            lambda batch: at_batch(low, high, (batch - _LOW) / (_HIGH - _LOW)),
-            self.hardware,
-            n_sequences=max(1, n_sequences),
-            step_during_backward=self.inside,
-        )
+        if not self.batch_is_open:
+            yield self.profile(self.step.batch, self.args.accumulation or 1), {}
+            return
+        with stage("profiling a batch") as show:
+            counted = self.counted(replace(self.step, batch=_COUNTED_BATCH), show)
+        sequence = counted.tokens // _COUNTED_BATCH
+        n_sequences = max(1, self.args.step_tokens // (sequence * self.hardware.world_size))
+        with stage("comparing batches"):
+            plans = plans_by_batch(counted, self.hardware, n_sequences=n_sequences, step_during_backward=self.inside)
+        for batch in plans or (1,):
+            yield self.profile(batch, n_sequences // batch), plans
 
     def kept(self, what: str, make: Callable[[], Answer]) -> Answer:
         """What ``make`` answers. It is kept for a machine that is elsewhere, as the free memory of this one changes."""
@@ -123,23 +122,25 @@ class _Asked:
 
 
 def _answer(asked: _Asked, price: float | None) -> Answer:
-    """Whether the model fits, how fast it is, and what limits it.
+    """Whether the model fits, how fast it is, and what limits it. Other batches that were tried are alternatives."""
+    for profile, plans in asked.profiles():
+        is_counted = profile.device == "meta" and profile.n_sequences == _COUNTED_BATCH
+        answer = _answer_with(asked, profile, plans.get(_COUNTED_BATCH) if is_counted else None)
+        if answer.fits:
+            break
+    others = tuple(
+        Alternative(what=f"--batch {batch} --accumulation {plan.accumulation}", plan=plan)
+        for batch, plan in plans.items()
+        if batch != answer.n_sequences
+    )
+    return replace(answer, alternatives=others, job=Job(tokens=asked.args.tokens, price=price))
 
-    How fast batches are is known from two of them, so the fastest may turn out not to fit. Then the next is taken.
-    """
-    batches = asked.batches()
-    answer = _answer_with(asked, batches[0])
-    while not answer.fits and len(batches) > 1:
-        batches = batches[1:]
-        answer = _answer_with(asked, batches[0])
-    return replace(answer, batches=batches, job=Job(tokens=asked.args.tokens, price=price))
 
-
-def _answer_with(asked: _Asked, batch: Batch) -> Answer:
-    profile = asked.profile(batch)
+def _answer_with(asked: _Asked, profile: ModelProfile, known: Plan | None) -> Answer:
+    """The answer for ``profile``, whose plan may be ``known``."""
     try:
         with stage("planning"):
-            plan = search(profile, asked.hardware, step_during_backward=asked.inside)
+            plan = known or search(profile, asked.hardware, step_during_backward=asked.inside)
             return explain(plan, profile, asked.hardware, step_during_backward=asked.inside)
     except PlanError as error:
         return Answer.refused(error, profile, asked.hardware)
@@ -148,18 +149,18 @@ def _answer_with(asked: _Asked, batch: Batch) -> Answer:
 def _plan(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
     answer = asked.kept("plan", partial(_answer, asked, _prices(args, 1)[0]))
-    profile = asked.profile(answer.batches[0])
-    fits = "fits on" if answer.fits else "does not fit"
-    title = _title(args, profile, hardware.world_size)
-    sections = [wrapped(f"{fits} {answer.machine}\n{title}", indent="  ") + f"\n{summary_text(answer)}"]
+    profile = asked.profile(answer.n_sequences, answer.accumulation)
+    if not args.json:  # each part is printed as soon as it is known
+        fits = "fits on" if answer.fits else "does not fit"
+        title = wrapped(f"{fits} {answer.machine}\n{_title(args, profile, hardware.world_size)}", indent="  ")
+        print_result(f"{title}\n{summary_text(answer)}")
     if answer.plan is not None:
         timeline = predict(profile, hardware, answer.plan, step_during_backward=asked.inside).timeline
+        if not args.json:
+            print_result(f"\nONE STEP\n{timeline_text(timeline)}")
         if args.picture is not None:
             drawn = f"{profile.model}, {hardware.name}, {answer.plan}: {format_ms(answer.plan.step_ms)}"
             draw_timeline(timeline, drawn, args.picture)
-        sections += [f"ONE STEP\n{timeline_text(timeline)}"]
-    if not args.json:  # before it is known what would be better, which takes longer
-        print_result("\n\n".join(sections))
     answer = asked.kept("instead", partial(_with_alternatives, asked, answer, profile))
     print_result(answer.to_json() if args.json else _more_text(args, hardware, answer))
     if answer.plan is None:
@@ -169,13 +170,11 @@ def _plan(asked: _Asked) -> None:
 
 def _more_text(args: argparse.Namespace, hardware: HardwareProfile, answer: Answer) -> str:
     """What would fit or be faster, and with --explain what would change the plan, and the machine."""
-    sections = [f"\n{answer.alternatives_table()}"]
     if answer.fits and args.explain:
-        sections += [f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"]
-        sections += [f"THE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"]
-    elif answer.fits:
-        sections += ["--explain says what each number would change, and what is assumed of the machine."]
-    return "\n\n".join(sections)
+        prediction = f"THE PREDICTION, AND WHAT WOULD CHANGE IT\n{answer.table()}"
+        return f"\n{prediction}\n\nTHE MACHINE, AS FAR AS IT IS KNOWN\n{hardware.table()}"
+    hint = "\n\n--explain says what each number would change, and what is assumed of the machine."
+    return f"\n{answer.alternatives_table()}{hint if answer.fits else ''}"
 
 
 def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> Answer:
@@ -188,14 +187,15 @@ def _with_alternatives(asked: _Asked, answer: Answer, profile: ModelProfile) -> 
         )
         here = others_of(profile, asked.hardware, {}) | _other_trainings(asked, answer, profile, show)
         cases = here | others_of(profile, asked.hardware, machines)  # the nearest first
-        return replace(answer, alternatives=alternatives(cases, step_during_backward=asked.inside))
+        more = alternatives(cases, step_during_backward=asked.inside)
+        return replace(answer, alternatives=answer.alternatives + more)
 
 
 def _other_trainings(
     asked: _Asked, answer: Answer, profile: ModelProfile, show: Callable[[str], None]
 ) -> dict[str, Case]:
     """LoRA and QLoRA, unless all states are on the device anyway, and another batch if this one was given."""
-    step = replace(asked.step, batch=answer.batches[0].batch)
+    step = replace(asked.step, batch=answer.n_sequences)
     others = {}
     if asked.args.batch is not None:
         batch = 2 * step.batch if answer.fits else answer.fitting_batch or step.batch // 2
@@ -215,7 +215,7 @@ def _other_trainings(
 
 def _frontier(asked: _Asked) -> None:
     args, hardware = asked.args, asked.hardware
-    profile = asked.profile(asked.batches()[0])
+    profile, _ = next(asked.profiles())
     with stage("planning under every limit"):
         found = frontier(profile, hardware, step_during_backward=asked.inside)
     if args.picture is not None:
@@ -257,7 +257,8 @@ def _prices(args: argparse.Namespace, n_machines: int) -> list[float | None]:
     prices: list[float | None] = [*args.price] if args.price else [None]
     if len(prices) not in (1, n_machines):
         raise ValueError(
-            f"--price has {len(prices)} prices for {n_machines} machines: give one for all, or one for each"
+            f"--price has {counted(len(prices), 'price')} for {counted(n_machines, 'machine')}: give one for all, or "
+            "one for each"
         )
     return prices * n_machines if len(prices) == 1 else prices
 

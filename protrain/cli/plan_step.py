@@ -6,7 +6,6 @@ import argparse
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from protrain.cli.defaults import choose_compile
 from protrain.cli.lora import refuse_4bit_alone
 from protrain.cli.shapes import describe
 from protrain.common.cache import on_disk
@@ -50,7 +49,7 @@ class ProfiledStep:
             packing=args.packing,
             device_type=device_type,
             dtype=args.dtype or default_dtype(device_type),
-            compile=choose_compile(args.compile, device_type),
+            compile=device_type == "cuda" if args.compile is None else args.compile,
             chunked_loss=args.chunked_loss,
         )
 

@@ -10,12 +10,10 @@ import sys
 
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.planning import Answer, prose
-from protrain.planning.answer import Batch
 from protrain.planning.timeline import Timeline
 
 _LEAST_COLUMNS = 20
 _SHADES = " ░▒▓█"
-_SHOWN_BATCHES = 4
 _PHASES = ("forward", "backward", "after")
 
 
@@ -31,7 +29,7 @@ def summary_text(answer: Answer) -> str:
     rows = [
         ["step", f"{answer.speed} ({basis}){slower and '; '}{slower}"],
         [str(answer.job), answer.job.bill(plan.tokens_per_s, n_gpus)],
-        ["batch", _batches(answer)],
+        [per_gpu("batch", n_gpus), f"{prose.counted(answer.n_sequences, 'sequence')} x {answer.accumulation} a step"],
         [f"{device} memory", f"{used[0]} of {format_bytes(answer.machine.device_bytes)}"],
         [per_gpu("host memory", n_gpus), f"{used[1]} of the {format_bytes(answer.machine.host_bytes)} for training"],
         ["collectives", ", ".join(f"{what} {rate}" for what, rate in answer.machine.collectives.items())],
@@ -42,18 +40,6 @@ def summary_text(answer: Answer) -> str:
         ["plan", str(plan)],
     ]
     return aligned([row for row in rows if row[1]], WIDTH)
-
-
-def _batches(answer: Answer) -> str:
-    """The batch, and if it is the fastest of several the speed of those next to it."""
-    best, *others = answer.batches[:_SHOWN_BATCHES]
-    speeds = [f"{_batch(other)} {other.tokens_per_s:,.0f} tokens/s" for other in others]
-    return f"{_batch(best)} is the fastest; {', '.join(speeds)}" if speeds else _batch(best)
-
-
-def _batch(batch: Batch) -> str:
-    sequences = "sequence" if batch.batch == 1 else "sequences"
-    return f"{batch.batch} {sequences} x {batch.accumulation}"
 
 
 def timeline_text(timeline: Timeline) -> str:

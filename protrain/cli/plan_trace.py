@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from protrain.cli.imports import importing
 from protrain.cli.models import LoadedModel, fit_positions, read_architecture
 from protrain.cli.plan_step import ProfiledStep
 from protrain.cli.shapes import SHAPES
@@ -70,7 +71,8 @@ def _few_blocks(step: ProfiledStep) -> tuple[ModelProfile, int]:
 
 
 def _traced(step: ProfiledStep, show: Callable[[str], None] | None) -> tuple[nn.Module, ModelProfile]:
-    with torch.device("meta"):  # nothing is computed, so there is no need for a record of how values are made
+    # Nothing is computed, so there is no need for a record of how values are made.
+    with importing(), torch.device("meta"):
         loaded = _architecture(step)
     if step.compile:
         torch.compiler.reset()  # there is a limit to what is kept of one function, and these may be many models
@@ -101,5 +103,4 @@ def _prepared(
         example["position_ids"] = torch.cat([torch.arange(half), torch.arange(sequence - half)]).expand_as(ids)
     batch = loaded.arguments(example)
     change_forwards(loaded.model, batch, compile=step.compile, chunked_loss=step.chunked_loss, on_meta=on_meta)
-    optimizer = adamw(loaded.model, learning_rate=0.0, weight_decay=0.0)  # whose values no profile sees
-    return loaded.model, batch, {"optimizer": optimizer, "dtype": DTYPES[step.dtype]}
+    return loaded.model, batch, {"optimizer": adamw(loaded.model), "dtype": DTYPES[step.dtype]}

@@ -109,6 +109,14 @@ class Options:
     wrap: WrapOptions
 
 
+class _Parser(trl.TrlParser):
+    """TRL's parser, for which a file may use each name that an option has on the command line, such as data."""
+
+    def set_defaults_with_config(self, **config: Any) -> Any:
+        names = {option.lstrip("-"): action.dest for action in self._actions for option in action.option_strings}
+        return super().set_defaults_with_config(**{names.get(key, key): config[key] for key in config})
+
+
 def parse(words: Sequence[str]) -> Options:
     """The options in ``words``, which may begin with sft or dpo, and in the YAML file of --config.
 
@@ -118,7 +126,7 @@ def parse(words: Sequence[str]) -> Options:
     """
     task = words[0] if words[:1] in (["sft"], ["dpo"]) else None
     kind = trl.DPOConfig if task == "dpo" else trl.SFTConfig
-    parser = trl.TrlParser(
+    parser = _Parser(
         (ModelOptions, DataOptions, WrapOptions, kind),
         prog=f"protrain train {task or ''}".strip(),
         usage="%(prog)s --model MODEL --data DATA [--config FILE.yaml] [OPTION ...]",
@@ -126,16 +134,22 @@ def parse(words: Sequence[str]) -> Options:
         allow_abbrev=False,
     )
     on_gpu = torch.cuda.is_available()
-    # The plan decides what is recomputed. A tenth of the run is the most that a crash costs.
-    parser.set_defaults(bf16=on_gpu, use_cpu=not on_gpu, gradient_checkpointing=False, report_to="none")
-    parser.set_defaults(save_strategy="steps", save_steps=0.1, save_total_limit=2)
+    parser.set_defaults(
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        gradient_checkpointing=False,  # the plan decides what is recomputed
+        save_steps=0.1,  # the part of the run that a crash costs at most
+        save_total_limit=2,
+        output_dir=None,
+        learning_rate=None,
+        lora_target_modules=["all-linear"],
+        lora_dropout=0.0,
+    )
     if task == "dpo":
         parser.set_defaults(precompute_ref_log_probs=None)
     else:  # None: not said, and chosen once model and data are known
         parser.set_defaults(packing=None, assistant_only_loss=None, packing_strategy="bfd_split")
-    parser.set_defaults(output_dir=None, learning_rate=None, lora_target_modules=["all-linear"], lora_dropout=0.0)
-    said = list(words[1:] if task else words)
-    model, data, wrap, training = parser.parse_args_and_config(said)
+    model, data, wrap, training = parser.parse_args_and_config(list(words[1:] if task else words))
     options = Options(training=training, model=model, data=data, wrap=wrap)
     if model.model_name_or_path is None:
         raise ValueError("--model is missing: give a folder that save_pretrained wrote, or a name on the Hub")
@@ -294,5 +308,5 @@ def _describe(trainer: Any, name: str, rows: Any) -> None:
     lengths = (compute.list_value_length(table[each]) for table in tables for each in columns)
     tokens = sum(compute.sum(length).as_py() or 0 for length in lengths)
     steps = trainer.args.max_steps
-    passes = f"{steps} steps" if steps > 0 else f"{trainer.args.num_train_epochs:g} passes"
-    note(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {passes}")
+    length = f"steps: {steps}" if steps > 0 else f"passes: {trainer.args.num_train_epochs:g}"
+    note(f"{name}: {len(rows):,} rows, {tokens:,} tokens in {len(trainer.train_dataset):,} sequences, {length}")

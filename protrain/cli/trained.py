@@ -44,13 +44,11 @@ def choose_trained(loaded: LoadedModel, lora: str | None, freeze: Sequence[str])
     return loaded
 
 
-def adamw(model: nn.Module, learning_rate: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters of ``model``. Vectors (norms, biases) do not decay."""
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW with the groups that trainers make: the trainable matrices, and the vectors, which do not decay there."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
-    vectors = [parameter for parameter in trainable if parameter.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, betas=(0.9, 0.95))
+    groups = [[p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() <= 1]]
+    return torch.optim.AdamW([{"params": group} for group in groups if group])
 
 
 def _with_adapter(loaded: LoadedModel, lora: Lora) -> Any:
@@ -70,20 +68,13 @@ def _with_adapter(loaded: LoadedModel, lora: Lora) -> Any:
     )
     with empty_parameters():
         adapted = peft.get_peft_model(model, config)
-    _refuse_other_than_linear(adapted)
-    return adapted
-
-
-def _refuse_other_than_linear(model: nn.Module) -> None:
-    """Raise a ValueError for an adapter that could not be merged."""
-    from transformers.pytorch_utils import Conv1D
-
-    for path, module in adapted_layers(model):
-        if not isinstance(module.base_layer, nn.Linear | Conv1D):
+    for path, module in adapted_layers(adapted):
+        if not isinstance(module.base_layer, nn.Linear | Conv1D):  # which could not be merged
             raise ValueError(
                 f"--lora: {path} is no linear layer, and only such get adapters: give targets that leave it out, like "
                 "targets=q_proj+k_proj+v_proj+o_proj"
             )
+    return adapted
 
 
 def shape_in_4bit(model: Any) -> None:

@@ -40,7 +40,7 @@ def of_one(given: Any) -> Any:
 def check(batch: Any) -> None:
     """Raise a ValueError unless ``batch`` is a mapping with text keys or a tuple, and holds tensors that are all dense.
 
-    It also raises where an object in the batch holds tensors and cannot be copied.
+    An object that holds tensors and cannot be copied raises its own error here, and not only where a plan copies it.
     """
     if not isinstance(batch, Mapping | tuple):
         raise ValueError(

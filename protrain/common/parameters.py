@@ -163,14 +163,9 @@ def _refuse(module: nn.Module, sample: Tensor, function: Callable[[Tensor], Tens
                 "give them model.state_dict()"
             )
         return module
-    message = (
+    raise MisuseError(
         f"a wrapped model cannot be moved from {sample.device} in {sample.dtype} to {moved.device} in {moved.dtype}: "
-        "pass device= and dtype= to protrain.wrap"
+        "pass device= and dtype= to protrain.wrap. Where the forward of the model itself converts a module, such as "
+        "the router of a mixture of experts, build the model without it (config.router_dtype = "
+        f"{str(sample.dtype).removeprefix('torch.')!r} of Switch Transformers and NLLB-MoE)"
     )
-    if moved.device == sample.device and moved.dtype == torch.float32:
-        message += (
-            ". Where the forward of the model itself converts a module, such as the router of a mixture of experts, "
-            f"build the model without it (config.router_dtype = {str(sample.dtype).removeprefix('torch.')!r} of Switch "
-            "Transformers and NLLB-MoE), or pass dtype='float32'"
-        )
-    raise MisuseError(message)

@@ -38,14 +38,14 @@ class Record:
         """The record in ``data``. A ValueError names a field that is missing, unknown or of the wrong type."""
         if not isinstance(data, dict):
             raise ValueError(f"{cls.__name__} must be a JSON object, not {type(data).__name__}")
-        fields = _fields(cls)
+        fields = dataclasses.fields(cast(Any, cls))
         unknown = sorted(set(data) - {field.name for field in fields})
         if unknown:
             raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}")
         for field in fields:
             if field.name not in data and field.default is field.default_factory is dataclasses.MISSING:
                 raise ValueError(f"{cls.__name__} lacks the field {field.name!r}")
-        hints = _hints(cast(Any, cls))
+        hints = _hints(cls)
         values = {name: _typed(hints[name], value, f"{cls.__name__}.{name}") for name, value in data.items()}
         return cls(**values)
 
@@ -82,20 +82,14 @@ class Record:
 
     def rows(self) -> list[tuple[str, str]]:
         """The rows (name, value) of the printed table, with bytes in readable units."""
-        return [(f.name, _shown(f.name, getattr(self, f.name))) for f in _fields(self)]
+        return [(f.name, _shown(f.name, getattr(self, f.name))) for f in dataclasses.fields(cast(Any, self))]
 
     def table(self) -> str:
         """The record as a table of aligned text."""
         return aligned(self.rows(), WIDTH)
 
 
-def _fields(record: Any) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(record)
-
-
-@functools.cache  # it takes longer than the rest of reading a record
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints: Any = functools.cache(get_type_hints)  # which take longer than the rest of reading a record
 
 
 def _typed(hint: Any, value: Any, where: str) -> Any:

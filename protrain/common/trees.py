@@ -65,9 +65,6 @@ def map_leaves(function: Callable[[Any], Any], tree: Any, *, whole: Callable[[An
     """A copy of ``tree`` with each leaf replaced by ``function`` of it. Containers and objects in it are new.
 
     Objects are copied with ``copy.copy``, so no constructor runs. An object for which ``whole`` is true is a leaf.
-
-    Raises:
-        ValueError: an object that holds tensors cannot be copied.
     """
     kind = type(tree)
     if kind is Tensor or kind in _PLAIN:
@@ -151,13 +148,7 @@ def _taken_apart(tree: Any) -> tuple[dict[str, Any], Callable[[list[Any]], Any]]
 
 def _with_attributes(tree: Any, attributes: dict[str, Any]) -> Any:
     """A copy of ``tree`` with other attributes."""
-    try:
-        new = copy.copy(tree)
-    except Exception as error:
-        raise ValueError(
-            f"a {type(tree).__name__} holds tensors but cannot be copied ({error}): give it a method __copy__, or pass "
-            "its tensors in a tuple, a dict or a dataclass"
-        ) from error
+    new = copy.copy(tree)
     for name, value in attributes.items():
         object.__setattr__(new, name, value)  # which a frozen class does not refuse
     return new

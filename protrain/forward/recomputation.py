@@ -23,7 +23,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from protrain.common.errors import MisuseError
 from protrain.common.trees import copied_cache, is_cache, map_leaves, tensors_of_cache
-from protrain.forward.autocast import autocast_of_now
 from protrain.forward.module_state import BlockModules, RandomState
 
 INPUTS = "its inputs, as it is recomputed"
@@ -186,6 +185,32 @@ class Recomputation:
             f"{self._label} {what}: to be checkpointed its forward must do the same operations each time, and "
             "sdpa_kernel must be the same when backward runs"
         )
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type to which torch.autocast casts now, or None where it is off. The meta device has none.
+
+    What is counted on the meta device has the types that the model's tensors have without autocast.
+    """
+    if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def autocast_of_now(device_type: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that makes a context in which torch.autocast does to operators what it does now."""
+    if not torch.amp.is_autocast_available(device_type):
+        return nullcontext
+    enabled, dtype = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    cache_enabled = torch.is_autocast_cache_enabled()
+
+    def again() -> AbstractContextManager[Any]:
+        # There is nearly always none, so this must be fast.
+        if not (enabled or torch.is_autocast_enabled(device_type)):
+            return nullcontext()
+        return torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled)
+
+    return again
 
 
 def written_over(label: str, what: str) -> MisuseError:

@@ -55,17 +55,7 @@ class Alternative(Record):
     """What could be done instead, as something that exists, and how fast that would be."""
 
     what: str
-    gpus: int
     plan: Plan | None  # None: it does not fit either
-
-
-@dataclass(frozen=True, kw_only=True)
-class Batch(Record):
-    """A batch on each GPU with which a step has the tokens that were asked for, and how fast it would be."""
-
-    batch: int
-    accumulation: int
-    tokens_per_s: float = 0.0  # on all GPUs together; 0 if it does not fit, or is the one that was asked for
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +122,8 @@ class Answer(Record):
     model: str  # its class
     parameters: int
     trained_parameters: int
+    n_sequences: int  # of a batch, on each GPU
+    accumulation: int  # batches of a step, on each GPU
     tokens_per_step: int  # on all GPUs together
     machine: Machine
     plan: Plan | None = None  # with new predictions for this profile and machine
@@ -146,7 +138,6 @@ class Answer(Record):
     phases: tuple[Phase, ...] = ()  # of the step's last batch
     changes: tuple[Change, ...] = ()
     job: Job = Job()
-    batches: tuple[Batch, ...] = ()  # the one that was asked for, or those that were tried, the fastest first
     alternatives: tuple[Alternative, ...] = ()  # the nearest first
 
     @classmethod
@@ -196,8 +187,7 @@ class Answer(Record):
         if self.plan is None:
             return wrapped(self.verdict)
         tables = [self.memory_table(), self.phase_table(), self.knob_table(), self.alternatives_table()]
-        step = f"{self.plan}: {self.speed}"
-        step += f"; {slower}" if (slower := self.on_slower_host()) else ""
+        step = "; ".join(filter(None, (f"{self.plan}: {self.speed}", self.on_slower_host())))
         return "\n\n".join(filter(None, (wrapped(step, indent="  "), *tables)))
 
     def on_slower_host(self) -> str:
@@ -282,11 +272,10 @@ class Answer(Record):
 
     def nearest(self) -> str:
         """The alternative that would fit, as a sentence."""
-        fitting = ((other.what, other.plan) for other in self.alternatives if other.plan is not None)
-        what, plan = next(fitting, ("", None))
-        if plan is None:
-            return "Nothing that was tried instead fits."
-        return f"The nearest that fits: {what}, {plan.tokens_per_s:,.0f} tokens/s."
+        for other in self.alternatives:
+            if other.plan is not None:
+                return f"The nearest that fits: {other.what}, {other.plan.tokens_per_s:,.0f} tokens/s."
+        return "Nothing that was tried instead fits."
 
     def alternatives_table(self) -> str:
         """What would fit or be faster, each with its speed; "" if nothing else was tried."""
@@ -300,7 +289,7 @@ class Answer(Record):
             if self.tokens_per_s is not None:
                 gains = speed > self.tokens_per_s * (1 + _SAME)
                 change = format_change(speed, self.tokens_per_s) if gains else "no faster"
-            rows.append([other.what, f"{speed:,.0f}", self.job.bill(speed, other.gpus), change])
+            rows.append([other.what, f"{speed:,.0f}", self.job.bill(speed, other.plan.world_size), change])
         return aligned(rows, WIDTH) if self.alternatives else ""
 
 
@@ -348,6 +337,8 @@ def _model(profile: ModelProfile, hardware: HardwareProfile) -> dict[str, Any]:
         "model": profile.model,
         "parameters": profile.n_parameters,
         "trained_parameters": profile.n_trainable,
+        "n_sequences": profile.n_sequences,
+        "accumulation": profile.accumulation,
         "tokens_per_step": profile.tokens * profile.accumulation * hardware.world_size,
     }
 
@@ -359,7 +350,7 @@ def alternatives(cases: Mapping[str, Case], *, step_during_backward: bool = Fals
         plan = None
         with suppress(PlanError):
             plan = search(profile, hardware, step_during_backward=step_during_backward)
-        found.append(Alternative(what=what, gpus=hardware.world_size, plan=plan))
+        found.append(Alternative(what=what, plan=plan))
     return tuple(found)
 
 

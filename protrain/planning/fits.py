@@ -126,7 +126,7 @@ def _does_not_fit(
         where, needed, available = "GPU" if hardware.device_type == "cuda" else "device", device, hardware.device_bytes
         parts = memory.device_parts(counts, modes)
         other = per_gpu("Host memory", hardware.world_size), host, hardware.host_bytes
-        batch = next((shape[0] for shape in memory.profile.batch_shapes.values() if shape), 0)
+        batch = memory.profile.n_sequences
         if not given and host <= hardware.host_bytes:
             static = memory.static_bytes(counts.n_persist, counts.n_buffer, counts.n_device_sum)
             share = (available - static) / max(1, needed - static)  # of the activations that there is room for

@@ -34,7 +34,7 @@ def limits(parts: Sequence[Phase], device: str) -> str:
 def states(plan: Plan, n_large: int, device: str) -> str:
     """Where the states are, of several GPUs their shards, and through what the other weights pass."""
     away = plan.n_chunks - plan.n_persist
-    chunks, buffers = _counted(plan.n_chunks, "chunk"), _buffers(plan, n_large)
+    chunks, buffers = counted(plan.n_chunks, "chunk"), _buffers(plan, n_large)
     here = f"{plan.n_persist} of {chunks}" if away else f"all {chunks}"
     if plan.world_size > 1:
         others = f", those of the other{f' {away}' * (away > 1)} in host memory" if away else ""
@@ -47,8 +47,8 @@ def states(plan: Plan, n_large: int, device: str) -> str:
 
 
 def _buffers(plan: Plan, n_large: int) -> str:
-    buffers = [_counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
-    buffers += [_counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
+    buffers = [counted(plan.n_buffer, "buffer")] if plan.n_buffer else []
+    buffers += [counted(n_large, "large one" if buffers else "large buffer")] if n_large else []
     return " and ".join(buffers)
 
 
@@ -60,13 +60,14 @@ def updates(plan: Plan, device: str, in_backward: bool) -> str:
         if plan.n_weight_only:
             some = plan.n_weight_only < plan.n_speculate
             alone = f", of {plan.n_weight_only} of them the weights alone" if some else ", of the weights alone"
-        parts.append(f"the host does {_counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
+        parts.append(f"the host does {counted(plan.n_speculate, 'chunk')} before the norm is known{alone}")
     if plan.stream and plan.n_persist + plan.n_speculate < plan.n_chunks:
         parts.append(f"the {device} helps when the host is late")
     return "; ".join(parts)
 
 
-def _counted(count: int, what: str) -> str:
+def counted(count: int, what: str) -> str:
+    """The number and the noun: "1 chunk", "3 chunks"."""
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 

@@ -14,7 +14,7 @@ and they take away from it:
                            until the backward before its own begins. Those that are held are there twice in backward
     untouched or swapped   the block's inputs that none of its saved tensors holds, between its forward and its backward
 
-An input that the model itself holds for a while, in a list of hidden states say, counts as there until backward.
+An input goes only once the model itself, in a list of hidden states say, no longer holds it.
 
 The model's output stays in backward, as in the trace. It also stays in the forward of the next step, as in a loop with
 ``output = model(**batch)``. In a block's own backward, its saved activations are part of the measured peak, since the
@@ -60,6 +60,7 @@ class Segments(NamedTuple):
     before it if no unit lies between, in backward the block whose backward comes next.
     """
 
+    held_inputs: list[tuple[int, int, int]]  # inputs that the model holds: segment, first segment without them, bytes
     block: NDArray[np.int64]  # has one dimension, as neighbour has; all columns below are [segment, 1]
     neighbour: NDArray[np.int64]
     forward: NDArray[np.bool_]
@@ -86,17 +87,14 @@ class Segments(NamedTuple):
         blocks = profile.blocks
         share = per_call([block.saved_bytes for block in blocks])
         output = per_call([block.output_bytes for block in blocks])
-        held = per_call([block.held_input_bytes for block in blocks])
         inputs = per_call([block.input_bytes - block.held_input_bytes for block in blocks])
+        held = per_call([block.held_input_bytes for block in blocks])
         unsaved = per_call([block.unsaved_input_bytes for block in blocks])
-        for segment in profile.segments:
-            if segment.held_bytes and segment.block is not None:
-                inputs[segment.block] = max(0, inputs[segment.block] - segment.held_bytes)
-                unsaved[segment.block] = max(0, unsaved[segment.block] - segment.held_bytes)
         packed = per_call([swapped_block_bytes(block) * packs[at] for at, block in enumerate(blocks)])
         order = [segment.block for segment in profile.segments]
-        rows = []
+        rows, held_inputs = [], []
         before, at_loss = -1, True  # at_loss: the backward of no block has begun yet
+        held_before = (0, 0)  # inputs of the block before that the model holds: bytes, first segment without them
         for index, segment in enumerate(profile.segments):
             forward, at = segment.phase == "forward", -1 if segment.block is None else segment.block
             after = next((other for other in order[index + 1 :] if other is not None), -1)
@@ -112,6 +110,10 @@ class Segments(NamedTuple):
             neighbour = before if forward else after
             # Before the backward of any unit nothing is fetched.
             neighbour_inputs = inputs[neighbour] + held[neighbour] * (profile.segments[index - 1].phase != "forward")
+            if forward and index < held_before[1]:
+                neighbour_inputs = max(0, neighbour_inputs - held_before[0])  # the model holds the others anyway
+            if segment.held_bytes:
+                held_inputs.append((index, segment.held_until, segment.held_bytes))
             live = segment.live_bytes + profile.output_bytes * forward  # the output of the step before
             of_block = [size[at] for size in (output, packed, share, unsaved, inputs, held)]
             copied = packed[neighbour] or share[neighbour]
@@ -119,9 +121,13 @@ class Segments(NamedTuple):
                 (at, neighbour, forward, live, segment.peak_bytes, keeping, *of_block, copied, neighbour_inputs)
             )
             if at >= 0:
-                before = at
-        block_column, neighbours, is_forward, *columns = np.array(rows, dtype=np.int64).reshape(-1, len(cls._fields)).T
-        return cls(block_column, neighbours, is_forward[:, None] > 0, *(column[:, None] for column in columns))
+                before, held_before = at, (segment.held_bytes, segment.held_until)
+        block_column, neighbours, is_forward, *columns = (
+            np.array(rows, dtype=np.int64).reshape(-1, len(cls._fields) - 1).T
+        )
+        return cls(
+            held_inputs, block_column, neighbours, is_forward[:, None] > 0, *(column[:, None] for column in columns)
+        )
 
     def peaks(self, choices: ModeChoices) -> tuple[Bytes, Bytes]:
         """By choice, the peak of activations, and an upper bound of the saved activations held at once."""
@@ -133,6 +139,9 @@ class Segments(NamedTuple):
         kept = ~(recomputed | swapped) * self.share_bytes
         kept -= offloaded * self.input_bytes + ~recomputed * self.unsaved_input_bytes
         waiting = np.cumsum(np.where(self.forward, kept, -kept), axis=0) - self.forward * kept
+        for row, until, held_bytes in self.held_inputs:  # inputs that the model holds for a while are not gone yet
+            unsaved = ~recomputed[row] * np.minimum(held_bytes, self.unsaved_input_bytes[row])
+            waiting[row + 1 : until] += offloaded[row] * np.minimum(held_bytes, self.input_bytes[row]) + unsaved
         waiting += self.live_bytes
         # A block is packed when what the neighbour offloads is gone.
         packing = waiting + self.forward * swapped * (self.share_bytes + self.output_bytes + self.packed_bytes)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from operator import attrgetter
 from typing import Self
 
 from protrain.common.errors import PlanError
 from protrain.common.records import Record
 from protrain.common.tables import WIDTH, aligned, format_bytes, format_ms, per_gpu
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning.answer import Answer, Batch
+from protrain.planning.answer import Answer
 from protrain.planning.fits import least_bytes, nothing_fits, some_plan_fits
 from protrain.planning.layout import pack
 from protrain.planning.memory import MemoryModel
@@ -21,6 +21,7 @@ from protrain.planning.search import search
 from protrain.profiler.model_profile import ModelProfile
 
 N_LIMITS = 12  # of device memory, in a frontier
+_CLEARLY = 1.005  # times as fast is worth another batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,35 +51,39 @@ class Comparison(Record):
         return aligned(rows, WIDTH)
 
 
-def fastest_batches(
-    profile_of: Callable[[int], ModelProfile],
-    hardware: HardwareProfile,
-    *,
-    n_sequences: int,
-    step_during_backward: bool = False,
-) -> tuple[Batch, ...]:
-    """The batches of 1, 2, 4, ... sequences by which a GPU can take ``n_sequences`` in a step, the fastest first.
+def plans_by_batch(
+    profile: ModelProfile, hardware: HardwareProfile, *, n_sequences: int, step_during_backward: bool = False
+) -> dict[int, Plan]:
+    """Plans by which a GPU takes ``n_sequences`` in a step, by the sequences of a batch, the fastest plan first.
+
+    The batch begins at that of ``profile``, and doubles, else halves, for as long as that is clearly faster.
 
     Args:
-        profile_of: the profile of the model with so many sequences in a batch.
+        profile: of any batch. Those of others are derived from it.
         hardware: the machine and its limits.
         n_sequences: of a step on each GPU.
         step_during_backward: plan for updates inside backward.
 
     Returns:
-        The batches that fit. If none does, the smallest.
+        The plans that were tried and fit. That of the chosen batch comes first.
     """
-    found: list[Batch] = []
-    for batch in (2**power for power in range(n_sequences.bit_length())):
-        accumulation = n_sequences // batch
-        profile = replace(profile_of(batch), accumulation=accumulation)
-        try:
-            plan = search(profile, hardware, step_during_backward=step_during_backward)
-        except PlanError:
-            break  # no larger batch fits either
-        found.append(Batch(batch=batch, accumulation=accumulation, tokens_per_s=plan.tokens_per_s))
-    found.sort(key=attrgetter("tokens_per_s"), reverse=True)
-    return tuple(found) or (Batch(batch=1, accumulation=n_sequences, tokens_per_s=0.0),)
+    plans: dict[int, Plan] = {}
+
+    @cache
+    def speed(batch: int) -> float:
+        """In tokens a second, 0 if the batch does not fit."""
+        changed = replace(profile.at_batch(batch), accumulation=n_sequences // batch)
+        with suppress(PlanError):
+            plans[batch] = search(changed, hardware, step_during_backward=step_during_backward)
+            return plans[batch].tokens_per_s
+        return 0.0
+
+    first = batch = min(profile.n_sequences, 1 << (n_sequences.bit_length() - 1))
+    while 2 * batch <= n_sequences and speed(2 * batch) > _CLEARLY * speed(batch):
+        batch *= 2
+    while 1 < batch <= first and speed(batch // 2) >= _CLEARLY * speed(batch):
+        batch //= 2
+    return dict(sorted(plans.items(), key=lambda pair: (pair[0] != batch, -pair[1].tokens_per_s)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +121,10 @@ def frontier(
 ) -> Frontier:
     """The fastest plans for ``profile`` under ``n_limits`` limits of device memory, in even ratios.
 
-    The last limit is all the device memory there is, with the plan that ``search`` finds there. If that leaves much of
-    it unused, what it uses is one more limit. Every search below also starts from the plan of the limit before. Plans
-    are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host as it
-    was calibrated.
+    The last limit is all the device memory there is, with the plan that ``search`` finds there. The others go from the
+    least that works towards what that plan uses. Every search below also starts from the plan of the limit before.
+    Plans are judged as ``search`` judges them, so a plan for less memory may have a slightly shorter step on the host
+    as it was calibrated.
 
     Raises:
         PlanError: nothing fits ``hardware``.
@@ -127,18 +132,14 @@ def frontier(
     whole = search(profile, hardware, step_during_backward=step_during_backward)
     least = least_device_bytes(profile, hardware, step_during_backward=step_during_backward)
     assert least is not None, "a plan fits, so the one that takes least does"
-    used = max(least, whole.device_bytes)
-    top = hardware.device_bytes if used > 0.9 * hardware.device_bytes else used
-    limits = {round(least * (top / least) ** (index / (n_limits - 1))) for index in range(n_limits)}
+    ratio = max(1.0, whole.device_bytes / least)
+    limits = {round(least * ratio ** (index / (n_limits - 1))) for index in range(n_limits - 1)}
     points: list[FrontierPoint] = []
-    for limit in sorted(limits | {hardware.device_bytes}):
-        if limit < whole.device_bytes:
-            before = [point.plan for point in points[-1:]]
-            machine = replace(hardware, device_bytes=limit)
-            plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
-        else:
-            plan = whole
+    for limit in sorted(limits - {hardware.device_bytes}):
+        machine, before = replace(hardware, device_bytes=limit), [point.plan for point in points[-1:]]
+        plan = search(profile, machine, step_during_backward=step_during_backward, known=before)
         points.append(FrontierPoint(device_limit_bytes=limit, plan=plan))
+    points.append(FrontierPoint(device_limit_bytes=hardware.device_bytes, plan=whole))
     return Frontier(model=profile.model, machine=hardware.name, points=tuple(points))
 
 

@@ -146,13 +146,26 @@ def measure_block(
         _measure(use, use, eager, args, kwargs, block, weights)
         return eager
     _measure(BlockUse(), use, eager, args, kwargs, block, weights)
-    known = graphs_compiled()
-    with without_own_modes():
+    with without_own_modes(), _collecting_afterwards():
         _measure(use, None, forward, args, kwargs, block, weights)
-    if graphs_compiled() != known:
-        # If the garbage collector ran meanwhile, the compiler leaves reference cycles that hold what the block saved.
-        gc.collect()
     return forward
+
+
+@contextmanager
+def _collecting_afterwards() -> Iterator[None]:
+    """Collect the garbage of what the body compiles when the body ends: cycles of the compiler hold what a block saved.
+
+    The collector rests meanwhile, because to look again and again at all objects of torch would take longer.
+    """
+    known, was_enabled = graphs_compiled(), gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+        if graphs_compiled() != known:
+            gc.collect()
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch import nn
 from protrain.common import batch as batches
 from protrain.common.cache import keeps_measurements
 from protrain.common.parameters import is_managed
-from protrain.forward.autocast import autocast_dtype
 from protrain.forward.compilation import CompiledForward
+from protrain.forward.recomputation import autocast_dtype
 from protrain.profiler.blocks import find_blocks
 from protrain.profiler.kept_profiles import LIBRARIES, digest_of, kept, key_of, version_of
 from protrain.profiler.model_profile import ModelProfile

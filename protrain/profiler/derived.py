@@ -1,14 +1,8 @@
-"""Profiles that follow from others: of the same model with more blocks, and of another batch.
+"""Profiles that follow from those of the same model with fewer blocks.
 
 [Note: more blocks] The blocks of a named shape are equal, so a trace of four of them has seen all that there is to see.
 What it recorded of the third is repeated, under the names and at the places that further blocks have. Each block adds
 the same to what is alive after it. The result is, number by number, the profile of a trace of all blocks.
-
-[Note: other batches] Operations grow in proportion to the sequences of a batch, and so do bytes, on top of what does
-not depend on the batch. So two traces, of 2 and 16 sequences, give the profile of any batch. Operations are exact.
-Peaks are not where the loss is computed in pieces, whose number changes with the batch. With seven blocks of llama3-8b
-and gpt2-10b and 1 to 32 sequences of 1,024 tokens, the peak of a segment was up to 25% off, and the highest peak of the
-step up to 6% (gpt2-10b, one sequence) but otherwise 0.2%. The batch that is chosen is therefore traced itself.
 """
 
 from __future__ import annotations
@@ -17,9 +11,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from protrain.common.records import Record
 from protrain.profiler.model_profile import BlockRecord, ModelProfile, ParameterRecord, SegmentRecord, UnitRecord
 
 TRACED_BLOCKS = 4  # enough for one that has neighbours of its kind on both sides, and another to compare it with
@@ -102,24 +95,3 @@ def _repeated(
     """
     copies = [later(item, by) for by in range(1, more + 1) for item in items[first:last]]
     return (*items[:last], *copies, *(later(item, more) for item in items[last:]))
-
-
-def at_batch(low: ModelProfile, high: ModelProfile, share: float) -> ModelProfile:
-    """The profile of a batch that lies by ``share`` of the way between those of ``low`` and ``high``.
-
-    Below 0 it lies before ``low``. See [Note: other batches].
-    """
-    return cast(ModelProfile, _between(low, high, share))
-
-
-def _between(low: Any, high: Any, share: float) -> Any:
-    """Every number in ``low`` and ``high`` at ``share`` of the way between them, and what is no number as it is."""
-    if isinstance(low, Record):
-        return replace(cast(Any, low), **_between(vars(low), vars(high), share))
-    if isinstance(low, dict):
-        return {name: _between(value, high[name], share) for name, value in low.items()}
-    if isinstance(low, tuple):
-        return tuple(_between(*pair, share) for pair in zip(low, high, strict=True))
-    if isinstance(low, int) and low != high:
-        return max(0, round(low + (high - low) * share))
-    return low

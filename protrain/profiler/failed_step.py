@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from protrain.common.errors import MisuseError
-from protrain.forward.autocast import autocast_dtype
+from protrain.forward.recomputation import autocast_dtype
 
 # How torch says that an operation does not mix two types.
 _MIXED_TYPES = re.compile("bfloat16|float16|half|dtype|scalar type", re.IGNORECASE)

@@ -1,7 +1,7 @@
 """The profiles that are kept on disk, each under a key: a digest of everything that the profile depends on.
 
 Building a large model takes longer than planning for it. A caller who builds it from a description, and has it counted
-on the meta device, asks ``counted_profile`` for the profile of the description. If it is kept, that needs neither torch
+on the meta device, asks ``kept_answer`` for what follows from the description. If it is kept, that needs neither torch
 nor any library of the model. ``protrain.profiler.cache`` makes the keys of models that are in memory.
 """
 
@@ -19,26 +19,22 @@ from typing import Any, TypeVar
 
 from protrain.common.cache import cache_folder, keeps_measurements, say_unwritable
 from protrain.common.records import Record
-from protrain.profiler.model_profile import ModelProfile
 
 LIBRARIES = ("torch", "triton", "transformers", "peft", "flash_attn", "liger_kernel", "bitsandbytes", "torchao")
 _KEPT = 64  # the number of files kept in a folder; the oldest are deleted first
 Kept = TypeVar("Kept", bound=Record)
 
 
-def counted_profile(description: dict[str, Any], make: Callable[[], ModelProfile]) -> ModelProfile:
-    """The profile that ``make`` counts on the meta device, from the cache if possible, without importing a library.
+def kept_answer(folder: str, kind: type[Kept], description: dict[str, Any], make: Callable[[], Kept]) -> Kept:
+    """What ``make`` makes of ``description``, from a ``folder`` of the cache if possible, without importing a library.
 
     Args:
+        folder: of the cache.
+        kind: of the answer.
         description: everything that decides what ``make`` returns, apart from this package and the libraries. torch's
             switches decide nothing, as they choose among kernels, and on the meta device none runs.
-        make: builds the model and profiles it.
+        make: makes the answer.
     """
-    return kept_answer("profiles", ModelProfile, description, make)
-
-
-def kept_answer(folder: str, kind: type[Kept], description: dict[str, Any], make: Callable[[], Kept]) -> Kept:
-    """What ``make`` makes of ``description``, this package and the libraries alone, from a ``folder`` of the cache."""
     if not keeps_measurements():
         return make()
     facts = {

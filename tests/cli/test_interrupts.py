@@ -14,7 +14,8 @@ import pytest
 from protrain.common.signals import Stopped, stop_requests
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = ["plan", "tiny", "--hardware", "rtx3090", "--batch", "1", "--sequence", "16"]
+PROTRAIN = ["-m", "protrain"]
+PLAN = [*PROTRAIN, "plan", "tiny", "--hardware", "rtx3090", "--batch", "1", "--sequence", "16"]
 
 # `press` is called at the moment for Ctrl-C, which is always the same. Python runs this file before the program.
 BEFORE = """
@@ -56,21 +57,12 @@ def before_profile():
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the program as its script or as a module, with Ctrl-C at the moment that ``pressed`` sets up."""
-    # The script that pip makes of the entry point.
-    script = "import sys\nfrom protrain.cli.main import main\nsys.exit(main())\n"
-    (tmp_path / "protrain").write_text(script)
+    """Run Python with ``words`` and Ctrl-C at the moment that ``pressed`` sets up."""
 
-    def start(
-        *argv: str,
-        pressed: str,
-        program: tuple[str, ...] = ("-m", "protrain"),
-        handler: signal.Handlers = signal.SIG_DFL,
-    ) -> subprocess.CompletedProcess[str]:
+    def start(*words: str, pressed: str, handler: signal.Handlers = signal.SIG_DFL) -> subprocess.CompletedProcess[str]:
         (tmp_path / "sitecustomize.py").write_text(BEFORE + pressed)
-        words = [word.format(folder=tmp_path) for word in program]
         return subprocess.run(
-            [sys.executable, *words, *argv],
+            [sys.executable, *words],
             # no cached profile, so that there is one to interrupt
             env={**os.environ, "PROTRAIN_CACHE": "0", "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
             capture_output=True,
@@ -83,9 +75,10 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     return start
 
 
-@pytest.mark.parametrize("program", [("-m", "protrain"), ("{folder}/protrain",)], ids=["module", "script"])
-def test_it_ends_the_imports(program: tuple[str, ...], run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    ended = run(*PLAN, program=program, pressed="at_import('torch.nn', press)")
+# The second is what the script does that pip makes of the entry point.
+@pytest.mark.parametrize("program", [PROTRAIN, ["-c", "from protrain.cli.main import main; raise SystemExit(main())"]])
+def test_it_ends_the_imports(program: list[str], run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
+    ended = run(*program, *PLAN[2:], pressed="at_import('torch.nn', press)")
     assert (ended.returncode, ended.stderr, ended.stdout) == (130, "protrain plan: interrupted\n", "")
 
 
@@ -100,12 +93,12 @@ def test_it_ends_a_profile_though_a_finalizer_swallows_what_is_raised(
 
 
 def test_it_ends_the_exit_of_python(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    ended = run("--version", pressed="atexit.register(press)")
+    ended = run(*PROTRAIN, "--version", pressed="atexit.register(press)")
     assert (ended.returncode, ended.stderr) == (130, "protrain: interrupted\n")
 
 
 def test_where_it_is_ignored_it_stays_so(run: Callable[..., subprocess.CompletedProcess[str]]) -> None:
-    ended = run("--version", pressed="at_import('protrain.cli.options', press)", handler=signal.SIG_IGN)
+    ended = run(*PROTRAIN, "--version", pressed="at_import('protrain.cli.options', press)", handler=signal.SIG_IGN)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
@@ -113,7 +106,7 @@ def test_who_imports_the_library_keeps_the_handler_of_python(
     run: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:
     code = "import protrain, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
-    assert run("plan", program=("-c", code), pressed="").stdout == "True\n"
+    assert run("-c", code, pressed="").stdout == "True\n"
 
 
 # -- commands that have something to clean up --------------------------------------------------------------------------

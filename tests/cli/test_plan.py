@@ -21,7 +21,7 @@ from protrain.cli.models import read_architecture
 from protrain.cli.plan_text import summary_text
 from protrain.hardware.shipped import load
 from protrain.planning import Answer, BlockMode, Frontier, Largest, Plan
-from protrain.planning.answer import Batch, Job, Machine
+from protrain.planning.answer import Job, Machine
 from protrain.planning.timeline import Phase
 from tests.cli.test_plan_timeline import dark_pixels
 
@@ -132,15 +132,16 @@ def test_what_does_not_fit_says_what_it_lacks_and_what_fits(capsys: pytest.Captu
 def test_the_next_fastest_batch_is_taken_if_the_first_does_not_fit(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which batch is the fastest is worked out from the profiles of two batches, and may be wrong."""
-    ways = (Batch(batch=2048, accumulation=1, tokens_per_s=2.0), Batch(batch=2, accumulation=3, tokens_per_s=1.0))
-    monkeypatch.setattr(plan_run, "fastest_batches", lambda *_, **__: ways)
+    """Which batch is the fastest is worked out from the profile of another batch, and may be wrong."""
+    plans = {batch: a_plan((BlockMode.NONE,), accumulation=2048 // batch) for batch in (2048, 2)}
+    monkeypatch.setattr(plan_run, "plans_by_batch", lambda *_, **__: plans)
     words = ["tiny", "--hardware", "rtx3090", "--sequence", "32", "--device-memory", "150MiB", "--no-compile", "--json"]
     status, out, err = run(capsys, "plan", *words)
     assert status == 0, err
     answer = json.loads(out)
-    assert [batch["batch"] for batch in answer["batches"]] == [2]
-    assert (answer["plan"]["tokens"], answer["tokens_per_step"]) == (64, 192)
+    assert (answer["n_sequences"], answer["accumulation"]) == (2, 1024)
+    assert (answer["plan"]["tokens"], answer["tokens_per_step"]) == (64, 65536)
+    assert answer["alternatives"][0]["what"] == "--batch 2048 --accumulation 1"
 
 
 def a_plan(modes: tuple[BlockMode, ...], **counts: int | bool) -> Plan:
@@ -199,7 +200,6 @@ def test_a_plan_is_put_in_words(
 ) -> None:
     hardware, plan = load("rtx3090"), a_plan(modes, **counts)
     phase = Phase(name="forward", length_ms=10.0, compute_ms=4.0, waits_ms={"uploads": 6.0}, limit="uploads")
-    batches = tuple(Batch(batch=size, accumulation=8 // size, tokens_per_s=900.0 - size) for size in (1, 2, 4, 8))
     works = plan.n_persist < plan.n_chunks
     why = Answer(
         fits=True,
@@ -207,6 +207,8 @@ def test_a_plan_is_put_in_words(
         model="M",
         parameters=1,
         trained_parameters=1,
+        n_sequences=1,
+        accumulation=8,
         tokens_per_step=64,
         machine=replace(Machine.of(hardware), device_bytes=2**31, host_bytes=2**32),
         plan=plan,
@@ -214,7 +216,6 @@ def test_a_plan_is_put_in_words(
         large_buffers=1,
         updates_in_backward=inside,
         phases=(phase,),
-        batches=batches,
         job=Job(tokens=2 * 10**9, price=0.5),
         slower_share=0.9 if works else 1.0,
     )
@@ -223,7 +224,7 @@ def test_a_plan_is_put_in_words(
         *words,
         "step 10 ms, 800 tokens/s (predicted)",
         "2 B tokens 28.9 days, $347",
-        "batch 1 sequence x 8 is the fastest; 2 sequences x 4 898 tokens/s, 4 sequences x 2 896 tokens/s, 8 sequences",
+        "batch 1 sequence x 8 a step",
         "GPU memory 1 GiB of 2 GiB",
         "host memory 1 GiB of the 4 GiB for training",
         "limited by uploads; the GPU computes 40% of the step",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +41,12 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({}, {"host_memory": "2MiB"}, "the plan does not fit the host memory"),
     ],
 )
-def test_an_error_names_the_plan_file(
+def test_an_error_says_what_is_wrong_with_a_plan(
     changes: dict[str, Any], more: dict[str, str], said: str, planned: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps({**json.loads(planned.read_text()), **changes}))
-    with pytest.raises((ValueError, protrain.PlanError), match=re.escape(f"{file}: {said}")):
+    with pytest.raises((ValueError, protrain.PlanError), match=f"^{said}"):
         _wrap_tiny(file, **more)
 
 
@@ -57,7 +56,7 @@ def _wrap_tiny(plan: Path, **more: Any) -> ProTrainOptimizer:
     ids = torch.zeros(2, 32, dtype=torch.int64)
     memory = {"device_memory": "16MiB"} | more
     batch = {"input_ids": ids, "labels": ids}
-    plain = adamw(loaded.model, 1e-3, 0.1)
+    plain = adamw(loaded.model)
     return protrain.wrap(loaded.model, plain, example_batch=batch, device="cpu", plan=plan, progress=False, **memory)[1]
 
 
@@ -69,23 +68,14 @@ def _wrap(plan: Plan | str | os.PathLike[str] | None, **more: Any) -> ProTrainOp
     return protrain.wrap(model, optimizer, example_batch=batch, device="cpu", plan=plan, progress=False, **more)[1]
 
 
-def test_wrap_names_the_plan_file_and_keeps_the_error(tmp_path: Path) -> None:
+def test_a_plan_or_its_file_is_taken_if_it_fits(tmp_path: Path) -> None:
     plan = _wrap(None).plan
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({**plan.to_dict(), "n_persist": 40}))
-    with pytest.raises(ValueError, match=f"^{file}: n_persist must be 0 to {plan.n_chunks}, not 40"):
-        _wrap(file)
-    plan.save(file)
-    assert str(_wrap(str(file)).plan) == str(plan)
-    with pytest.raises(PlanError, match=f"^{file}: the plan does not fit the") as raised:
-        _wrap(file, device_memory=1024)
-    assert raised.value.available_bytes == 1024
-
-
-def test_a_plan_that_is_from_no_file_names_none() -> None:
-    plan = _wrap(None).plan
-    with pytest.raises(PlanError, match=r"^the plan does not fit the"):
-        _wrap(plan, device_memory=1024)
+    plan.save(tmp_path / "mine.json")
+    for given in (plan, str(tmp_path / "mine.json")):
+        assert str(_wrap(given).plan) == str(plan)
+        with pytest.raises(PlanError, match=r"^the plan does not fit the") as raised:
+            _wrap(given, device_memory=1024)
+        assert raised.value.available_bytes == 1024
     with pytest.raises(PlanError, match=r"^no plan fits the"):
         _wrap(None, device_memory=1024)
 

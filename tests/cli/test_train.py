@@ -172,8 +172,8 @@ def test_data_of_many_kinds(kind: str, workplace: Path, tmp_path: Path, capsys: 
 def test_adapter_by_options_of_a_file(workplace: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = tmp_path / "lora.yaml"
-    config.write_text("use_peft: true\nlora_r: 4\nmax_steps: 7\nseed: 5\n")
-    assert run(workplace, tmp_path / "run", config=config) == 0  # with two steps, as the command line says
+    config.write_text("model: nowhere\ndata: nowhere\nuse_peft: true\nlora_r: 4\nmax_steps: 7\nseed: 5\n")
+    assert run(workplace, tmp_path / "run", config=config) == 0  # as the command line says, which wins
     assert len(logged(tmp_path / "run")) == 2
     base = transformers.AutoModelForCausalLM.from_pretrained(workplace / "model")
     adapted = peft.PeftModel.from_pretrained(base, tmp_path / "run")
@@ -301,7 +301,13 @@ def test_a_folder_is_for_one_run(workplace: Path, tmp_path: Path, capsys: pytest
 
 def started(workplace: Path, folder: Path, **options: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "protrain", "train", *words_of(workplace, folder, **options)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may have it ignored
+    )
 
 
 def finished(process: subprocess.Popen[str], status: int = 0) -> str:

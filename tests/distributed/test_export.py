@@ -134,7 +134,7 @@ def wrapped(folder: str, ids: torch.Tensor) -> tuple[Any, Any]:
         peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"), model)
     return protrain.wrap(
         model,
-        trained.adamw(model, 0.1, 0.0),
+        trained.adamw(model),
         example_batch={"input_ids": ids, "labels": ids},
         device="cpu",
         device_memory="1MiB",

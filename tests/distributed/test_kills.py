@@ -6,10 +6,8 @@ import random
 import re
 import signal
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from tests.engine.harness import Spec, assert_same
 from tests.engine.profiles import share_profiles
 
 SEED = 20251126
-RUNS = 2  # which go on at once; each has a moment of every kind, one after another
 KINDS = (
     (signal.SIGKILL, "one"),
     (signal.SIGKILL, "one"),
@@ -59,7 +56,6 @@ class Undisturbed:
     def __init__(self) -> None:
         self._training, self._loaded = (Training(0, 1, spec, micro_batches=MICRO_BATCHES) for spec in (SECOND, THIRD))
         self._states: list[dict[str, Any]] = [self._training.states()]
-        self._lock = Lock()
 
     def check(self, folder: Path) -> None:
         """The newest save in ``folder``, if there is one, is whole and has the bits of its step."""
@@ -68,12 +64,11 @@ class Undisturbed:
             return
         step = read_manifest(saves[-1])["step"]
         assert saves[-1].name.endswith(f"-step-{step}")
-        with self._lock:
-            while len(self._states) <= step:
-                self._training.train_one()
-                self._states.append(self._training.states())
-            self._loaded.load(str(saves[-1]))
-            assert_same(self._loaded.states(), self._states[step], where=str(saves[-1]))
+        while len(self._states) <= step:
+            self._training.train_one()
+            self._states.append(self._training.states())
+        self._loaded.load(str(saves[-1]))
+        assert_same(self._loaded.states(), self._states[step], where=str(saves[-1]))
 
 
 def serial(folder: Path) -> int:
@@ -87,17 +82,31 @@ def wait_for_save(group: Group, folder: Path, number: int) -> None:
     group.wait_until(lambda: serial(folder) >= number)
 
 
-def disturb(draw: random.Random, folder: Path, undisturbed: Undisturbed) -> None:
-    """Kill or stop ranks of one run at moments of all kinds. After each, other ranks go on from the newest save."""
-    saves = folder / "saves"
-    saves.mkdir(parents=True)
+def check_ending(ending: Ending, victim: int, number: signal.Signals) -> None:
+    """A rank has ended because of a single error, which names the victim."""
+    assert ending.status == 1, ending.text
+    (error,) = ending.errors
+    if number == signal.SIGKILL:
+        assert error == f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
+    else:
+        found = re.match(rf"{ERROR}rank \d has waited (\d+) s for ranks? (.*?) in ", error)
+        assert found is not None, error
+        assert int(found[1]) >= TIMEOUT_S
+        assert str(victim) in found[2]
+
+
+@pytest.mark.slow
+def test_random_moments(tmp_path: Path) -> None:
+    """Ranks are killed or stopped at a moment of each kind. After each, other ranks go on from the newest save."""
+    draw, undisturbed, saves = random.Random(SEED), Undisturbed(), tmp_path / "saves"
+    saves.mkdir()
     specs = draw.sample(SPECS, k=len(KINDS), counts=[2] * len(SPECS))
     for moment, (number, who) in enumerate(draw.sample(KINDS, k=len(KINDS))):
         size, spec, count = draw.choice((2, 2, 3)), specs[moment], draw.choice((0, 1, 1, 2))
         victims = {"one": [draw.randrange(size)], "all": list(range(size)), "rank 0 while saving": [0]}[who]
         count = max(count, who == "rank 0 while saving")  # the first save removes what killed ones have left
         part = draw.random()
-        printed = folder / str(moment)
+        printed = tmp_path / str(moment)
         printed.mkdir()
         said = f"moment {moment}: {number.name} to {who} {victims} of {size} under {spec}, {count + part:.3f} saves"
         timeout = timedelta(seconds=TIMEOUT_S) if number == signal.SIGSTOP else None
@@ -120,29 +129,5 @@ def disturb(draw: random.Random, folder: Path, undisturbed: Undisturbed) -> None
             assert serial(saves) >= last, "a save is lost"
             undisturbed.check(saves)
         except Exception as error:
-            error.add_note(f"{folder.name} with seed {SEED}: {said}")
+            error.add_note(f"with seed {SEED}: {said}")
             raise
-
-
-def check_ending(ending: Ending, victim: int, number: signal.Signals) -> None:
-    """A rank has ended because of a single error, which names the victim."""
-    assert ending.status == 1, ending.text
-    (error,) = ending.errors
-    if number == signal.SIGKILL:
-        assert error == f"{ERROR}rank {victim} has died: its process was killed or crashed. See what it printed last"
-    else:
-        found = re.match(rf"{ERROR}rank \d has waited (\d+) s for ranks? (.*?) in ", error)
-        assert found is not None, error
-        assert int(found[1]) >= TIMEOUT_S
-        assert str(victim) in found[2]
-
-
-@pytest.mark.slow
-def test_random_moments(tmp_path: Path) -> None:
-    undisturbed = Undisturbed()
-    with ThreadPoolExecutor(RUNS) as pool:
-        runs = [
-            pool.submit(disturb, random.Random(SEED + run), tmp_path / f"run-{run}", undisturbed) for run in range(RUNS)
-        ]
-    for done in runs:
-        done.result()

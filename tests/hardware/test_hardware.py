@@ -14,11 +14,10 @@ import pytest
 import torch
 
 from protrain.hardware import memory
-from protrain.hardware.datasheet import of_card
 from protrain.hardware.detection import assume, detect
 from protrain.hardware.memory import available_host_bytes, for_training, usable_cores
 from protrain.hardware.profile import Contention, HardwareProfile
-from protrain.hardware.shipped import load, next_card, of_gpu, of_machine, shipped_name, shipped_names
+from protrain.hardware.shipped import load, next_card, of_card, of_gpu, of_machine, shipped_name, shipped_names
 
 GIB = 1024**3
 COLLECTIVES = ("all_gather_gbps", "all_to_all_gbps")

@@ -8,9 +8,8 @@ import pytest
 
 from bench.kernels.roofs import pcie_gbps
 from protrain.hardware.calibration import report
-from protrain.hardware.datasheet import of_card
 from protrain.hardware.profile import Contention
-from protrain.hardware.shipped import load
+from protrain.hardware.shipped import load, of_card
 
 PROFILE = replace(
     load("h100"),

@@ -83,6 +83,15 @@ def texts(*columns: str, count: int = 24) -> Any:
     return datasets.Dataset.from_list([{column: sentence() for column in columns} for _ in range(count)])
 
 
+def data_of(arguments: dict[str, Any], *columns: str) -> tuple[Any, Any]:
+    """Rows to train on and to evaluate on: made-up ones, or those of a folder that ``arguments`` name, as a stream."""
+    import datasets
+
+    saved, stream = arguments.pop("data", None), arguments.pop("stream", False)
+    data = datasets.load_from_disk(saved) if saved else texts(*columns)
+    return data.to_iterable_dataset() if stream else data, data.select(range(4))
+
+
 def is_before(library: str, version: str) -> bool:
     """Whether ``library`` is an earlier one than that of ``version``."""
     found = [int(part) for part in metadata.version(library).split(".")[:2]]
@@ -95,16 +104,6 @@ def forget_precision() -> None:
 
     accelerate.state.AcceleratorState._reset_state(True)
     os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-
-
-def in_order(base: Any) -> Any:
-    """The Trainer ``base`` with the rows in their order. Early versions of transformers have no argument for it."""
-
-    class InOrder(base):
-        def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset if train_dataset is None else train_dataset)
-
-    return InOrder
 
 
 def llama() -> Any:
@@ -135,12 +134,12 @@ def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 
     class SFT(ProTrainMixin, SFTTrainer): ...
 
-    data = texts("prompt", "completion")
+    data, evaluated = data_of(arguments, "prompt", "completion")
     return (SFT if ours else SFTTrainer)(
         model=llama(),
         args=SFTConfig(bf16=False, **arguments),
         train_dataset=data,
-        eval_dataset=data.select(range(4)),
+        eval_dataset=evaluated,
         processing_class=tokenizer(),
         peft_config=lora() if adapters else None,
         **ours,
@@ -150,24 +149,22 @@ def sft(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = Fal
 def dpo(arguments: dict[str, Any], ours: dict[str, Any], *, adapters: bool = False) -> Any:
     """With a reference model of its own, or that of the model without adapters, or computed before the training.
 
-    ``arguments`` may have a folder of the data, and say that there is a reference model all the same.
+    ``arguments`` may say that there is a reference model all the same.
     """
-    import datasets
     from trl import DPOConfig, DPOTrainer
 
     from protrain.integrations.transformers import ProTrainMixin
 
     class DPO(ProTrainMixin, DPOTrainer): ...
 
-    saved = arguments.pop("data", None)
-    data = datasets.load_from_disk(saved) if saved else texts("prompt", "chosen", "rejected")
+    data, evaluated = data_of(arguments, "prompt", "chosen", "rejected")
     reference = arguments.pop("reference", not (adapters or arguments.get("precompute_ref_log_probs")))
     return (DPO if ours else DPOTrainer)(
         model=llama(),
         ref_model=llama() if reference else None,
         args=DPOConfig(**({"bf16": False} | arguments)),
         train_dataset=data,
-        eval_dataset=data.select(range(4)),
+        eval_dataset=evaluated,
         processing_class=tokenizer(),
         peft_config=lora() if adapters else None,
         **ours,

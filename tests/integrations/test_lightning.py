@@ -15,7 +15,6 @@ from tests.integrations.lightning_runs import (
     Module,
     Run,
     fit,
-    fit_on_rank,
     fit_with_more_batches_on_rank,
     lightning,
     loader,
@@ -74,25 +73,15 @@ def test_with_an_example_batch_validation_may_come_first(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_the_trainer_on_two_processes(tmp_path: Path) -> None:
-    def two(name: str, on_protrain: bool, resume: Path | None = None) -> list[Run]:
-        found: list[Run] = on_ranks(2, fit_on_rank, tmp_path / name, on_protrain, resume)
-        return found
-
-    plain, ours = two("plain", False), two("ours", True)
-    for mine, theirs in zip(ours, plain, strict=True):
-        assert_close(mine, theirs)
-    for name, value in ours[0].weights.items():
-        assert torch.equal(ours[1].weights[name], value), name
-
-
-@pytest.mark.slow
-def test_callbacks_of_two_processes_read_weights_between_steps(tmp_path: Path) -> None:
+    """A callback reads weights between steps."""
     ours, other = on_ranks(2, norms_on_rank, tmp_path / "ours", True)
     [plain, norms], _ = on_ranks(2, norms_on_rank, tmp_path / "plain", False)
     assert ours[1] == other[1]
     assert len(norms) == len(plain.weights) * (1 + 3 * STEPS + 2)
     assert ours[1] == pytest.approx(norms, rel=1e-4)
     assert_close(ours[0], plain)
+    for name, value in ours[0].weights.items():
+        assert torch.equal(other[0].weights[name], value), name
 
 
 @pytest.mark.slow

@@ -76,13 +76,15 @@ def trainer(
 ) -> list[Tensor]:
     transformers = pytest.importorskip("transformers")
     from protrain.integrations.transformers import ProTrainMixin
-    from tests.integrations.clients import in_order
 
     losses: list[Tensor] = []
 
-    base: Any = in_order(transformers.Trainer)
+    base: Any = transformers.Trainer
 
     class Own(base):
+        def _get_train_sampler(self, *_: Any) -> Any:  # early versions of transformers have no argument for it
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
         def compute_loss(self, model: nn.Module, inputs: Any, *others: Any, **more: Any) -> Tensor:
             outputs = model(**inputs)
             found: Tensor = weighted(outputs["logits"], inputs["labels"]) if own_loss else outputs["loss"]

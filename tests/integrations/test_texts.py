@@ -8,42 +8,61 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.pool import on_ranks
-from tests.integrations.text_runs import losses, losses_on_rank
+from tests.integrations.clients import make, prepare, tokenizer
 
-pytest.importorskip("trl")
+FEW, MANY = "unheardofunheardofunheardofunheardofunheardof w1", "w1 w2 w3 w4 w5 w6 w7 w8 w9"
+COLUMNS = {"Trainer": ["text"], "SFT": ["prompt", "completion"], "DPO": ["prompt", "chosen", "rejected"]}
+UNSAVED: dict[str, Any] = {"save_strategy": "no", "eval_strategy": "no", "memory": "64MiB"}
+BY_COLLATOR: dict[str, Any] = {**UNSAVED, "remove_unused_columns": False, "max_steps": 1}
 
 
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_the_row_of_the_most_tokens_is_planned_for(kind: str, tmp_path: Path) -> None:
+def texts(client: str) -> Any:
+    """Twelve rows of the columns of ``client``. The most tokens come late, and in another row for each column."""
+    datasets = pytest.importorskip("datasets")
+    rows = [dict.fromkeys(COLUMNS[client], FEW) for _ in range(12)]
+    for at, column in enumerate(COLUMNS[client]):
+        rows[7 + at][column] = MANY
+    return datasets.Dataset.from_list(rows)
+
+
+@pytest.mark.parametrize(
+    ("client", "max_length", "longest"), [("SFT", None, 11), ("SFT", 8, 8), ("DPO", None, 18), ("DPO", 15, 15)]
+)
+def test_the_row_of_the_most_tokens_is_planned_for(
+    client: str, max_length: int | None, longest: int, tmp_path: Path
+) -> None:
+    """In every column it is as long as any. Rows of a stream are cut to a length."""
+    prepare(client, tmp_path)
+    texts(client).save_to_disk(tmp_path / "data")
+    stream: dict[str, Any] = {} if max_length is None else {"stream": True, "max_length": max_length}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ours = losses(kind, tmp_path, on_protrain=True)
+        trainer = make(client, tmp_path, on_protrain=True, data=str(tmp_path / "data"), **stream, **UNSAVED)
+        trainer.train()
     assert not [one for one in caught if "nobody knows" in str(one.message)]
-    assert ours == pytest.approx(losses(kind, tmp_path, on_protrain=False), rel=2e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_plan_for_it(tmp_path: Path) -> None:
-    found: list[list[list[float]]] = [
-        on_ranks(2, losses_on_rank, "DPO", tmp_path, on_protrain, {}) for on_protrain in (True, False)
-    ]
-    assert found[0][0] == found[0][1]
-    assert found[0][0] == pytest.approx(found[1][0], rel=2e-5)
-
-
-@pytest.mark.parametrize("kind", ["SFT", "DPO"])
-def test_a_stream_is_planned_for_rows_as_long_as_the_trainer_leaves_them(kind: str, tmp_path: Path) -> None:
-    """The first batch is short, and a later row is cut to ``max_length``."""
-    limit: dict[str, Any] = {"max_length": 15 if kind == "DPO" else 8, "stream": True}
-    ours = losses(kind, tmp_path, on_protrain=True, **limit)
-    assert ours == pytest.approx(losses(kind, tmp_path, on_protrain=False, **limit), rel=2e-5)
+    rows = 4 if client == "DPO" else 2
+    assert trainer.optimizer.optimizer.plan.tokens == rows * longest
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_texts_of_a_collator_are_warned_of_before_the_training(stream: bool, tmp_path: Path) -> None:
+    words = tokenizer()
+
+    def collate(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        batch = words([row["text"] for row in rows], padding=True, return_tensors="pt")
+        return {**{name: batch[name] for name in ("input_ids", "attention_mask")}, "labels": batch["input_ids"]}
+
+    def losses(on_protrain: bool) -> list[float]:
+        trainer = make(
+            "Trainer", tmp_path, on_protrain=on_protrain, remove_unused_columns=False, max_steps=1, **UNSAVED
+        )
+        trainer.data_collator = collate
+        trainer.train_dataset = texts("Trainer").to_iterable_dataset() if stream else texts("Trainer")
+        trainer.train()
+        return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
     with pytest.warns(UserWarning, match="so the plan is made for the first batch, and a much longer batch") as caught:
-        ours = losses("Trainer", tmp_path, on_protrain=True, max_steps=1, stream=stream)
+        ours = losses(True)
     [warned] = [one for one in caught if "nobody knows" in str(one.message)]
-    assert Path(warned.filename).name == "text_runs.py"
-    assert ours == pytest.approx(losses("Trainer", tmp_path, on_protrain=False, max_steps=1, stream=stream), rel=2e-5)
+    assert Path(warned.filename).name == "test_texts.py"
+    assert ours == pytest.approx(losses(False), rel=2e-5)

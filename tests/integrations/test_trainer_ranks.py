@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.integrations.clients import is_before, make, prepare
 from tests.integrations.rank_runs import Trained, Training
+from tests.integrations.test_trainer_saves import assert_same_weights
 
 # Device memory in which there is a plan for any number of ranks.
 MEMORY = {"Trainer": "1.5MiB", "SFT": "1.5MiB", "SFT with LoRA": "1.5MiB", "DPO": "18MiB"}
@@ -32,12 +32,6 @@ def assert_same(one: Trained, other: Trained) -> None:
     for mine, theirs in zip(one.log, other.log, strict=True):
         assert mine.get("grad_norm") == theirs.get("grad_norm")
         assert mine == pytest.approx(theirs, rel=1e-6)
-
-
-def assert_same_weights(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(other[name], value), name
 
 
 @pytest.mark.skipif(

@@ -112,12 +112,6 @@ def test_two_processes_agree_on_the_checkpoint(saved: tuple[Path, Run], tmp_path
         assert len(resumed.losses) == len(saved[1].losses)  # its log has the steps before
 
 
-def test_checkpoints_without_the_state_of_the_optimizer_are_refused(tmp_path: Path) -> None:
-    train("Trainer", tmp_path, on_protrain=False)
-    with pytest.raises(CheckpointError, match=rf"{tmp_path / LAST} has no protrain/ with the optimizer's state"):
-        train("Trainer", tmp_path, on_protrain=True, resume=tmp_path / LAST)
-
-
 # The evaluation's loss grows after the first checkpoint of the Trainer and falls with adapters.
 BEST: dict[str, dict[str, Any]] = {
     "Trainer": {"save_total_limit": 1},

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamScalars, adam, adam_reference, adam_scalars, split
+from protrain_kernels import AdamScalars, adam, adam_reference, adam_scalars
+from tests.kernels.states import check, copied, states_of
 
 COUNT = 2048 + 384  # two whole blocks of the Triton kernel and a part
 TYPES = [
@@ -26,36 +27,11 @@ MOMENTS = pytest.mark.parametrize(
 )
 # NumPy, under Triton's interpreter, remarks on the infinities and NaN that some tests are about.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-State = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
 
 
 def _scalars(step: int, **changes: Any) -> AdamScalars:
     chosen = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decoupled": True} | changes
     return adam_scalars(step=step, **chosen)
-
-
-def _state(
-    dtype: torch.dtype,
-    values: torch.Tensor,
-    exp_avg: torch.Tensor,
-    exp_avg_sq: torch.Tensor,
-    moment_dtype: torch.dtype = torch.float32,
-) -> State:
-    moments = exp_avg.to(moment_dtype, copy=True), exp_avg_sq.to(moment_dtype, copy=True)
-    if dtype == torch.bfloat16:
-        return *split(values), *moments
-    return values.to(dtype), values.clone() if dtype == torch.float16 else None, *moments
-
-
-def _moved(state: State, device: torch.device) -> State:
-    weight, master, exp_avg, exp_avg_sq = state
-    # Copies even on the same device: each implementation must have its own to change.
-    return (
-        weight.to(device, copy=True),
-        None if master is None else master.to(device, copy=True),
-        exp_avg.to(device, copy=True),
-        exp_avg_sq.to(device, copy=True),
-    )
 
 
 @pytest.mark.parametrize(("decoupled", "scaled"), [(True, False), (False, True)], ids=["adamw-plain", "adam-scaled"])
@@ -72,9 +48,9 @@ def test_three_steps_have_the_bits_of_the_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     zeros = torch.zeros(COUNT)
-    expected = _state(weight_dtype, torch.randn(COUNT, generator=generator), zeros, zeros, moment_dtype)
+    expected = states_of(torch.randn(COUNT, generator=generator), zeros, zeros, weight_dtype, moment_dtype)
     start = expected[0].clone()
-    found = _moved(expected, backend.device)
+    found = copied(expected, backend.device)
     scale = torch.tensor([0.3]) if scaled else None
     for step in range(1, 4):
         scalars = _scalars(step, decoupled=decoupled)
@@ -82,9 +58,7 @@ def test_three_steps_have_the_bits_of_the_reference(
         adam_reference(*expected, grad, scalars, scale=scale)
         here = None if scale is None else scale.to(backend.device)
         backend.adam(*found, grad.to(backend.device), scalars=scalars, scale=here)
-    for ours, theirs in zip(found, expected, strict=True):
-        if ours is not None and theirs is not None:
-            same_bits(ours, theirs)
+    check(found, expected, same_bits)
     assert (found[0].cpu() != start).float().mean() > 0.5, "hardly a weight moved"
 
 
@@ -109,15 +83,13 @@ def test_any_bit_patterns_have_the_bits_of_the_reference(
     exp_avg[::4] *= 1e-30
     exp_avg_sq[::4] *= 1e-30
     grad[::4] *= 1e-30
-    expected = _state(weight_dtype, values, exp_avg, exp_avg_sq, moment_dtype)
-    found = _moved(expected, backend.device)
+    expected = states_of(values, exp_avg, exp_avg_sq, weight_dtype, moment_dtype)
+    found = copied(expected, backend.device)
     scalars = _scalars(2, eps=eps, decoupled=decoupled)
     gradient = grad.to(grad_dtype)
     adam_reference(*expected, gradient, scalars)
     backend.adam(*found, gradient.to(backend.device), scalars=scalars, scale=None)
-    for ours, theirs in zip(found, expected, strict=True):
-        if ours is not None and theirs is not None:
-            same_bits(ours, theirs)
+    check(found, expected, same_bits)
 
 
 def test_the_reference_rounds_every_operation_once(any_bits: Callable[[int, int], torch.Tensor]) -> None:
@@ -221,15 +193,12 @@ def test_a_large_chunk_falls_back_in_slices(monkeypatch: pytest.MonkeyPatch, sam
     monkeypatch.setattr(importlib.import_module("protrain_kernels.adam"), "REFERENCE_SLICE", 512)
     generator = torch.Generator().manual_seed(4)
     zeros = torch.zeros(COUNT)
-    expected = _state(torch.bfloat16, torch.randn(COUNT, generator=generator), zeros, zeros)
-    found = _moved(expected, torch.device("cpu"))
+    expected = states_of(torch.randn(COUNT, generator=generator), zeros, zeros, torch.bfloat16)
+    found = copied(expected)
     grad = torch.randn(COUNT, generator=generator)
     adam_reference(*expected, grad, _scalars(1))
     adam(*found, grad, _scalars(1))
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours is not None
-        assert theirs is not None
-        same_bits(ours, theirs)
+    check(found, expected, same_bits)
 
 
 def test_slices_of_an_arena_leave_their_neighbours_alone(backend: Any) -> None:

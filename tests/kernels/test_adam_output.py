@@ -7,23 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from protrain_kernels import AdamStates, adam, adam_scalars, split
+from protrain_kernels import AdamStates, adam, adam_scalars
+from tests.kernels.states import check, random_states
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def states(count: int, dtype: torch.dtype, *, start: int = 0, moment_dtype: torch.dtype = torch.float32) -> AdamStates:
     """Random ones that begin ``start`` elements into their storage."""
-    generator = torch.Generator().manual_seed(count)
-    values = torch.randn(start + count, generator=generator)
-    exp_avg, exp_avg_sq = torch.randn(start + count, generator=generator), torch.rand(start + count)
-    weight, master = values.to(dtype), None
-    if dtype is torch.bfloat16:
-        weight, master = split(values)
-    elif dtype is torch.float16:
-        master = values
-    moments = exp_avg.to(moment_dtype)[start:], exp_avg_sq.to(moment_dtype)[start:]
-    return AdamStates(weight[start:], None if master is None else master[start:], *moments)
+    weight, master, exp_avg, exp_avg_sq = random_states(start + count, dtype, moment_dtype)
+    return AdamStates(weight[start:], None if master is None else master[start:], exp_avg[start:], exp_avg_sq[start:])
 
 
 def copy(of: AdamStates, *, fill: float | None = None, start: int = 0) -> AdamStates:
@@ -63,10 +56,8 @@ def test_bits(
         alone = copy(old, fill=77, start=start).weight
         adam(*old, grad, scalars, scale=scale, threads=2, out=alone)
         same_bits(alone, expected.weight)
-        for ours, theirs, kept, was in zip(new, expected, old, before, strict=True):
-            if ours is not None:
-                same_bits(ours, theirs)
-                same_bits(kept, was)
+        check(new, expected, same_bits)
+        check(old, before, same_bits)
 
 
 def test_bad_arguments_are_named() -> None:

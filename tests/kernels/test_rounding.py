@@ -15,16 +15,15 @@ from protrain_kernels import (
     MASTER_DTYPES,
     TILE,
     AdamStaging,
-    AdamStates,
     adam,
     adam_reference,
     adam_scalars,
     flatten,
     padded,
-    split,
     streamed_adam,
     sum_of_squares_reference,
 )
+from tests.kernels.states import check, copied, random_states
 
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [*HALVES, torch.float32]
@@ -41,34 +40,12 @@ def _sums(count: int) -> torch.Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(1))
 
 
-def _states(dtype: torch.dtype, moment_dtype: torch.dtype) -> AdamStates:
-    generator = torch.Generator().manual_seed(2)
-    values, exp_avg, root = torch.randn(3, COUNT, generator=generator).unbind()
-    weight, master = values.to(dtype), None
-    if dtype is torch.bfloat16:
-        weight, master = split(values)
-    elif dtype is torch.float16:
-        master = values.clone()
-    return AdamStates(weight, master, exp_avg.to(moment_dtype, copy=True), root.square().to(moment_dtype))
-
-
-def _copy(states: AdamStates, device: torch.device | None = None) -> AdamStates:
-    return AdamStates(*(None if state is None else state.to(device or "cpu", copy=True) for state in states))  # type: ignore[arg-type]
-
-
 def _torchs(sums: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
     """The gradient of ``dtype`` that torch makes of ``sums``."""
     gradient = (sums * torch.full_like(sums, factor)).to(dtype)
     if dtype is not torch.float32:
         assert (gradient.float() != sums * factor).float().mean() > 0.9, "hardly a sum was rounded"
     return gradient
-
-
-def _check(found: AdamStates, expected: AdamStates, same_bits: SameBits) -> None:
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            same_bits(ours, theirs)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
@@ -78,15 +55,15 @@ def _check(found: AdamStates, expected: AdamStates, same_bits: SameBits) -> None
 def test_the_update_with_a_sum_is_that_with_torchs_rounded_gradient(
     backend: Any, same_bits: SameBits, dtype: torch.dtype, moment_dtype: torch.dtype, factor: float, scaled: bool
 ) -> None:
-    states, sums = _states(dtype, moment_dtype), _sums(COUNT)
+    states, sums = random_states(COUNT, dtype, moment_dtype), _sums(COUNT)
     scale = torch.tensor([0.3]) if scaled else None
-    expected, found, referred = _copy(states), _copy(states, backend.device), _copy(states)
+    expected, found, referred = copied(states), copied(states, backend.device), copied(states)
     adam_reference(*expected, _torchs(sums, dtype, factor), SCALARS, scale=scale)
     here = None if scale is None else scale.to(backend.device)
     backend.adam(*found, sums.to(backend.device), scalars=SCALARS, gradient_factor=factor, scale=here)
-    _check(found, expected, same_bits)
+    check(found, expected, same_bits)
     adam_reference(*referred, sums, SCALARS, gradient_factor=factor, scale=scale)
-    _check(referred, expected, same_bits)
+    check(referred, expected, same_bits)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -125,17 +102,17 @@ def test_updates_out_of_place_and_streamed(
     how: str,
 ) -> None:
     monkeypatch.setenv("PROTRAIN_HOST_KERNELS", how)
-    states, sums, scale = _states(dtype, moment_dtype), _sums(COUNT), torch.tensor([0.37])
-    expected = _copy(states)
+    states, sums, scale = random_states(COUNT, dtype, moment_dtype), _sums(COUNT), torch.tensor([0.37])
+    expected = copied(states)
     adam_reference(*expected, _torchs(sums, dtype, factor), SCALARS, scale=scale)
-    new, weight, streamed = _copy(states), torch.zeros_like(states.weight), _copy(states)
+    new, weight, streamed = copied(states), torch.zeros_like(states.weight), copied(states)
     adam(*states, sums, SCALARS, gradient_factor=factor, scale=scale, out=new)
     adam(*states, sums, SCALARS, gradient_factor=factor, scale=scale, out=weight)
     staging = AdamStaging(torch.device("cpu"), size_bytes=2 * 640 * 18)  # several pieces
     streamed_adam(*streamed, sums, SCALARS, staging, gradient_factor=factor, scale=scale)
-    _check(new, expected, same_bits)
+    check(new, expected, same_bits)
     same_bits(weight, expected.weight)
-    _check(streamed, expected, same_bits)
+    check(streamed, expected, same_bits)
 
 
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
@@ -159,7 +136,7 @@ def test_flatten_keeps_the_sum_whole_and_rounds_it_for_the_squares(
 
 
 def test_bad_arguments_are_named() -> None:
-    states = _states(torch.bfloat16, torch.float32)
+    states = random_states(COUNT, torch.bfloat16)
     gradient = torch.zeros(COUNT, dtype=torch.bfloat16)
     staging = AdamStaging(torch.device("cpu"), size_bytes=1 << 20)
     calls: list[Callable[[], object]] = [

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from protrain_kernels import AdamStaging, adam_reference, adam_scalars, split, streamed_adam
+from protrain_kernels import AdamStaging, adam_reference, adam_scalars, streamed_adam
 from protrain_kernels.adam import launch_adam
 from protrain_kernels.streamed_adam import run_pieces
+from tests.kernels.states import random_states
 
 COUNT = 11 * 1024 + 384
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -24,16 +25,9 @@ Tensors = dict[str, torch.Tensor]
 def _state(
     dtype: torch.dtype, grad_dtype: torch.dtype, count: int = COUNT, moment_dtype: torch.dtype = torch.float32
 ) -> Tensors:
-    generator = torch.Generator().manual_seed(0)
-    values, exp_avg, root, grad = torch.randn(4, count, generator=generator).unbind()
-    found = {"exp_avg": exp_avg.to(moment_dtype, copy=True), "exp_avg_sq": root.square().to(moment_dtype)}
-    found["grad"] = grad.to(grad_dtype)
-    if dtype == torch.bfloat16:
-        weight, master = split(values)
-        return {"weight": weight, "master": master, **found}
-    if dtype == torch.float16:
-        return {"weight": values.half(), "master": values.clone(), **found}
-    return {"weight": values.clone(), **found}
+    states = random_states(count, dtype, moment_dtype)._asdict()
+    gradient = torch.randn(count, generator=torch.Generator().manual_seed(0)).to(grad_dtype)
+    return {name: state for name, state in states.items() if state is not None} | {"grad": gradient}
 
 
 def _step(tensors: Tensors, **options: Any) -> Any:

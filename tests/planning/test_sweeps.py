@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from protrain.common.errors import PlanError
 from protrain.hardware.profile import HardwareProfile
-from protrain.planning import Frontier, Largest, frontier, largest, search
+from protrain.planning import Frontier, Largest, Plan, frontier, largest, plans_by_batch, search, sweeps
 from protrain.planning.sweeps import N_LIMITS, least_device_bytes
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import MIB, equal_blocks, machine, profile_of
@@ -118,3 +119,34 @@ def test_ranks_are_planned_together() -> None:
     deepest = [largest(blocks, hardware, most_layers=60) for hardware in (alone, two)]
     assert 1.3 * deepest[0].layers < deepest[1].layers < 60
     assert deepest[1].plan.world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "n_sequences", "fastest_first"),
+    [
+        ({1: 9, 2: 8, 4: 7, 8: 6, 16: 5, 32: 4, 64: 5}, 64, [32, 16, 64, 8]),  # ends where it is slower again
+        ({1: 9, 2: 4, 4: 5, 8: 6, 16: 7}, 64, [2, 4, 8, 16, 1]),
+        ({1: 9, 2: 8}, 64, [2, 1]),  # where no larger one fits
+        ({2: 800, 4: 799, 8: 800, 16: 801}, 64, [8, 4, 16]),  # which hardly differ
+        ({1: 9, 2: 8, 4: 7, 8: 6, 16: 5}, 5, [4, 2]),  # that a step has room for
+        ({}, 64, []),
+    ],
+)
+def test_the_batch_doubles_or_halves_while_that_is_faster(
+    step_ms: dict[int, int], n_sequences: int, fastest_first: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced, roomy = replace(blocks(2), tokens=80, batch_shapes={"ids": (8, 10)}), machine("8GiB", "4GiB")
+    plan = search(traced, roomy)
+
+    def found(profile: ModelProfile, _: HardwareProfile, **__: Any) -> Plan:
+        batch = profile.n_sequences
+        if batch not in step_ms:
+            search(profile, replace(roomy, device_bytes=MIB))
+        time_ms = step_ms[batch] * batch * profile.accumulation
+        return replace(plan, step_ms=time_ms, tokens=profile.tokens, accumulation=profile.accumulation)
+
+    monkeypatch.setattr(sweeps, "search", found)
+    plans = plans_by_batch(traced, roomy, n_sequences=n_sequences)
+    assert list(plans) == fastest_first
+    assert all(each.tokens == 10 * batch for batch, each in plans.items())
+    assert all(each.accumulation == n_sequences // batch for batch, each in plans.items())

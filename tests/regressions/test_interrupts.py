@@ -120,10 +120,12 @@ def test_ctrl_c_at_any_time_of_a_forward_or_backward_changes_nothing(plan: str) 
     n_interrupted = 0
     try:
         for number in range(20):
+            begin = time.perf_counter()
             try:
                 signal.setitimer(signal.ITIMER_REAL, took_s * (number + 1) / 21)
                 training[0](rows(number)).square().mean().backward()
                 signal.setitimer(signal.ITIMER_REAL, 0)
+                took_s = min(took_s, time.perf_counter() - begin)  # a loaded machine was slower at first
             except KeyboardInterrupt:
                 n_interrupted += 1
             training[1].zero_grad()

@@ -117,12 +117,15 @@ def test_what_collator_and_trainer_count_and_draw_is_as_without_protrain(tmp_pat
         class Counting(kind):
             calls = 0
 
-            def compute_loss(self, *args: Any, **others: Any) -> Any:
+            def compute_loss(self, model: Any, inputs: Any, **others: Any) -> Any:
                 self.calls += 1
-                return super().compute_loss(*args, **others) * self.calls
+                self.seen["rows"].append(len(inputs["input_ids"]))
+                return super().compute_loss(model, inputs, **others) * self.calls * len(self.seen["rows"])
 
         args = transformers.TrainingArguments(**given(tmp_path))
-        return losses(Counting(model=llama(), args=args, train_dataset=rows(), data_collator=Collator(), **more))
+        made = Counting(model=llama(), args=args, train_dataset=rows(), data_collator=Collator(), **more)
+        made.seen = {"rows": []}
+        return losses(made)
 
     ours = run(ProTrainTrainer, protrain={"device_memory": "64MiB"})
     assert ours == pytest.approx(run(transformers.Trainer), rel=1e-5)

@@ -157,7 +157,7 @@ class Frame:
                 "because another backward() came before, or because the weight is detached here and all of its "
                 "gradients had arrived: wrap with step_during_backward=False"
             )
-        if buffer.resident:
+        if chunk.resident:
             return saved
         memory = self.buffers.used(chunk).memory
         weight = saved if memory is buffer.memory else ViewForm.of(saved).on(memory)

@@ -113,13 +113,13 @@ class Gradients:
         present, pending = self.present, self.pending
         members = self._complete.get(visit, []) if self._ranks.several else [self.members[index] for index in pending]
         members = sorted(members, key=lambda member: (member.chunk.index, present[member.index], member.offset))
-        for (chunk, again), group in groupby(members, key=lambda member: (member.chunk, present[member.index])):
+        for (chunk, accumulate), group in groupby(members, key=lambda member: (member.chunk, present[member.index])):
             stored = list(group)
             arrived = [member.index for member in stored if member.index in pending]
-            if again and chunk.accumulator is None:
+            if accumulate and chunk.accumulator is None:
                 raise _one_more(f"a second gradient of {stored[0].name}", 2)
             self.pools.acquire(chunk)
-            self.reduction.store(chunk, stored, pending, again=again)
+            self.reduction.store(chunk, stored, pending, accumulate=accumulate)
             for index in arrived:
                 present[index] = True
             self.delivered.update(arrived)

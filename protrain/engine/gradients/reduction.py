@@ -37,11 +37,11 @@ and all compute their sums. So every rank ends with all sums, and they have the 
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -103,9 +103,8 @@ class Reduction:
         self.added = streams.event()  # the last addition to a gradient or a sum is done
         streams.compute.record_event(self.added)
         sent, shard = layout.reduction_elements(), layout.lane_elements(plan.n_persist, plan.device_sums)
-        self._usual = [Lane(memory, sent=sent[0], shard=shard[0]) for _ in range(STAGING_BUFFERS)]
+        self._usual = deque(Lane(memory, sent=sent[0], shard=shard[0]) for _ in range(STAGING_BUFFERS))
         self._large = Lane(memory, sent=sent[1], shard=shard[1])
-        self._turn = 0
         # What comes from all ranks, of usual chunks and of large ones. Only the stream of reductions uses it, in order.
         self._received = [memory.zeros(elements) for elements in sent]
         self._sum_elements = layout.sum_elements(plan.n_persist, plan.device_sums)
@@ -117,7 +116,7 @@ class Reduction:
         self._unsent: dict[Chunk, set[tuple[int, int]]] = {}
         self._run = lru_cache(_MOST_RUNS)(self._placed)
 
-    def store(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, again: bool) -> None:
+    def store(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, accumulate: bool) -> None:
         """Bring what ``gradients`` has of ``members``, by parameter, into ``chunk``, and take it out of ``gradients``.
 
         All ranks call it alike, each with what it has.
@@ -126,12 +125,12 @@ class Reduction:
             chunk: whose gradient or sum is to be had where its states lie, or where ``send`` takes it from.
             members: some of its parameters, in the order of offsets.
             gradients: of any shapes and strides, on the device.
-            again: add to what the step has brought of ``members`` before. The chunk needs a sum for that.
+            accumulate: add to what the step has brought of ``members`` before. The chunk needs a sum for that.
         """
         self._squares.norms.clear()
         if self._ranks.several or chunk.accumulator_on_host:
             for run in runs(members):
-                self._reduce(chunk, run, gradients, again=again)
+                self._reduce(chunk, run, gradients, accumulate=accumulate)
             return
         values = [gradients.pop(member.index).contiguous() for member in members]
         squares, offsets = self._squares, [member.offset for member in members]
@@ -145,11 +144,13 @@ class Reduction:
             return
         target = chunk.grad if chunk.accumulator is None else chunk.accumulator
         assert target is not None
-        flatten(values, target, *where, accumulate=again, weight_dtype=self._weight_dtype)
+        flatten(values, target, *where, accumulate=accumulate, weight_dtype=self._weight_dtype)
         if not chunk.persistent:
             self._note(chunk, ranges)
 
-    def _reduce(self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, again: bool) -> None:
+    def _reduce(
+        self, chunk: Chunk, members: Sequence[Member], gradients: dict[int, Tensor], *, accumulate: bool
+    ) -> None:
         """``store`` for a run of neighbours: exchange their gradients, and add up what all ranks have sent."""
         lane, run = self._free_lane(chunk), self._run(tuple(members))
         sent = lane.sent[members[0].offset : members[-1].stop]
@@ -173,34 +174,34 @@ class Reduction:
             return
         self._streams.reduce.wait_event(lane.shard_free)
         if chunk.accumulator_on_host:
-            self._add_to_host(chunk, lane, pieces, run, again=again)
+            self._add_to_host(chunk, lane, pieces, run, accumulate=accumulate)
             return
         total = None if chunk.accumulator is None else chunk.accumulator[run.own]
         target = chunk.grad if chunk.persistent and total is None else lane.shard
         assert target is not None
-        self._fold(chunk, pieces, run.slices, target[run.own], total, again=again)
+        self._fold(chunk, pieces, run.slices, target[run.own], total, accumulate=accumulate)
         if total is None and not chunk.persistent:
             self._offload(chunk, lane, [run.own], after=self.added)
         elif not chunk.persistent:
             self._note(chunk, [run.own])
 
-    def _add_to_host(self, chunk: Chunk, lane: Lane, pieces: Tensor, run: _Run, *, again: bool) -> None:
+    def _add_to_host(self, chunk: Chunk, lane: Lane, pieces: Tensor, run: _Run, *, accumulate: bool) -> None:
         """Add ``pieces`` to the sum of ``chunk`` in host memory. The lane gets the gradient, for its squares."""
         streams = self._streams
         assert chunk.accumulator is not None
         total, target = chunk.accumulator[run.own], lane.shard[run.own]
         chunk.wait()  # an update may read the sum, if no forward has come in between
-        if again:
+        if accumulate:
             streams.h2d.wait_event(chunk.offloaded)
         for part, slices in in_parts(run.slices, self._sum_elements):
             buffer = self._sums[0]
             self._sums.rotate(-1)
             here, home = buffer.memory[: part.stop - part.start], total[part]
-            if again:
+            if accumulate:
                 with span(UP, f"sum {chunk.index}"):
                     streams.upload(here, home, after=buffer.free, done=buffer.there)
-            streams.reduce.wait_event(buffer.there if again else buffer.free)
-            self._fold(chunk, pieces[:, part], slices, target[part], here, again=again)
+            streams.reduce.wait_event(buffer.there if accumulate else buffer.free)
+            self._fold(chunk, pieces[:, part], slices, target[part], here, accumulate=accumulate)
             with span(DOWN, f"sum {chunk.index}"):
                 streams.offload(home, here, after=self.added, done=buffer.free)
         streams.d2h.record_event(chunk.offloaded)
@@ -214,10 +215,10 @@ class Reduction:
         target: Tensor,
         total: Tensor | None,
         *,
-        again: bool,
+        accumulate: bool,
     ) -> None:
         with self._streams.running(self._streams.reduce, after=self._filled, done=self.added):
-            if total is not None and not again:
+            if total is not None and not accumulate:
                 total.fill_(ABSENT)
             squares, factor = self._squares, chunk.sum_factor
             fold(pieces, slices, gradient=target, accumulator=total, factor=factor, partials=squares.partials)
@@ -275,8 +276,8 @@ class Reduction:
         """The lane of the next gradient of ``chunk``."""
         if chunk.large:
             return self._large
-        self._turn = (self._turn + 1) % STAGING_BUFFERS
-        return self._usual[self._turn]
+        self._usual.rotate(-1)
+        return self._usual[0]
 
     def _free_lane(self, chunk: Chunk) -> Lane:
         """``_lane``, whose ``sent`` the compute stream may fill."""
@@ -329,7 +330,7 @@ class SquareSums:
 
     def __init__(self, memory: EngineMemory, members: list[Member], cut_tiles: Sequence[tuple[int, int]]) -> None:
         self._tiles = {member.index: tiles(member.numel) for member in members if member.group >= 0}
-        *starts, n_tiles = accumulate(self._tiles.values(), initial=0)
+        *starts, n_tiles = itertools.accumulate(self._tiles.values(), initial=0)
         self.offsets = dict(zip(self._tiles, starts, strict=True))  # where the partial sums of a parameter begin
         self.partials = memory.zeros(n_tiles, dtype=torch.float32)
         self.norms: dict[int, Tensor] = {}  # of each gradient by parameter, while no other gradient comes

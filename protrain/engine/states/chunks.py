@@ -15,7 +15,8 @@ of 128 elements.
 has queued and not waited for. Only the main thread changes it, or the thread that commits a step while that one waits:
 
     CURRENT     nothing: the states are those of the last step, and nothing reads the gradient
-    SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit
+    SPECULATED  a speculative update, which reads the gradient and the states, and which a step may commit. Another
+                gradient or an edit of weights ends it, and the update is then done anew.
     UPDATING    the update of a step, after which the weight is that of the step. A deferred update of the other states
                 may follow it.
 
@@ -170,7 +171,7 @@ class Chunk:
 
     def is_updated(self) -> bool:
         """Whether the weight in host memory is that of the last step. It never is after an update that has failed."""
-        return self.update is None or (self.update.done() and self.update.exception() is None)
+        return self.update is None or self.update.succeeded
 
     def wait_for_update(self) -> None:
         """Block until the weight in host memory is that of the last step."""
@@ -197,7 +198,7 @@ class Chunk:
         """Whether a speculative update computes the weight only."""
         return isinstance(self.speculative, Tensor)
 
-    def step(
+    def adam(
         self,
         pieces: list[Piece],
         gradient: Tensor,
@@ -219,7 +220,7 @@ class Chunk:
             states, own = self.states.part(part), gradient[part]
             adam(*states, own, scalars, gradient_factor=self.gradient_factor, scale=scale, threads=threads)
 
-    def step_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
+    def adam_streamed(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, staging: AdamStaging) -> None:
         """Have the device do AdamW on ``pieces`` of this chunk in host memory; queued on the current stream.
 
         ``gradient`` is in host memory, and ``scale`` on the device.
@@ -228,7 +229,7 @@ class Chunk:
             states = self.states.part(part)
             streamed_adam(*states, gradient[part], scalars, staging, gradient_factor=self.gradient_factor, scale=scale)
 
-    def step_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
+    def adam_speculatively(self, pieces: list[Piece], gradient: Tensor, scale: Tensor | None, *, threads: int) -> None:
         """AdamW from the states into ``speculative``. ``pieces`` must cover the chunk, as a commit takes all of it."""
         copy = self.speculative
         assert copy is not None
@@ -238,7 +239,7 @@ class Chunk:
             adam(*self.states.part(part), gradient[part], scalars, out=new, **how)
 
     def commit(self) -> None:
-        """Take over what ``step_speculatively`` wrote. If that is the weight only, the other states come later."""
+        """Take over what ``adam_speculatively`` wrote. If that is the weight only, the other states come later."""
         assert self.speculative is not None
         if isinstance(self.speculative, Tensor):
             self.uploaded.synchronize()  # it reads the weight before: from now on uploads read the speculative one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,13 +83,29 @@ def empty_parameters(*, init: Callable[[nn.Module], object] | None = None) -> It
             their first parameters. It is given here, because here the model is built: whoever makes the values later
             needs not know of it.
     """
-    watch = _active or _Watch()
-    known = len(watch.owners)
-    with watch.watching() if _active is None else nullcontext():
-        yield
-        for module in list(watch.owners.values())[known:]:
-            if init is not None:
-                initialise(module, init)
+    global _active
+    module: Any = nn.Module
+    before, register = _active, module.register_parameter
+    watch = _Watch()
+    owners: dict[int, nn.Module] = {}  # of parameters that are registered inside
+
+    def register_empty(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None:
+            watch.empty(param)
+            owners.setdefault(id(owner), owner)
+        register(owner, name, param)
+
+    _active, module.register_parameter = watch, register_empty
+    try:
+        with watch, _Unseen(watch):
+            yield
+            for owner in list(owners.values()):
+                if init is not None:
+                    initialise(owner, init)
+    finally:
+        _active, module.register_parameter = before, register
+        for start in watch.noted:
+            start.version = start.parameter._version
 
 
 def check_start_values(model: nn.Module, *, loaded: bool) -> None:
@@ -115,32 +131,9 @@ class _Watch(RuntimeMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.owners: dict[int, nn.Module] = {}  # of parameters that were registered inside
-        self._noted = set[Start]()  # that may have changed inside
+        self.noted = set[Start]()  # that may have changed inside
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch what happens inside."""
-        global _active
-        module: Any = nn.Module
-        register = module.register_parameter
-
-        def register_empty(owner: nn.Module, name: str, param: nn.Parameter | None) -> None:
-            if param is not None:
-                self._empty(param)
-                self.owners.setdefault(id(owner), owner)
-            register(owner, name, param)
-
-        _active, module.register_parameter = self, register_empty
-        try:
-            with self, _Unseen(self):
-                yield
-        finally:
-            _active, module.register_parameter = None, register
-            for start in self._noted:
-                start.version = start.parameter._version
-
-    def _empty(self, parameter: nn.Parameter) -> None:
+    def empty(self, parameter: nn.Parameter) -> None:
         """Take the memory of ``parameter``, unless its values were made outside."""
         if type(parameter) is not nn.Parameter or not is_managed(parameter):
             return  # another class may have more than values, and a tied parameter has a start already
@@ -166,7 +159,7 @@ class _Watch(RuntimeMode):
         start = start_of(tensor)
         if start is not None:
             start.note_write()
-            self._noted.add(start)
+            self.noted.add(start)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

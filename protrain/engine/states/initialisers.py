@@ -52,8 +52,7 @@ class Start:
     parameter: nn.Parameter
     dtype: torch.dtype  # in which it was set, before the model was converted
     seed: int = field(default_factory=torch.initial_seed)  # [Note: keyed by name]
-    call: partial[Any] | None = None  # of the initialiser that set it last
-    set_by: str = ""  # code that is no initialiser and has set it since then
+    set_by: partial[Any] | str = ""  # the call of an initialiser that set it last, or the place of other code that did
     version: int = 0  # of the parameter when the last block ended
 
     def share(self, tensor: Tensor) -> None:
@@ -63,13 +62,7 @@ class Start:
     def note_write(self) -> None:
         """Note who sets the parameter now, by the frames of Python."""
         self.dtype = self.parameter.dtype
-        call = _call_in_progress()
-        if call is not None:
-            self.call, self.set_by = call, ""
-            return
-        places = (f for f, _ in walk_stack(sys._getframe()) if not f.f_code.co_filename.startswith(_FOLDERS))
-        frame = next(places, sys._getframe())
-        self.set_by = f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
+        self.set_by = _call_in_progress() or _place_in_progress()
 
 
 def set_start(start: Start) -> None:
@@ -108,11 +101,11 @@ def missing_start(parameter: nn.Parameter) -> str:
         return "is on the meta device and was not built under protrain.empty_parameters()"
     if start.version != parameter._version:
         return "was changed after the block of protrain.empty_parameters() in which it was built"
+    if isinstance(start.set_by, partial) or not parameter.numel():
+        return ""
     if start.set_by:
         return f"was set by {start.set_by}, which is no initialiser that could be called again"
-    if start.call is None and parameter.numel():
-        return "was set by no initialiser, such as a reset_parameters() of its module"
-    return ""
+    return "was set by no initialiser, such as a reset_parameters() of its module"
 
 
 def held_storages(model: nn.Module) -> set[int]:
@@ -135,20 +128,20 @@ def start_value(parameter: nn.Parameter, name: str, device: torch.device, held: 
     """
     start, kind, dtype = start_of(parameter), type(parameter), parameter.dtype
     assert start is not None
-    if start.call is None:
+    if not isinstance(start.set_by, partial):
         return torch.empty_like(parameter, device=device)  # it has no elements
     digest = hashlib.sha256(f"{start.seed} {base_name(name)}".encode()).digest()
     seed, gpus = int.from_bytes(digest[:8], "little"), [device] if device.type == "cuda" else []
     nothing = torch.full_like(parameter, float("nan"), dtype=start.dtype, device=device, requires_grad=False)
     other: Any = nn.Parameter(nothing)
-    called = getattr(start.call.func, "__qualname__", repr(start.call.func))
+    called = getattr(start.set_by.func, "__qualname__", repr(start.set_by.func))
     parameter.__class__ = nn.Parameter  # the initialiser may also replace its data
     torch._C._swap_tensor_impl(parameter, other)
     try:
         with torch.random.fork_rng(gpus), torch.no_grad(), _Keep(held):
             for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu.index] for gpu in gpus)):
                 generator.manual_seed(seed)
-            start.call()
+            start.set_by()
         value = parameter.detach().to(device, dtype)
     except Exception as error:
         raise ValueError(f"parameter {name}: {called} does not run for it alone ({error}): {REMEDY}") from error
@@ -211,6 +204,13 @@ def _call_in_progress() -> partial[Any] | None:
             break
         found = call or found
     return found
+
+
+def _place_in_progress() -> str:
+    """The line that runs now, outside of torch and of this package."""
+    places = (f for f, _ in walk_stack(sys._getframe()) if not f.f_code.co_filename.startswith(_FOLDERS))
+    frame = next(places, sys._getframe())
+    return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno} ({frame.f_code.co_name})"
 
 
 def _call_of(frame: FrameType) -> partial[Any] | None:

@@ -41,18 +41,25 @@ class Rate:
     def __init__(self, gparams: float) -> None:
         self.gparams = self._predicted = gparams
         self._elements, self._seconds = 0, 0.0  # of all updates
+        self._began = 0.0  # when the update that is timed would have begun if nothing else had been done meanwhile
 
     @contextmanager
     def timing(self, pieces: list[Piece]) -> Iterator[None]:
         """Time the body, which updates ``pieces``."""
-        begin = time.perf_counter()
+        self._began = time.perf_counter()
         yield
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - self._began
         elements = sum(part.stop - part.start for part, _ in pieces)
         measured = elements / max(seconds, 1e-9) / 1e9
         self.gparams += (measured - self.gparams) * (_NEWEST_SHARE if self._elements else 1.0)
         self._elements += elements
         self._seconds += seconds
+
+    def leave_out(self, work: Callable[[], None]) -> None:
+        """Do ``work`` in the middle of the update that is timed, of which it is no part."""
+        before, begin = self._began, time.perf_counter()
+        work()
+        self._began = before + time.perf_counter() - begin
 
     def forget(self) -> None:
         """No update was made in this step. The rate turns to the predicted one by and by.
@@ -98,13 +105,13 @@ class UpdateState(State):
     CAUGHT_UP = ("caught up",)
 
 
-class HostUpdates:
-    """Does updates on the host, for the host worker, and counts how all turned out.
+class HostOptimizer:
+    """AdamW on the host, for the host worker. It also counts how the updates by host and device have turned out.
 
     Args:
         threads: number of host threads.
         rate: of the updates that compute all states.
-        buffers: get the weights that are updated.
+        buffers: the weights that are updated are uploaded to them.
     """
 
     def __init__(self, *, threads: int, rate: Rate, buffers: BufferPool) -> None:
@@ -118,8 +125,9 @@ class HostUpdates:
 
     def update(self, chunk: Chunk, pieces: list[Piece], gradient: Tensor, scale: Scale) -> None:
         """Update ``pieces`` of ``chunk`` by ``gradient``, all in host memory, and run commits in the middle of that."""
+        between = functools.partial(self.rate.leave_out, self.run_commits)
         with self.rate.timing(pieces):
-            chunk.step(pieces, gradient, scale.on_host, threads=self.threads, between=self.run_commits)
+            chunk.adam(pieces, gradient, scale.on_host, threads=self.threads, between=between)
 
     def begin_step(self, updates: Iterable[HostUpdate], scale: Scale, assumed_factor: float | None) -> None:
         """The step has asked for ``updates``. Those that were already done speculatively upload first.
@@ -168,7 +176,7 @@ class HostUpdate:
     chunk: Chunk
     gradient: Tensor  # in host memory
     window: Window  # of the backward that brings the gradient
-    host: HostUpdates
+    host: HostOptimizer
     state: UpdateState = UpdateState.PENDING
     early: Job | None = None  # in which the host begins it while backward runs
     # The pieces and the factor on the gradient with which it was done speculatively.
@@ -198,7 +206,7 @@ class HostUpdate:
         self.assumed = pieces, factor
         scale = None if factor == 1.0 else torch.tensor([factor], dtype=torch.float32, device="cpu")
         with nullcontext() if chunk.speculates_weight_only else self.host.rate.timing(pieces):
-            chunk.step_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
+            chunk.adam_speculatively(pieces, self.gradient, scale, threads=self.host.threads)
         self._go_to(UpdateState.SPECULATED)
 
     def begin(self) -> None:
@@ -232,15 +240,14 @@ class HostUpdate:
     def catch_up(self) -> None:
         """Update all states if the step has committed the speculative weight."""
         if self.state is UpdateState.COMMITTED:
-            with self.host.rate.timing(self.pieces):
-                self.chunk.step(self.pieces, self.gradient, self.scale.on_host, threads=self.host.threads)
+            self.host.update(self.chunk, self.pieces, self.gradient, self.scale)
             self.chunk.current_weight = self.chunk.weight  # from now on the two weights have the same bits
             self._go_to(UpdateState.CAUGHT_UP)
 
     def _end(self, new: UpdateState) -> None:
         """The weight is that of the step. If a buffer waits for it, it is uploaded."""
         self._go_to(new)
-        self.host.buffers.issue(self.chunk)
+        self.host.buffers.issue_upload(self.chunk)
 
     def _go_to(self, new: UpdateState) -> None:
         self.state = self.state.become(new)
@@ -293,7 +300,7 @@ class Streamer:
         timed = self.rate.timing(pieces) if self.updates else nullcontext()
         with timed, span(STREAM, f"update {chunk.index}"):
             with self._streams.streaming(self._done):
-                chunk.step_streamed(pieces, gradient, scale.on_device, self._staging)
+                chunk.adam_streamed(pieces, gradient, scale.on_device, self._staging)
             self._done.synchronize()
         self.updates += 1
 

@@ -45,7 +45,7 @@ from protrain.engine.states.chunks import Chunk, ChunkState, Piece
 from protrain.engine.states.groups import Groups
 from protrain.engine.streams import Event, Stream, span
 from protrain.engine.units import ManagedModel
-from protrain.engine.updates.host_updates import NO_SCALE, HostUpdate, HostUpdates, Rate, Scale, Streamer, Window
+from protrain.engine.updates.host_updates import NO_SCALE, HostOptimizer, HostUpdate, Rate, Scale, Streamer, Window
 from protrain.engine.updates.worker import HostWorker, Job
 from protrain.engine.weights.buffers import BufferPool
 from protrain.planning.timeline import GPU
@@ -75,7 +75,7 @@ class Updates:
         self.worker = worker
         self.workers = [worker] if streamer is None else [worker, streamer.worker]  # every thread that updates chunks
         self._committer = committer
-        self.host = HostUpdates(
+        self.host = HostOptimizer(
             threads=worker.threads,
             rate=Rate(0.0) if streamer is None else streamer.host_rate,
             buffers=buffers,
@@ -242,7 +242,7 @@ class Updates:
         if not chunk.persistent:
             return self._offloaded_update(chunk, pieces, scale)
         with span(GPU, f"update {chunk.index}"), self._streams.running(stream, after=chunk.updated, done=chunk.updated):
-            chunk.step(pieces, chunk.gradient, scale.on_device, threads=self.worker.threads)
+            chunk.adam(pieces, chunk.gradient, scale.on_device, threads=self.worker.threads)
         return None
 
     def _new_update(self, chunk: Chunk) -> HostUpdate:
@@ -263,7 +263,7 @@ class Updates:
     def _queue(self, updates: Sequence[HostUpdate], norm: Event, scale: Scale, assumed_factor: float | None) -> None:
         """Queue ``updates``, which come in the order in which the next forward needs their chunks.
 
-        ``norm`` is where the norm is known on the device. The rest is for ``HostUpdates.begin_step``.
+        ``norm`` is where the norm is known on the device. The rest is for ``HostOptimizer.begin_step``.
         """
         self.worker.submit(functools.partial(self.host.begin_step, updates, scale, assumed_factor))
         for update in updates:

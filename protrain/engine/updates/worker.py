@@ -36,6 +36,8 @@ class Job(Future[None]):
         super().__init__()
         self._work: Callable[[], None] | None = work
         self._lock = threading.Lock()
+        # Whether the work is over, without an error. It takes no lock, which Ctrl-C could leave held, as ``done`` does.
+        self.succeeded = False
 
     @property
     def begun(self) -> bool:
@@ -54,6 +56,7 @@ class Job(Future[None]):
         except BaseException as error:
             failed = error
         del work  # before others go on: it may hold the last reference to a model
+        self.succeeded = failed is None
         if failed is None:
             self.set_result(None)
         else:

@@ -70,8 +70,7 @@ class Buffer:
         self._unknown_before = 0  # other tensors on the memory when units began to use it
         self._storage = memory.untyped_storage()
         self._views: dict[int, Tensor] = {}  # by parameter
-        self.resident = resident is not None  # the chunk never gives the buffer up
-        self.state = Residency.RESIDENT if self.resident else Residency.EMPTY
+        self.state = Residency.EMPTY if resident is None else Residency.RESIDENT
 
     def become(self, new: Residency) -> None:
         """The content is ``new`` from now on."""
@@ -178,7 +177,7 @@ class BufferPool:
         buffer = self._by_chunk[chunk.index]
         assert buffer.users > 0
         buffer.users -= 1
-        if not buffer.users and not buffer.resident:  # nothing is ever uploaded over a resident weight
+        if not buffer.users and not chunk.resident:  # nothing is ever uploaded over a resident weight
             self.streams.compute.record_event(buffer.free)
 
     def reset(self) -> None:
@@ -187,7 +186,7 @@ class BufferPool:
             buffer.users = 0
             if buffer.state not in (Residency.EMPTY, Residency.RESIDENT):
                 self._evict(buffer)
-        self._by_chunk = {index: buffer for index, buffer in self._by_chunk.items() if buffer.resident}
+        self._by_chunk = {index: each for index, each in self._by_chunk.items() if each.state is Residency.RESIDENT}
 
     def has_leaked_view(self, chunk: Chunk) -> bool:
         """Whether a view of ``chunk`` is alive though no unit uses it: the view will soon show another chunk."""
@@ -213,11 +212,11 @@ class BufferPool:
     def invalidate(self, chunk: Chunk) -> None:
         """Evict ``chunk``, whose weight is about to change, unless its buffer is the weight itself."""
         buffer = self._by_chunk.get(chunk.index)
-        if buffer is not None and not buffer.resident:
+        if buffer is not None and not chunk.resident:
             assert buffer.users == 0, "a chunk is updated while a unit uses it"
             self._evict(buffer)
 
-    def issue(self, chunk: Chunk) -> None:
+    def issue_upload(self, chunk: Chunk) -> None:
         """Issue the upload of ``chunk``, whose weight is that of the last step, if a buffer is assigned to it."""
         with self._lock:
             buffer = self._by_chunk.get(chunk.index)
@@ -246,7 +245,7 @@ class BufferPool:
         found.become(Residency.ASSIGNED)
         self._by_chunk[chunk.index] = found
         if chunk.is_updated():
-            self.issue(chunk)
+            self.issue_upload(chunk)
         return found
 
     def _evict(self, buffer: Buffer) -> None:
@@ -279,7 +278,7 @@ class BufferPool:
         """
         if buffer.state is Residency.ASSIGNED:
             chunk.wait_for_update()
-            self.issue(chunk)
+            self.issue_upload(chunk)
         if buffer.state is Residency.UPLOADED:
             if self._ranks.several:
                 running = self.streams.running(self.streams.gather, after=buffer.uploaded, done=buffer.gathered)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from protrain.common.tables import aligned, format_bytes, wrapped
 from protrain.hardware.calibration.activities import ADAM_BYTES
 from protrain.hardware.calibration.timing import MIB, Effort
-from protrain.hardware.datasheet import of_card
 from protrain.hardware.nvml import GpuFacts
 from protrain.hardware.profile import RATE_UNITS, HardwareProfile
+from protrain.hardware.shipped import of_card
 
 _LARGE_ENOUGH = 0.25  # of full sizes: 256 MiB, more than nearly every cache
 NOT_PINNED = (

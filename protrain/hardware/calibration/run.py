@@ -127,17 +127,17 @@ class Calibration:
         self._effort = effort
         self._ranks = ranks
         self._thread_counts = thread_counts(threads, taken=int(self._on_gpu))  # one_core_taken takes the one core
-        self._progress = progress
-        self._done = 0.0  # the share of the work
+        self._progress = progress or (lambda _what, _done: None)
 
     @contextlib.contextmanager
-    def _stage(self, what: str, full_s: float) -> Iterator[float]:
-        """A stage that takes ``full_s`` in a full calibration. Yields the seconds that it has in this one."""
-        if self._progress is not None:
-            self._progress(what, min(1.0, self._done))
+    def _stage(self, what: str, full_s: float, *, done: float = 0.0) -> Iterator[float]:
+        """A stage that takes ``full_s`` in a full calibration. Yields the seconds that it has in this one.
+
+        ``done`` is the share of the work that is done before.
+        """
+        self._progress(what, done)
         self._ranks.all_values(None, f"the calibration of {what}")  # so that all start together
         yield full_s * self._effort.time
-        self._done += full_s / FULL_SECONDS
 
     def run(self, warnings: list[str]) -> dict[str, Any]:
         """The results by field of the profile. ``warnings`` are among them, followed by those that measuring adds."""
@@ -157,12 +157,11 @@ class Calibration:
             runs = self._runs(work.activities, collectives)
         rates = rates_of(runs)
         if collectives is not None:
-            with self._stage("collectives", _COLLECTIVES_S) as seconds:
+            with self._stage("collectives", _COLLECTIVES_S, done=1.0) as seconds:
                 rates |= collectives.gbps(effort.transfer_bytes, budget_s=seconds)
         found = ranks.all_values((rates, shares_of(runs), warnings), "what was measured")
         of_ranks, groups, lines = zip(*found, strict=True)
-        if self._progress is not None:
-            self._progress("done", 1.0)
+        self._progress("done", 1.0)
         return {
             **dict.fromkeys(_OPTIONAL),
             **slowest(of_ranks),
@@ -201,10 +200,11 @@ class Calibration:
     def _runs(self, activities: Mapping[str, Activity], collectives: Collectives | None) -> Runs:
         """The rates of all groups, in several rounds."""
         runs: dict[Group, list[dict[str, list[float]]]] = {}
-        for group in groups_of([*activities]) * _ROUNDS:
+        groups = groups_of([*activities]) * _ROUNDS
+        for at, group in enumerate(groups):
             of_host = any(name.startswith("host_adam") for name in group)
             full_s = (_LONG_S if group in _LONG else _HOST_GROUP_S if of_host else _GROUP_S) / _ROUNDS
-            with self._stage(" + ".join(group), full_s) as seconds, self._core_taken(group):
+            with self._stage(" + ".join(group), full_s, done=at / len(groups)) as seconds, self._core_taken(group):
                 counts = {}
                 if collectives is not None and "collective" in group:
                     counts["collective"] = max(LEAST_UNITS, collectives.units_in(seconds))
