@@ -118,6 +118,7 @@ class PlannedStep(NamedTuple):
     gather_ms: Sequence[float]  # by chunk
     swap_in_ms: Sequence[float]  # by unit: its saved activations, or its offloaded inputs, back to the device
     device_update_ms: Sequence[tuple[int, float]]  # (chunk, update) of persistent chunks
+    fetches_sums: bool  # whether any gradient is added to a sum in host memory
     host: UpdateQueue  # updates of chunks in host memory, without those in awaited_updates
     streamed_ms: Mapping[int, float]  # by chunk that the GPU may update in host memory: how long that takes
     device_kept: float  # the share of its rate that such an update keeps beside the host

@@ -1,11 +1,11 @@
 """The search: the integers that make a step fastest within the memory there is (paper section 4).
 
 It is a pattern search from several starts, which race. A grid over the integers that follow from no others finds where
-to begin. The smaller the model, the finer the grid: it has every value of the smallest models. From the best of its
-plans, every integer is changed by a step, alone or together with integers that trade against it, and a change that
-makes the step faster is kept. Then the slowest third of the plans is out of the race, and the step halves, until it was
-1. What each integer may be is said by ``protrain.planning.ranges``. Every time and size comes from the models of
-``protrain.planning.predict``, in a fixed order, so the search is deterministic.
+to begin. The smaller the model, the finer the grid. From the best of its plans, every integer is changed by a step,
+alone or together with integers that trade against it, and a change that makes the step faster is kept. Then the
+slowest third of the plans is out of the race, and the step halves, until it was 1. What each integer may be is said by
+``protrain.planning.ranges``. Every time and size comes from the models of ``protrain.planning.predict``, in a fixed
+order, so the search is deterministic.
 
 Some integers follow from others. Offloading inputs only makes a step longer, and what it gains is memory for buffers.
 So a plan offloads the fewest inputs with which as many buffers fit as the search asks for. More buffers hardly ever
@@ -52,9 +52,9 @@ _PER_CHUNK = {
     "n_device_sum": 0.001,
 }  # shares of a step if the integer counts all chunks
 _PER_BLOCK = {"n_swap": 0.01, "n_ckpt_swap": 0.002}  # shares of a step if the integer counts all blocks
-_PLACEMENTS = 8  # the fewest numbers of persistent chunks on the grid
+_PLACEMENTS = 8  # the numbers of persistent chunks on the grid
 _VALUES = 64  # the grid has so many values of other integers, divided by the number of chunks or blocks; two at least
-_STARTS = 12  # the fewest plans with which the race begins
+_STARTS = 12  # the plans with which the race begins
 _FIRST_STEP = 3  # the first step is the number of chunks or blocks divided by this
 _GAIN = 1e-4  # the least share of a step that a change must save, while steps are longer than 1
 
@@ -123,20 +123,18 @@ class _Search:
             for keeps in ((False, True) if attends else (False,))
         }
         self._largest = max(self._models[False].n_chunks, self._models[False].n_blocks)
-        self._n_values = max(2, _VALUES // self._largest)  # of an integer on the grid
-        self._n_starts = max(_STARTS, 2 * self._n_values)  # plans with which the race begins
         self._scores_ms: dict[tuple[bool, Counts], float] = {}
         self._roomy = cache(self._roomy_of)
 
     def run(self, known: Sequence[Plan]) -> Plan:
         """The best plan that is found."""
-        racing = sorted({*self._grid(), *self._given(known)})[: self._n_starts]
+        racing = sorted({*self._grid(), *self._given(known)})[:_STARTS]
         if not racing:
             raise nothing_fits(self._models[False].memory)
         for keeps in self._models:  # the best start races without kept attention and with it
             if counts := self._fitted(keeps, racing[0].counts):
                 racing.append(self._scored(keeps, counts))
-        step, n_racing = max(2, self._largest // _FIRST_STEP), self._n_starts
+        step, n_racing = max(2, self._largest // _FIRST_STEP), _STARTS
         while step:
             n_racing -= n_racing // 3
             racing = sorted({self._descended(found, step) for found in racing})[:n_racing]
@@ -151,16 +149,18 @@ class _Search:
         best: list[_Found] = []
         if not fitting:
             return best
-        blocks = _spread(n_blocks, self._n_values)
-        for place in reversed(_spread(len(fitting) - 1, max(_PLACEMENTS, self._n_values))):
+        n_values = max(2, _VALUES // self._largest)
+        blocks = _spread(n_blocks, n_values)
+        for place in reversed(_spread(len(fitting) - 1, _PLACEMENTS)):
             n_persist = fitting[place]
-            chunks = _spread(n_chunks - n_persist, self._n_values)
+            away = _spread(n_chunks - n_persist, n_values)
             sums = _spread(n_chunks - n_persist, 3) if models.memory.accumulates else [0]
-            for n_swap, n_ckpt, n_speculate, n_sum in product(blocks, blocks, chunks, sums):
-                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, 0, n_sum)
+            updates = [(n_speculate, n) for n_speculate in away for n in sorted({0, n_speculate})]
+            for n_swap, n_ckpt, (n_speculate, n_weight_only), n_sum in product(blocks, blocks, updates, sums):
+                wanted = Counts(n_persist, 0, n_swap, n_ckpt, 0, n_speculate, n_weight_only, n_sum)
                 if counts := self._fitted(False, wanted):
-                    limit_ms = best[-1].score_ms if len(best) == self._n_starts else inf
-                    best = sorted({*best, self._scored(False, counts, limit_ms)})[: self._n_starts]
+                    limit_ms = best[-1].score_ms if len(best) == _STARTS else inf
+                    best = sorted({*best, self._scored(False, counts, limit_ms)})[:_STARTS]
         return best
 
     def _given(self, plans: Iterable[Plan]) -> Iterator[_Found]:

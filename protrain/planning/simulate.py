@@ -26,6 +26,10 @@ was issued, which ends with the gradient that needs the region, and is idle afte
 not depend on how long anything takes. So awaited updates are not in the ``UpdateQueue``, and the host makes them before
 the updates of the queue.
 
+[Note: looking at the loss] Between two micro-batches most scripts look at a number on the device: at the loss, or, as
+transformers' models do, at the positions of tokens. The copy engine takes copies in the order in which they were
+issued, so the script sees that number when all sums of the backward before are in host memory, and forward begins then.
+
 [Note: collectives] Several ranks gather a chunk once its buffer is given up and each of them has its shard there, by an
 upload or by a copy on the device. A visit waits for that. Gathers go in the order in which the schedule asks for
 chunks, since all ranks must issue them in one order. A gradient is flattened
@@ -170,6 +174,8 @@ class Run:
 
     def forward(self) -> None:
         """The GPU computes, weights are fetched, and activations of swapped blocks and inputs are offloaded."""
+        if self.step.fetches_sums:
+            self._gpu.wait(self._down.free)  # see [Note: looking at the loss]
         for visit, (compute_ms, swap_ms, _), fetches, gathers in self._visits[: self.step.n_forward]:
             self._fetch(fetches)
             self._gather(gathers)

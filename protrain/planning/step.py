@@ -253,6 +253,7 @@ class Steps:
             upload_ms=self._upload_ms,
             gather_ms=self._gather_ms,
             swap_in_ms=swap_in_ms,
+            fetches_sums=any(one.sum_up_ms is not None for visit in visits for one in visit.gradients),
             device_update_ms=[(c, t) for c, t in enumerate(self._device_update_ms[:n_persist]) if t],
             host=UpdateQueue(host, n_in_backward, n_weight_only, self._weight_share),
             streamed_ms=self._streamed_from(last),

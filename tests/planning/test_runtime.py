@@ -15,10 +15,12 @@ from bench.planner.paper import paper_step_ms
 from protrain.engine.states.chunks import Chunk
 from protrain.engine.weights.buffers import BufferPool
 from protrain.hardware.detection import detect
-from protrain.planning import BlockMode, evaluate, pack
+from protrain.planning import BlockMode, MemoryModel, evaluate, pack
 from protrain.planning.rates import COPY_MS
 from protrain.planning.schedule import Fetches
-from protrain.planning.timeline import DOWN, UP
+from protrain.planning.simulate import Run
+from protrain.planning.step import Steps
+from protrain.planning.timeline import DOWN, GPU, UP
 from protrain.profiler.model_profile import ModelProfile
 from tests.planning.models import DEVICE_UPDATE_MS, MACHINE, MOVE_MS, UPDATE_MS, N, chain, model_of, placed
 
@@ -167,6 +169,17 @@ def test_sums_in_host_memory_come_up_and_go_down_with_four_bytes_a_parameter() -
         found = {one.name: one.end_ms - one.start_ms for one in timeline.operations if one.lane == lane}
         times = {name: time_ms for name, time_ms in found.items() if name.startswith(kind)}
         assert times == pytest.approx({f"{kind} {chunk}": 2 * MOVE_MS for chunk in (1, 2, 3)})
+
+
+def test_a_forward_begins_when_the_sums_of_the_batch_before_are_in_host_memory() -> None:
+    profile = replace(chain(1.0, 1.0), accumulation=2)
+    memory = MemoryModel(profile, MACHINE, pack(profile, N))
+    step = Steps(memory, only_adds=True).step((NONE,) * 4, placed(1, 2))
+    run = Run(step)
+    first, last_sum = (run.lanes[lane] for lane in (GPU, DOWN))
+    assert first.starts[run.first[GPU]] >= last_sum.ends[run.first[DOWN] - 1] > run.begin_ms
+    free = Run(step._replace(fetches_sums=False))
+    assert free.lanes[GPU].starts[free.first[GPU]] < free.lanes[DOWN].ends[free.first[DOWN] - 1]
 
 
 def test_the_papers_formula() -> None:
