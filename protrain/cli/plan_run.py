@@ -31,7 +31,7 @@ from protrain.planning.prose import counted
 from protrain.profiler.kept_profiles import kept_answer
 from protrain.profiler.model_profile import ModelProfile
 
-_COUNTED_BATCH = 8  # which is counted where the batch is open, to know how fast others are
+_COUNTED_BATCHES = 8, 16  # which are counted where the batch is open, to know how fast others are
 _ASKED = ("batch", "accumulation", "step_tokens", "moment_dtype", "tokens", "price", "step_during_backward")
 
 
@@ -66,6 +66,7 @@ class _Asked:
         # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         self.batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
+        self.counted_batches: list[int] = []  # whose plans by batch are those of their own profiles
         self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
     def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
@@ -97,18 +98,28 @@ class _Asked:
     def profiles(self) -> Iterator[tuple[ModelProfile, dict[int, Plan]]]:
         """The profile of the batch of --batch, or of the fastest batches of --step-tokens, the fastest first.
 
-        With it are the plans by batch that tell how fast the batches are. They follow from the profile of one batch, so
-        the fastest may turn out not to fit.
+        With it are the plans by batch that tell how fast the batches are. They follow from the profiles of two batches
+        at most, so the fastest may turn out not to fit.
         """
         if not self.batch_is_open:
             yield self.profile(self.step.batch, self.args.accumulation or 1), {}
             return
+        first, second = _COUNTED_BATCHES
+        self.counted_batches = [first]
         with stage("profiling a batch") as show:
-            counted = self.counted(replace(self.step, batch=_COUNTED_BATCH), show)
-        sequence = counted.tokens // _COUNTED_BATCH
-        n_sequences = max(1, self.args.step_tokens // (sequence * self.hardware.world_size))
+            known, other = self.counted(replace(self.step, batch=first), show), None
+            if known.n_trainable > known.n_parameters // 2:  # gradients of adapters are too small to matter
+                other = self.counted(replace(self.step, batch=second), show)
+                self.counted_batches.append(second)
+        n_sequences = max(1, self.args.step_tokens // (known.tokens // first * self.hardware.world_size))
         with stage("comparing batches"):
-            plans = plans_by_batch(counted, self.hardware, n_sequences=n_sequences, step_during_backward=self.inside)
+            plans = plans_by_batch(
+                partial(known.at_batch, other=other),
+                self.hardware,
+                first=first,
+                n_sequences=n_sequences,
+                step_during_backward=self.inside,
+            )
         for batch in plans or (1,):
             yield self.profile(batch, n_sequences // batch), plans
 
@@ -124,8 +135,8 @@ class _Asked:
 def _answer(asked: _Asked, price: float | None) -> Answer:
     """Whether the model fits, how fast it is, and what limits it. Other batches that were tried are alternatives."""
     for profile, plans in asked.profiles():
-        is_counted = profile.device == "meta" and profile.n_sequences == _COUNTED_BATCH
-        answer = _answer_with(asked, profile, plans.get(_COUNTED_BATCH) if is_counted else None)
+        is_counted = profile.device == "meta" and profile.n_sequences in asked.counted_batches
+        answer = _answer_with(asked, profile, plans.get(profile.n_sequences) if is_counted else None)
         if answer.fits:
             break
     others = tuple(

@@ -52,15 +52,21 @@ class Comparison(Record):
 
 
 def plans_by_batch(
-    profile: ModelProfile, hardware: HardwareProfile, *, n_sequences: int, step_during_backward: bool = False
+    profile_of: Callable[[int], ModelProfile],
+    hardware: HardwareProfile,
+    *,
+    first: int,
+    n_sequences: int,
+    step_during_backward: bool = False,
 ) -> dict[int, Plan]:
     """Plans by which a GPU takes ``n_sequences`` in a step, by the sequences of a batch, the fastest plan first.
 
-    The batch begins at that of ``profile``, and doubles, else halves, for as long as that is clearly faster.
+    The batch begins with ``first`` sequences, and doubles, else halves, for as long as that is clearly faster.
 
     Args:
-        profile: of any batch. Those of others are derived from it.
+        profile_of: the profile of a batch of so many sequences.
         hardware: the machine and its limits.
+        first: the sequences of the batch to begin with, if a step has as many.
         n_sequences: of a step on each GPU.
         step_during_backward: plan for updates inside backward.
 
@@ -72,13 +78,13 @@ def plans_by_batch(
     @cache
     def speed(batch: int) -> float:
         """In tokens a second, 0 if the batch does not fit."""
-        changed = replace(profile.at_batch(batch), accumulation=n_sequences // batch)
+        changed = replace(profile_of(batch), accumulation=n_sequences // batch)
         with suppress(PlanError):
             plans[batch] = search(changed, hardware, step_during_backward=step_during_backward)
             return plans[batch].tokens_per_s
         return 0.0
 
-    first = batch = min(profile.n_sequences, 1 << (n_sequences.bit_length() - 1))
+    first = batch = min(first, 1 << (n_sequences.bit_length() - 1))
     while 2 * batch <= n_sequences and speed(2 * batch) > _CLEARLY * speed(batch):
         batch *= 2
     while 1 < batch <= first and speed(batch // 2) >= _CLEARLY * speed(batch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import isfinite, prod
 from typing import Any, Self, TypeVar
 
@@ -164,30 +165,40 @@ class ModelProfile(Record):
         blocks = tuple(block.keeping_attention() for block in self.blocks)
         return replace(self, blocks=blocks, segments=tuple(segments))
 
-    def at_batch(self, n_sequences: int) -> ModelProfile:
+    def at_batch(self, n_sequences: int, other: ModelProfile | None = None) -> ModelProfile:
         """About the profile of a batch of ``n_sequences``.
 
-        Operations grow in proportion to the sequences, and so do bytes, but for gradients of weights and a loss in
-        pieces. With sequences of 1,024 tokens of llama3-8b, gradients add 224 MiB to 172 MiB a sequence at the peak of
-        a block's backward, and the loss takes 3,006 MiB whatever the batch.
+        Operations and bytes lie on a line through those of this profile and of ``other``, the profile of another batch.
+        Without it they are in proportion to the sequences, as they are but for gradients of weights: with sequences of
+        1,024 tokens of llama3-8b these add 224 MiB to 172 MiB a sequence at the peak of a block's backward. A loss in
+        pieces takes the same for any batch.
         """
-        factor = n_sequences / self.n_sequences
+        known = {self.n_sequences: self} | ({} if other is None else {other.n_sequences: other})
+        if n_sequences in known:
+            return known[n_sequences]
+        start = 0 if other is None else other.n_sequences
+        share = (n_sequences - start) / (self.n_sequences - start)
 
-        def scaled(record: _Sized) -> _Sized:
+        def scaled(record: _Sized, other: _Sized | None) -> _Sized:
             sizes = {name: size for name, size in vars(record).items() if name.endswith(("_bytes", "_flops"))}
-            return replace(record, **{name: round(factor * size) for name, size in sizes.items()})
+            starts = {name: 0 if other is None else getattr(other, name) for name in sizes}
+            on_line = {name: starts[name] + share * (size - starts[name]) for name, size in sizes.items()}
+            return replace(record, **{name: max(0, round(size)) for name, size in on_line.items()})
 
-        def scaled_segment(segment: SegmentRecord) -> SegmentRecord:
+        def scaled_segment(segment: SegmentRecord, other: SegmentRecord | None) -> SegmentRecord:
             is_fixed = self.chunked_loss and segment.block is None
-            return replace(scaled(segment), peak_bytes=segment.peak_bytes) if is_fixed else scaled(segment)
+            found = scaled(segment, other)
+            return replace(found, peak_bytes=segment.peak_bytes) if is_fixed else found
 
+        others: tuple[Any, Any] = (repeat(None), repeat(None)) if other is None else (other.blocks, other.segments)
+        factor = n_sequences / self.n_sequences
         return replace(
             self,
             tokens=round(factor * self.tokens),
             batch_shapes={name: (n_sequences, *shape[1:]) for name, shape in self.batch_shapes.items()},
             output_bytes=round(factor * self.output_bytes),
-            blocks=tuple(map(scaled, self.blocks)),
-            segments=tuple(map(scaled_segment, self.segments)),
+            blocks=tuple(map(scaled, self.blocks, others[0])),
+            segments=tuple(map(scaled_segment, self.segments, others[1])),
         )
 
     @property

@@ -146,7 +146,7 @@ def test_the_batch_doubles_or_halves_while_that_is_faster(
         return replace(plan, step_ms=time_ms, tokens=profile.tokens, accumulation=profile.accumulation)
 
     monkeypatch.setattr(sweeps, "search", found)
-    plans = plans_by_batch(traced, roomy, n_sequences=n_sequences)
+    plans = plans_by_batch(traced.at_batch, roomy, first=8, n_sequences=n_sequences)
     assert list(plans) == fastest_first
     assert all(each.tokens == 10 * batch for batch, each in plans.items())
     assert all(each.accumulation == n_sequences // batch for batch, each in plans.items())
