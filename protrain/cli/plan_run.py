@@ -66,7 +66,7 @@ class _Asked:
         # A simulated device takes one sequence: a step of so many tokens would take a CPU hours.
         self.batch_is_open = args.batch is None and hardware.device_type != "cpu"
         self._elsewhere = bool(args.hardware or args.compare)
-        self.counted_batches: list[int] = []  # whose plans by batch are those of their own profiles
+        self.counted_batches: tuple[int, ...] = ()  # whose plans by batch are those of their own profiles
         self.profile = cache(self._profile)  # by the sequences and the number of the batches of a step
 
     def counted(self, step: ProfiledStep, show: Callable[[str], None]) -> ModelProfile:
@@ -104,19 +104,16 @@ class _Asked:
         if not self.batch_is_open:
             yield self.profile(self.step.batch, self.args.accumulation or 1), {}
             return
-        first, second = _COUNTED_BATCHES
-        self.counted_batches = [first]
+        # Gradients of weights do not grow with the batch, and those of adapters are too small to matter.
+        self.counted_batches = _COUNTED_BATCHES[: 2 if self.step.lora is None else 1]
         with stage("profiling a batch") as show:
-            known, other = self.counted(replace(self.step, batch=first), show), None
-            if known.n_trainable > known.n_parameters // 2:  # gradients of adapters are too small to matter
-                other = self.counted(replace(self.step, batch=second), show)
-                self.counted_batches.append(second)
-        n_sequences = max(1, self.args.step_tokens // (known.tokens // first * self.hardware.world_size))
+            known, *others = (self.counted(replace(self.step, batch=batch), show) for batch in self.counted_batches)
+        n_sequences = self.args.step_tokens * known.n_sequences // (known.tokens * self.hardware.world_size) or 1
         with stage("comparing batches"):
             plans = plans_by_batch(
-                partial(known.at_batch, other=other),
+                lambda batch: known.at_batch(batch, *others),
                 self.hardware,
-                first=first,
+                first=known.n_sequences,
                 n_sequences=n_sequences,
                 step_during_backward=self.inside,
             )

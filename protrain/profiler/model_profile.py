@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import repeat
+from itertools import starmap, zip_longest
 from math import isfinite, prod
 from typing import Any, Self, TypeVar
 
@@ -170,35 +170,29 @@ class ModelProfile(Record):
 
         Operations and bytes lie on a line through those of this profile and of ``other``, the profile of another batch.
         Without it they are in proportion to the sequences, as they are but for gradients of weights: with sequences of
-        1,024 tokens of llama3-8b these add 224 MiB to 172 MiB a sequence at the peak of a block's backward. A loss in
-        pieces takes the same for any batch.
+        1,024 tokens of llama3-8b these add 224 MiB to 172 MiB a sequence at the peak of a block's backward. So is all
+        but the peak of a loss in pieces, which is the same for any batch.
         """
-        known = {self.n_sequences: self} | ({} if other is None else {other.n_sequences: other})
-        if n_sequences in known:
-            return known[n_sequences]
         start = 0 if other is None else other.n_sequences
         share = (n_sequences - start) / (self.n_sequences - start)
 
-        def scaled(record: _Sized, other: _Sized | None) -> _Sized:
+        def on_line(record: _Sized, other: _Sized | None) -> _Sized:
             sizes = {name: size for name, size in vars(record).items() if name.endswith(("_bytes", "_flops"))}
-            starts = {name: 0 if other is None else getattr(other, name) for name in sizes}
-            on_line = {name: starts[name] + share * (size - starts[name]) for name, size in sizes.items()}
-            return replace(record, **{name: max(0, round(size)) for name, size in on_line.items()})
+            if other is None and self.chunked_loss and isinstance(record, SegmentRecord) and record.block is None:
+                del sizes["peak_bytes"]
+            for name, size in sizes.items():
+                sizes[name] = max(0, round(share * size + (1 - share) * getattr(other, name, 0)))
+            return replace(record, **sizes)
 
-        def scaled_segment(segment: SegmentRecord, other: SegmentRecord | None) -> SegmentRecord:
-            is_fixed = self.chunked_loss and segment.block is None
-            found = scaled(segment, other)
-            return replace(found, peak_bytes=segment.peak_bytes) if is_fixed else found
-
-        others: tuple[Any, Any] = (repeat(None), repeat(None)) if other is None else (other.blocks, other.segments)
         factor = n_sequences / self.n_sequences
+        blocks, segments = ((), ()) if other is None else (other.blocks, other.segments)
         return replace(
             self,
             tokens=round(factor * self.tokens),
             batch_shapes={name: (n_sequences, *shape[1:]) for name, shape in self.batch_shapes.items()},
             output_bytes=round(factor * self.output_bytes),
-            blocks=tuple(map(scaled, self.blocks, others[0])),
-            segments=tuple(map(scaled_segment, self.segments, others[1])),
+            blocks=tuple(starmap(on_line, zip_longest(self.blocks, blocks))),
+            segments=tuple(starmap(on_line, zip_longest(self.segments, segments))),
         )
 
     @property
