@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytestmark = [
-    pytest.mark.xdist_group("ranks"),  # which imports the same libraries as tests of integrations
+    pytest.mark.xdist_group("clients"),  # which imports the same libraries as tests of integrations
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 ANSWER = "{% generation %}{{ m.content }}<end>{% endgeneration %}"

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group("clients"))
 
 
 @pytest.fixture(scope="module", autouse=True)
