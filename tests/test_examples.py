@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.xdist_group("clients")  # which imports the same libraries as tests of integrations
+pytestmark = pytest.mark.xdist_group("examples")  # which import large libraries
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 

@@ -23,7 +23,7 @@ transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
 pytest.importorskip("trl")
 pytestmark = [
-    pytest.mark.xdist_group("clients"),  # which imports the same libraries as tests of integrations
+    pytest.mark.xdist_group("train"),  # which imports large libraries
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 ANSWER = "{% generation %}{{ m.content }}<end>{% endgeneration %}"

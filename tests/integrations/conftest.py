@@ -1,4 +1,4 @@
-"""Tests of what trains with other libraries run in one process of the test run, which imports these once."""
+"""Tests of what trains with other libraries: those of a file share a process of the test run and its imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
-            item.add_marker(pytest.mark.xdist_group("clients"))
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="module", autouse=True)
