@@ -36,7 +36,7 @@ _NO_SPAN = nullcontext()
 
 
 class Event:
-    """What is used of ``torch.cuda.Event``, and its stand-in on a CPU, where all work before it is done already."""
+    """The interface of ``torch.cuda.Event`` that the engine uses. On a CPU all work before an event is done already."""
 
     def synchronize(self) -> None:
         """Block the calling host thread until the point is reached."""
@@ -47,10 +47,10 @@ class Event:
 
 
 class Stream:
-    """What is used of ``torch.cuda.Stream``, and its stand-in on a CPU, where what is put on it is done at once."""
+    """The interface of ``torch.cuda.Stream`` that the engine uses. On a CPU a stream does its work at once."""
 
     def record_event(self, event: Event) -> None:
-        """Make ``event`` the current end of the stream. An event may be recorded again and again."""
+        """Let ``event`` stand for the current end of the stream. An event may be recorded again and again."""
 
     def wait_event(self, event: Event) -> None:
         """Work put on the stream from now on runs after ``event``."""

@@ -190,7 +190,7 @@ class Recomputation:
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The type to which torch.autocast casts now, or None where it is off. The meta device has none.
 
-    What is counted on the meta device has the types that the model's tensors have without autocast.
+    A step that is counted on the meta device has the types of the model's tensors without autocast.
     """
     if not (torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)):
         return None

@@ -1,4 +1,4 @@
-"""What is known without measuring: datasheets of cards, and the profiles of whole machines in machines.json."""
+"""Rates that nobody has to measure: datasheets of cards, and the profiles of whole machines in machines.json."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class Steps:
         ]
 
     def _gradient(self, part: GradientPart, staging: int, on_device: Container[int]) -> Gradient:
-        """What is done with ``part``. The sum of an offloaded chunk is in host memory, unless it is ``on_device``."""
+        """The work on ``part``. An offloaded chunk has its sum in host memory, unless it is ``on_device``."""
         element = self._profile.element_bytes  # what flattening reads, and writes
         offload_ms, sum_up_ms, added_bytes = part.offload_ms, None, 0
         if self._memory.accumulates and staging >= 0 and part.chunk not in on_device:

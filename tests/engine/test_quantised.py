@@ -46,6 +46,7 @@ class Scaled(Tensor):
     def __tensor_unflatten__(parts: dict[str, Tensor], *_: Any) -> Scaled:
         return Scaled(parts["numbers"], parts["scale"])
 
+    # torch's own annotation of this method leaves out ``func``, with which torch calls it.
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}

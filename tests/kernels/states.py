@@ -16,7 +16,7 @@ def states_of(
     dtype: torch.dtype,
     moment_dtype: torch.dtype = torch.float32,
 ) -> AdamStates:
-    """Those of a weight of ``dtype`` that is made from fp32 ``values``."""
+    """The states of a weight of ``dtype`` that is made from fp32 ``values``."""
     weight, master = values.to(dtype, copy=True), None
     if dtype is torch.bfloat16:
         weight, master = split(values)

@@ -67,8 +67,8 @@ def calibrate(
 ) -> HardwareProfile:
     """Measure ``device`` and its host. Later calls that detect the machine use what was measured.
 
-    A full calibration takes half a minute, up to 5 GiB of the device's memory and 16 GiB of the host's. The machine
-    should be idle. Under torchrun every process calls this function, which joins or starts the process group as
+    A full calibration takes less than a minute, up to 5 GiB of the device's memory and 16 GiB of the host's. The
+    machine should be idle. Under torchrun every process calls this function, which joins or starts the process group as
     ``protrain.wrap`` does. All of them measure at the same time, and each gets the rates of the slowest.
 
     Args:
