@@ -43,7 +43,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from protrain.checkpoint.adapters import Base, base_weights
+from protrain.checkpoint.adapters import base_weights
 from protrain.checkpoint.manifest import MANIFEST, encode, list_saves, random_state, write_manifest
 from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, write_parameters
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
@@ -71,7 +71,7 @@ def save_checkpoint(
     scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
-    base: Base | None = None,
+    base: str | None = None,
 ) -> Path:
     """Save the training state atomically as a new numbered save in ``folder``. Returns the path of the save.
 
@@ -87,7 +87,8 @@ def save_checkpoint(
         keep: How many saves of this run stay, this one included. Older ones are deleted once it is complete. Those of
             the run are what ``optimizer`` has saved, what it has loaded, and what was in that folder before. No others
             are deleted.
-        base: The model that an adapter was added to. Its weights are then left out, and a load needs the same base.
+        base: A name for the weights that an adapter was added to, such as that of the model on the Hub. They are then
+            left out of the save, and a load needs a model that has them, and the same name.
 
     Raises:
         ValueError: ``optimizer`` is not the wrapped one, ``folder`` is itself a save, ``keep`` is no whole number from
@@ -114,7 +115,7 @@ def async_save(
     scheduler: LRScheduler | None = None,
     extra: Any = None,
     keep: int = 2,
-    base: Base | None = None,
+    base: str | None = None,
 ) -> Future[Path]:
     """Do what ``save_checkpoint`` does, and train on while a thread writes a copy of the state.
 
@@ -169,7 +170,7 @@ def own_saves(optimizer: ProTrainOptimizer) -> list[Path]:
     return _of_run.setdefault(optimizer, [])
 
 
-def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: Base | None) -> list[str]:
+def _saved_names(model: nn.Module, optimizer: ProTrainOptimizer, base: str | None) -> list[str]:
     """The names of the parameters that a save holds: all but those of ``base``."""
     left_out = base_weights(model, base)
     return [name for name in optimizer.parameter_names() if name not in left_out]
@@ -206,7 +207,7 @@ def _begin(
     scheduler: LRScheduler | None,
     extra: Any,
     keep: int,
-    base: Base | None,
+    base: str | None,
 ) -> Save:
     """Begin a save with what a training has beside its parameters."""
     if not isinstance(keep, int) or keep < 1:
@@ -289,7 +290,7 @@ def _contents(
     optimizer: ProTrainOptimizer,
     scheduler: LRScheduler | None,
     extra: Any,
-    base: Base | None,
+    base: str | None,
     randoms: list[Any],
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What the manifest says of the state that is no parameter's, and the tensors of that state."""
@@ -306,7 +307,7 @@ def _contents(
             for name, module in with_extra_state(model).items()
         },
         "random": randoms,  # of each rank
-        **({} if base is None else {"base": base.to_dict()}),
+        "base": base,
     }
     return manifest, tensors | unmanaged_tensors(model, base_weights(model, base))
 
