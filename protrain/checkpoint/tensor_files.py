@@ -119,15 +119,6 @@ def open_tensors(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: {error}") from None
 
 
-def file_crc32(path: Path) -> int:
-    """The CRC-32 of a file's bytes. As zlib releases the GIL, several files can be checked in parallel."""
-    crc32 = 0
-    with open(path, "rb", buffering=0) as file:
-        while piece := file.read(1024**2):  # a load checks several files at once, on each rank
-            crc32 = zlib.crc32(piece, crc32)
-    return crc32
-
-
 @contextmanager
 def complete_folder(folder: Path, what: str) -> Iterator[Path]:
     """A hidden folder that becomes ``folder`` when the body has ended and all of it is on the disk.

@@ -22,7 +22,6 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import nn
 
 from protrain.checkpoint.loading import load_checkpoint
@@ -110,12 +109,8 @@ class ProTrainStrategy(DDPStrategy):
         wrap_arguments: of ``protrain.wrap``, such as ``device_memory="24GiB"``.
     """
 
-    accelerator: Any  # of Lightning's strategy, as are the next five
-    cluster_environment: Any
-    lightning_module: Any
-    model: Any
+    model: Any  # of Lightning's strategy, as are the optimizers
     optimizers: Any
-    precision_plugin: Any
 
     def __init__(self, *, example_batch: Any = None, **wrap_arguments: Any) -> None:
         super().__init__()
@@ -170,13 +165,6 @@ class ProTrainStrategy(DDPStrategy):
             raise ValueError(
                 "ProTrain trains LightningModules with automatic optimization and one optimizer: use "
                 "protrain.wrap in a loop of your own where backward() is called outside of training_step"
-            )
-        if type(self.optimizers[0]).__name__ == "_MockOptimizer":
-            raise ValueError("configure_optimizers() returned None: return torch.optim.AdamW or torch.optim.Adam")
-        if trainer.gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            raise ValueError(
-                "gradient_clip_algorithm='value' changes each gradient where it lies, and ProTrain keeps gradients in "
-                "chunks: use gradient_clip_algorithm='norm'"
             )
         for kind, callback in ((kind.__name__, each) for each in trainer.callbacks for kind in type(each).__mro__):
             if kind in _CALLBACKS:
