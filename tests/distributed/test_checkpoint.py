@@ -27,7 +27,6 @@ from tests.distributed.saves import (
     THIRD,
     Run,
     fail_to_load,
-    fail_to_save,
     go_on,
     go_on_unplanned,
     load_randoms,
@@ -84,14 +83,6 @@ def test_each_rank_has_its_random_states_again_and_the_rest_of_rank_0(tmp_path: 
     assert [texts for *_, texts in found[:2]] == [[], []]
     assert "was made by 2 processes, so it has no random states of rank 2, which keeps its own" in found[2][3][0]
     assert [(mark, extra) for _, mark, extra, _ in found] == [(5.0, {"rank": 0})] * 3
-
-
-def test_a_full_disk_of_one_rank_is_an_error_on_all_and_leaves_the_earlier_save(tmp_path: Path) -> None:
-    for text, names in on_ranks(3, fail_to_save, 3, str(tmp_path)):
-        assert "cannot write" in text
-        assert "state-00002-00001.safetensors" in text
-        assert names == ["00001-step-0"]
-    assert [save.name for save in list_saves(tmp_path)] == ["00001-step-0", "00002-step-1"]
 
 
 @pytest.mark.slow

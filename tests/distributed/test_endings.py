@@ -135,7 +135,7 @@ def after_the_group(act: Act, folder: Path) -> None:
     training = Training(dist.get_rank(), dist.get_world_size(), None)
     training.train(range(1))
     with held(by=act is not nothing):
-        path = protrain.async_save(folder, training.model, training.optimizer, scheduler=training.scheduler)
+        path = training.save_beside(str(folder))
         dist.barrier()
         dist.destroy_process_group()
         act()

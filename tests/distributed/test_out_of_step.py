@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import protrain
 import protrain.distributed.ranks
@@ -23,7 +23,7 @@ from protrain.distributed import watch
 from protrain.optim.optimizer import ProTrainOptimizer
 from tests.distributed.pool import on_ranks
 from tests.engine import residual
-from tests.engine.harness import adamw, default_loss
+from tests.engine.harness import adamw, assert_same, default_loss
 
 Act = Callable[[Any, Any], object]
 
@@ -235,9 +235,47 @@ def test_a_call_of_the_script_that_ends_by_itself(what: str, value: float) -> No
     assert on_ranks(3, wait_for_a_rank, what) == [value] * 3
 
 
-# -- what all ranks must call, and one calls alone ---------------------------------------------------------------------
+# -- edits -------------------------------------------------------------------------------------------------------------
 
 NAME = "blocks.0.first.weight"
+EDITS: dict[str, Callable[[int, nn.Module], object]] = {
+    "MisuseError: rank 1 has edited enter.weight inside full_parameters otherwise than rank 0: make the same edits": (
+        lambda rank, model: model.get_parameter("enter.weight").zero_() if rank == 0 else None
+    ),
+    "MisuseError: rank 1 has edited enter.bias inside full_parameters otherwise than rank 0: make the same edits": (
+        lambda rank, model: model.get_parameter("enter.bias").fill_(float(rank))
+    ),
+    "ValueError: enter.bias was given the shape (3": (
+        lambda rank, model: setattr(model.get_parameter("enter.bias"), "data", torch.zeros(3)) if rank == 1 else None
+    ),
+}
+
+
+def edit(rank: int) -> tuple[dict[str, Tensor], list[str], dict[str, Tensor]]:
+    """Edit a weight on all ranks, then in ways that are refused. Returns the weights after each, and the errors."""
+    model, _ = wrapped()
+
+    def edit_by(does: Callable[[int, nn.Module], object]) -> None:
+        with protrain.full_parameters(model), torch.no_grad():
+            does(rank, model)
+
+    edit_by(lambda rank, model: model.get_parameter(NAME).fill_(2.0))
+    edited = dict(model.state_dict())
+    return edited, [error_of(partial(edit_by, does)) for does in EDITS.values()], dict(model.state_dict())
+
+
+@pytest.mark.slow
+def test_edits_are_made_on_all_ranks_or_on_none() -> None:
+    expected = residual.make(width=16, depth=3).state_dict()
+    expected[NAME] = torch.full_like(expected[NAME], 2.0)
+    for edited, errors, after in on_ranks(3, edit):
+        assert_same(edited, expected)
+        assert_same(after, expected)
+        assert [error[: len(said)] for error, said in zip(errors, EDITS, strict=True)] == list(EDITS)
+
+
+# -- what all ranks must call, and one calls alone ---------------------------------------------------------------------
+
 ALONE: dict[str, Callable[[Any, Any, str], object]] = {
     "state_dict()": lambda model, optimizer, folder: model.get_submodule("blocks.1").state_dict(),
     "load_state_dict()": lambda model, optimizer, folder: model.load_state_dict(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -96,12 +97,8 @@ def test_ranks_that_do_the_same(
 
 def copies(rank: int, host_memory: str, empty: bool) -> tuple[list[str], str]:
     """Wrap a model that each rank has built. Returns the warnings, and the error."""
-    build: Callable[[], nn.Module] = Model
-    if empty:
-        with protrain.empty_parameters():
-            model = build()
-    else:
-        model = build()
+    with protrain.empty_parameters() if empty else nullcontext():
+        model = Model()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -198,27 +195,25 @@ def test_empty_parameters_are_made_as_on_one_rank_with_the_seed_of_the_first() -
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
-def train_in_mesh(rank: int, meshed: bool) -> list[float]:
-    """Losses of training in the only dimension of a mesh, or in the default group."""
-    options: dict[str, Any] = {}
-    if meshed:
-        options["process_group"] = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()
-    with seeded():
-        model, optimizer = wrap(Model(), **options)
-    losses = []
-    for step in range(3):
-        loss = model(batch(2 * step + rank))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train_in_mesh(rank: int) -> tuple[list[float], list[float]]:
+    """Losses of training in the default group, and in the only dimension of a mesh."""
+    found = []
+    for group in (None, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"].get_group()):
+        with seeded():
+            model, optimizer = wrap(Model(), process_group=group)
+        losses = []
+        for step in range(3):
+            losses.append(model(batch(2 * step + rank)))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([loss.item() for loss in losses])
+    return found[0], found[1]
 
 
 def test_the_group_of_a_mesh() -> None:
-    losses = on_ranks(2, train_in_mesh, True)
-    assert losses == on_ranks(2, train_in_mesh, False)
-    assert losses[0] != losses[1]
+    (mine, meshed), (others, _) = on_ranks(2, train_in_mesh)
+    assert mine == meshed != others
 
 
 def refused(rank: int, what: str) -> str:
