@@ -18,8 +18,8 @@ import protrain
 from protrain.cli.main import main
 from protrain.distributed.devices import has_bf16, own_device
 from protrain.hardware.detection import detect
-from tests.distributed.out_of_step import quick
 from tests.distributed.pool import on_ranks
+from tests.distributed.test_out_of_step import error_of, quick
 
 X = torch.ones(2, 8)
 
@@ -157,11 +157,7 @@ def error_with_gpus(
     """The error of ``use`` where each rank sees GPUs with its ``uuids``."""
     environment = {"WORLD_SIZE": "2", "LOCAL_RANK": str(local_ranks[rank]), "CUDA_VISIBLE_DEVICES": "0,1"}
     with quick(), machine(visible=visible, uuids=uuids[rank], environment=environment):
-        try:
-            USES[use](device)
-        except (ValueError, protrain.MisuseError) as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+        return error_of(lambda: USES[use](device))
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from tests.engine.harness import FEW_PLANS, PLANS, Spec, adamw, default_loss, wr
 from tests.engine.plain_loop import prepare_plain
 
 WORDS, WIDTH, ROWS = 32, 16, 4
+ROOT = Path(__file__).parents[2]
 
 
 class Model(nn.Module):
@@ -264,6 +267,25 @@ def error_of(rank: int, name: str) -> str:
 def test_a_script_that_both_ranks_refuse(name: str) -> None:
     for error in on_ranks(2, error_of, name):
         assert REFUSED[name][1] in error
+
+
+# -- an example --------------------------------------------------------------------------------------------------------
+
+
+def pretrain(rank: int, folder: str) -> list[float]:
+    script = runpy.run_path(str(ROOT / "examples/pretrain.py"))
+    options = ["--device", "cpu", "--steps", "3", "--micro-batches", "2", "--folder", folder]
+    losses: list[float] = script["main"](options)
+    return losses
+
+
+@pytest.mark.slow
+def test_the_example_has_the_same_bits_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    expected = pretrain(0, str(tmp_path / "one"))
+    assert on_ranks(2, pretrain, str(tmp_path / "two")) == [expected] * 2
+    weights = [tmp_path / name / "model/model.safetensors" for name in ("one", "two")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 # -- generation --------------------------------------------------------------------------------------------------------

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import protrain
@@ -82,40 +77,6 @@ def _another_shape(rank: int, model: nn.Module) -> None:
         model.get_parameter("enter.bias").data = torch.zeros(3)
 
 
-def call_alone(rank: int, size: int, spec: Spec, folder: str) -> list[str]:
-    """One rank calls what all must call. Returns the errors, of which the rank has one for each of its calls."""
-    protrain.distributed.ranks._ABSENT_S = 0.3
-    name = "blocks.0.first.weight"
-    state = torch.zeros(37, 37)
-    calls: list[Callable[[Training], Any]] = [
-        lambda training: training.model.state_dict(),
-        lambda training: training.model.get_submodule("blocks.1").state_dict(),
-        lambda training: training.model.load_state_dict({name: state}, strict=False),
-        lambda training: training.optimizer.state_dict(),
-        lambda training: training.optimizer.load_state_dict({}),
-        lambda training: training.optimizer.export_parameter(name),
-        lambda training: protrain.full_parameters(training.model).__enter__(),
-        lambda training: training.save(folder),
-        lambda training: training.load(folder),
-        lambda training: protrain.async_save(folder, training.model, training.optimizer),
-        lambda training: protrain.export(training.model, folder),
-        lambda training: protrain.full_state_dict(training.model),
-        lambda training: training.optimizer.full_state_dict(),
-    ]
-    errors = []
-    for at, call in enumerate(calls):
-        # What has failed in one group must not disturb the next.
-        training = Training(rank, size, spec, process_group=dist.new_group(backend="gloo"))
-        if rank == at % size:
-            try:
-                call(training)
-            except protrain.MisuseError as error:
-                errors.append(str(error))
-        dist.barrier()
-    protrain.distributed.ranks._ABSENT_S = 20.0
-    return errors
-
-
 def _flat(state: State) -> dict[str, torch.Tensor]:
     """All tensors of ``state`` by name."""
     weights, of_optimizer, full = state
@@ -155,31 +116,3 @@ def test_edits_are_made_on_all_ranks_or_on_none() -> None:
             "edits on every rank. No edit of this full_parameters is kept",
             "ValueError: enter.bias was given the shape (3",
         ]
-
-
-@pytest.mark.slow
-def test_a_call_on_one_rank_alone_is_an_error_within_seconds(tmp_path: Path) -> None:
-    errors = on_ranks(2, call_alone, 2, FIRST, str(tmp_path))
-    found = [
-        re.search(r" and gives up. Call (.*) in every process", error)
-        for both in zip_longest(*errors)  # the ranks take turns
-        for error in both
-        if error is not None
-    ]
-    names = [match and match.group(1) for match in found]
-    assert names == [
-        "state_dict()",
-        "state_dict()",
-        "load_state_dict()",
-        "the optimizer's state_dict()",
-        "the optimizer's load_state_dict()",
-        "export_parameter()",
-        "full_parameters()",
-        "save_checkpoint()",
-        "load_checkpoint()",
-        "async_save()",
-        "protrain.export()",
-        "full_state_dict()",
-        "the optimizer's full_state_dict()",
-    ]
-    assert not list(tmp_path.iterdir())
