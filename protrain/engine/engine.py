@@ -207,7 +207,7 @@ class Engine:
         self.gradients.count_backward(no_sync=self._groups.no_sync)
         if self.updates.inside:
             self._groups.check()
-            self.bindings.refuse_lent("backward() with step_during_backward=True")
+            self.bindings.refuse_overridden("backward() with step_during_backward=True")
             self.bindings.refuse_edits()  # step() would be too late
         if not self._groups.no_sync:
             self._groups.check_members()
@@ -318,7 +318,7 @@ class Engine:
         """
         self.streams.refuse_another()
         self.bindings.refuse_inside_full_parameters("step()")
-        self.bindings.refuse_lent("step()")
+        self.bindings.refuse_overridden("step()")
         self.reset()
         self.bindings.refuse_edits()
         refuse_foreign_gradients(self.members)
