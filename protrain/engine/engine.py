@@ -127,9 +127,9 @@ class Engine:
         """
         if torch.is_grad_enabled():
             with torch._C.DisableTorchFunctionSubclass():
-                thawed = next((member for member in self._frozen if member.parameter.requires_grad), None)
-            if thawed is not None:
-                raise frozen_error(thawed.name)
+                newly_trainable = next((member for member in self._frozen if member.parameter.requires_grad), None)
+            if newly_trainable is not None:
+                raise frozen_error(newly_trainable.name)
         self.streams.refuse_another()
         self.reset()
         self._restart(training=torch.is_grad_enabled())
