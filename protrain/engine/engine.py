@@ -104,7 +104,7 @@ class Engine:
         self.bindings = bindings
         self.state_hooks: Any = None  # which refer to this, and are made last
         self.weights_version = 0  # counts changes of weights, by optimizer steps and between them
-        self.all_read = False  # whether every rank reads the same parameters now
+        self.collective_reads = False  # whether every rank reads the same parameters now
         self._frozen = [member for member in managed.members if not member.parameter.requires_grad]
         self.in_forward = False  # whether the forward of the model runs: it may compute gradients of its own
         # How many units and ends of steps are under way. One whose begin or end is cut short stays counted.

@@ -137,11 +137,12 @@ class Bindings:
         """MisuseError inside a context that has given the model other weights, as it would take ``what`` back."""
         if self.weights_overridden_by:
             raise MisuseError(
-                f"{what} inside `with {self.weights_overridden_by}`, which has given the model other weights: leave it first"
+                f"{what} inside `with {self.weights_overridden_by}`, which has given the model other weights: leave "
+                "it first"
             )
 
     def refuse_write(self, what: str) -> None:
-        """MisuseError where ``what`` would write weights or states that are lent, or that a unit uses now."""
+        """MisuseError where ``what`` would write weights or states that are overridden, or that a unit uses now."""
         self.refuse_overridden(what)
         bound = next((member for member in self._members if member.bound), None)
         if bound is not None:
