@@ -337,7 +337,7 @@ class Engine:
         self._ranks.note("step() without clipping" if factor is None else "step() after clipping")
         if self.loss_scale is not None and not self._clipping.is_finite():
             self.loss_scale.warn_of_smallest()
-            self.updates.commit(self.loss_scale.note_skipped)
+            self.updates.commit(self.loss_scale.count_skipped)
             return False
         self.unfinished += 1
         self.weights_version += 1

@@ -213,7 +213,7 @@ class CheckpointFrame(Frame, Recomputation):
     @override
     def count_saved(self, tensor: Tensor) -> int:
         if self.attention is not None:
-            self.attention.note_saved(tensor)
+            self.attention.record_saved(tensor)
         return super().count_saved(tensor)
 
     @override

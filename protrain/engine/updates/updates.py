@@ -176,7 +176,7 @@ class Updates:
             job.result()
         with self._streams.computing():
             if self.loss_scale is not None:
-                self.loss_scale.note_step()
+                self.loss_scale.count_step()
             self._last_scale = scale = NO_SCALE if factor is None else self._publish(factor)
             self._gradients.reduction.send_all()
             norm = self._end_window()
