@@ -127,7 +127,7 @@ def check_start_values(model: nn.Module, *, loaded: bool) -> None:
 
 
 class _Watch(RuntimeMode):
-    """Empties the parameters of one block, and notes who sets them."""
+    """Empties the parameters of one block, and records who sets them."""
 
     def __init__(self) -> None:
         super().__init__()
