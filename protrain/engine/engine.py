@@ -165,7 +165,7 @@ class Engine:
         self.gradients.begin_backward()
 
     def in_backward_of(self, frame: Frame) -> bool:
-        """Whether the backward of this call of a unit runs already. Every saved tensor asks, so this must be fast."""
+        """True if the backward of this frame is the current one. Every saved tensor asks, so this must be fast."""
         return (
             self.visits.current_frame() is frame
             and frame.weights_version == self.weights_version
