@@ -26,7 +26,7 @@ from protrain.checkpoint.manifest import EXTRA
 from protrain.checkpoint.tensor_files import FILE_BYTES, TensorWriter, open_tensors
 from protrain.common.errors import CheckpointError
 from protrain.common.parameters import is_managed, kept_beside, made_of, same_bytes
-from protrain.distributed.agreement import Aside
+from protrain.distributed.agreement import StoreExchange
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 from protrain.optim.optimizer import ProTrainOptimizer
@@ -36,7 +36,7 @@ BESIDE = "beside/"  # the prefix of the tensors that quantised weights need besi
 
 
 def write_parameters(
-    scratch: Path, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside
+    scratch: Path, parts: Iterable[tuple[str, Part]], ranks: Ranks | StoreExchange
 ) -> tuple[dict[str, dict[str, Any]], int]:
     """Write ``parts``, what this rank has of all parameters by their names, one after another.
 

@@ -19,7 +19,7 @@ The first rank does all else alone: it makes the hidden folder, and when all ran
 disk, it writes the manifest and renames the folder.
 
 [Note: saves beside the training] ``async_save`` takes all that can change at once, and a thread of each rank writes it.
-The threads must not issue collectives, so what they say to each other is in ``protrain.distributed.agreement.Aside``.
+The threads must not issue collectives, so they exchange values by ``protrain.distributed.agreement.StoreExchange``.
 The next save to that folder, or a load, waits for them first, because it would take their hidden folder for one that
 was left behind.
 """
@@ -49,7 +49,7 @@ from protrain.checkpoint.parameter_files import BUFFERS, unmanaged_tensors, writ
 from protrain.checkpoint.tensor_files import delete, put_in_place, used_alone, write_tensors
 from protrain.common.errors import BudgetError, user_line
 from protrain.common.tables import format_bytes
-from protrain.distributed.agreement import Aside, raised_on_all
+from protrain.distributed.agreement import StoreExchange, raised_on_all
 from protrain.distributed.ranks import Ranks
 from protrain.engine.states.parameter_state import Part
 from protrain.engine.weights.parameter import PresentParameter
@@ -138,7 +138,7 @@ def async_save(
     wait_for_async_saves(optimizer, root)
     name = ranks.of_first(f"async_save {uuid4()}")
     with raised_on_all(ranks):
-        aside = Aside(ranks, name)  # before the folder is locked, as the store may be gone
+        aside = StoreExchange(ranks, name)  # before the folder is locked, as the store may be gone
         in_place = list(optimizer.export_parts(_saved_names(model, optimizer, base)))
         needed_bytes = sum(tensor.nbytes for _, part in in_place for tensor in part.tensors.values())
         free_bytes = optimizer.hardware.host_bytes - optimizer.plan.host_bytes
@@ -247,7 +247,7 @@ def begin_save(
     return save
 
 
-def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | Aside) -> Path:
+def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | StoreExchange) -> Path:
     """Write the ``parts`` of parameters that this rank has, and when all ranks have, make the save complete."""
     first = ranks.rank == 0
     with save.close:
@@ -275,7 +275,9 @@ def finish_save(save: Save, parts: Iterable[tuple[str, Part]], ranks: Ranks | As
         return target
 
 
-def _finish_beside(save: Save, parts: Iterable[tuple[str, Part]], aside: Aside, warn: Callable[[str], None]) -> Path:
+def _finish_beside(
+    save: Save, parts: Iterable[tuple[str, Part]], aside: StoreExchange, warn: Callable[[str], None]
+) -> Path:
     """Finish the save in a thread whose result the script may never ask for. So ``warn`` of an error, too."""
     try:
         return finish_save(save, parts, aside)
